@@ -1,0 +1,1 @@
+"""The algorithm: grids, statistics, rules, and the two state machines."""

@@ -1,0 +1,125 @@
+"""The two quantization grids, and the step that makes mirrors exact.
+
+A grid at width ``b`` maps integers ("levels") to multiples of a step:
+
+========== =============== ================= =====================================
+grid       levels          step for radius R value of level ``q``
+========== =============== ================= =====================================
+midrise    ``2^b``         ``2R/(2^b - 1)``  ``(2q - (2^b - 1)) · step/2``
+midtread   ``2^b - 1``     ``R/(2^(b-1)-1)`` ``(q - (2^(b-1) - 1)) · step``
+midtread,  2               mean of ``|Δ|``   ``(2q - 1) · step``
+``b = 1``
+========== =============== ================= =====================================
+
+The step is always a bfloat16 number, rounded up from the formula. It has 8 significant bits and a
+level has at most 16, so every value is an *exact* float32 product and ``reference + value`` rounds
+once, the same way on every machine, with or without fused multiply-add.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_WIDTH = 16
+MIN_STEP = 2.0**-126
+"""Smallest positive step: the smallest normal bfloat16, so that its inverse is finite too."""
+MAX_RADIUS = 2.0**120
+"""Largest coordinate a grid accepts; keeps every step and its inverse a normal float32."""
+
+
+class Grid(enum.StrEnum):
+    """How levels map to values."""
+
+    MIDRISE = "midrise"
+    MIDTREAD = "midtread"
+
+
+class Affine(NamedTuple):
+    """Level ``q`` has the value ``(scale·q - offset) · unit``, exactly."""
+
+    scale: int
+    offset: int
+    unit: float
+
+
+def num_levels(grid: Grid, width: int) -> int:
+    """Count the levels of ``grid`` at ``width`` bits.
+
+    >>> num_levels(Grid.MIDRISE, 4), num_levels(Grid.MIDTREAD, 4), num_levels(Grid.MIDTREAD, 1)
+    (16, 15, 2)
+    """
+    if grid is Grid.MIDRISE or width == 1:
+        return 1 << width
+    return (1 << width) - 1
+
+
+def affine(grid: Grid, width: int, step: float) -> Affine:
+    """Return the map from levels to values.
+
+    >>> affine(Grid.MIDTREAD, 3, 0.5)
+    Affine(scale=1, offset=3, unit=0.5)
+    >>> affine(Grid.MIDRISE, 2, 0.5)
+    Affine(scale=2, offset=3, unit=0.25)
+    """
+    if grid is Grid.MIDRISE:
+        return Affine(2, (1 << width) - 1, step / 2)
+    if width == 1:
+        return Affine(2, 1, step)
+    return Affine(1, (1 << (width - 1)) - 1, step)
+
+
+def round_up_to_bfloat16(value: float) -> float:
+    """Return the smallest bfloat16 number at or above ``value``; positive ones at least `MIN_STEP`.
+
+    >>> round_up_to_bfloat16(1.0), round_up_to_bfloat16(1.001), round_up_to_bfloat16(0.0)
+    (1.0, 1.0078125, 0.0)
+    """
+    if value == 0.0:
+        return 0.0
+    if value <= MIN_STEP:
+        return MIN_STEP
+    mantissa, exponent = math.frexp(value)  # value = mantissa · 2^exponent, mantissa in [1/2, 1)
+    return math.ldexp(math.ceil(math.ldexp(mantissa, 8)), exponent - 8)
+
+
+def is_valid_step(step: float) -> bool:
+    """Tell whether ``step`` is one a client can have sent: zero, or a bfloat16 in range."""
+    return step == 0.0 or (
+        MIN_STEP <= step <= 2 * MAX_RADIUS and round_up_to_bfloat16(step) == step
+    )
+
+
+def grid_step(grid: Grid, width: int, radius: float, mean_abs: float) -> float:
+    """Return the step a client sends for a vector with this radius and mean absolute value.
+
+    >>> grid_step(Grid.MIDTREAD, 3, radius=3.0, mean_abs=1.0)
+    1.0
+    >>> grid_step(Grid.MIDRISE, 2, radius=3.0, mean_abs=1.0)
+    2.0
+    """
+    if grid is Grid.MIDRISE:
+        return round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
+    if width == 1:
+        return round_up_to_bfloat16(mean_abs)
+    return round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
+
+
+def level_dtype(width: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the smallest dtype that holds the levels of ``width`` bits."""
+    return np.uint8 if width <= 8 else np.uint16
+
+
+def values_of(
+    levels: NDArray[np.unsignedinteger], grid: Grid, width: int, step: float, dtype: type[np.floating]
+) -> NDArray[np.floating]:
+    """Return the values of ``levels``: exact in float32 and float64 alike."""
+    scale, offset, unit = affine(grid, width, step)
+    integers = levels.astype(np.int32) * scale - offset
+    return np.multiply(integers.astype(dtype), dtype(unit))

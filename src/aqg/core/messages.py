@@ -1,0 +1,137 @@
+"""What a client and a server say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, values_of
+from aqg.errors import MessageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """What the server sends to every client at the start of round ``k``.
+
+    Attributes:
+        round: ``k``, counted from 1.
+        parameters: the model ``θ^k``, flat.
+        movement: ``1/(α²M²) · Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``, the scale of recent model steps in
+            which every criterion is written. One number replaces the whole model history.
+
+    """
+
+    round: int
+    parameters: NDArray[np.floating]
+    movement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Nothing to send: the server goes on with what it knows.
+
+    ``fault`` says why, when it was not the client's choice (a gradient with NaN, say).
+    """
+
+    fault: str | None = None
+
+    @property
+    def width(self) -> int:
+        """Bits per parameter: none."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Upload:
+    """A vector quantized on a grid, one level per coordinate.
+
+    >>> import numpy as np
+    >>> upload = Upload(np.array([0, 1, 2], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
+    >>> upload.values(np.float32)
+    array([-0.5,  0. ,  0.5], dtype=float32)
+    """
+
+    levels: NDArray[np.uint8] | NDArray[np.uint16]
+    step: float
+    width: int
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise MessageError(f"width {self.width} is outside 1..{MAX_WIDTH}")
+        if not is_valid_step(self.step):
+            raise MessageError(f"step {self.step!r} is not a bfloat16 number in range")
+        if self.levels.ndim != 1 or self.levels.dtype != level_dtype(self.width):
+            raise MessageError(
+                f"levels are {self.levels.ndim}-d {self.levels.dtype}; "
+                f"width {self.width} needs 1-d {level_dtype(self.width).__name__}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Upload)
+            and (self.step, self.width, self.grid) == (other.step, other.width, other.grid)
+            and np.array_equal(self.levels, other.levels)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
+
+    def validate(self) -> None:
+        """Raise `MessageError` if a level is not on the grid."""
+        bound = num_levels(self.grid, self.width)
+        if len(self.levels) and int(self.levels.max()) >= bound:
+            raise MessageError(
+                f"level {int(self.levels.max())} is not below {bound}, the number of levels of "
+                f"{self.grid} at width {self.width}"
+            )
+
+    def values(self, dtype: type[np.floating]) -> NDArray[np.floating]:
+        """Return the vector the levels stand for; exact in float32 and float64 alike."""
+        return values_of(self.levels, self.grid, self.width, self.step, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseUpload:
+    """A vector sent as it is, in float32."""
+
+    dense: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.dense.ndim != 1 or self.dense.dtype != np.float32:
+            raise MessageError(
+                f"values are {self.dense.ndim}-d {self.dense.dtype}; a dense upload needs 1-d float32"
+            )
+
+    @property
+    def width(self) -> int:
+        """Bits per parameter."""
+        return 32
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    def __eq__(self, other: object) -> bool:
+        # Compared as bits: what went in must come out, signed zeros and NaN payloads included.
+        return isinstance(other, DenseUpload) and self.dense.tobytes() == other.dense.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
+
+    def validate(self) -> None:
+        """Raise `MessageError` if a value is NaN or infinite."""
+        if not np.isfinite(self.dense).all():
+            raise MessageError("a dense upload holds NaN or infinity")
+
+    def values(self, dtype: type[np.floating]) -> NDArray[np.floating]:
+        """Return the vector in ``dtype``."""
+        return self.dense.astype(dtype)
+
+
+Message = Upload | DenseUpload | Skip
