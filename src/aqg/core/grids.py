@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from aqg.core.types import FloatArray
 
 MAX_WIDTH = 16
 MIN_STEP = 2.0**-126
 """Smallest positive step: the smallest normal bfloat16, so that its inverse is finite too."""
-MAX_RADIUS = 2.0**120
-"""Largest coordinate a grid accepts; keeps every step and its inverse a normal float32."""
+MAX_RADIUS = 2.0**100
+"""Largest coordinate a grid accepts: steps, their inverses and sums of a block stay in float32."""
 
 
 class Grid(enum.StrEnum):
@@ -116,10 +116,16 @@ def level_dtype(width: int) -> type[np.uint8] | type[np.uint16]:
     return np.uint8 if width <= 8 else np.uint16
 
 
-def values_of(
-    levels: NDArray[np.unsignedinteger], grid: Grid, width: int, step: float, dtype: type[np.floating]
-) -> NDArray[np.floating]:
-    """Return the values of ``levels``: exact in float32 and float64 alike."""
+def value_table(grid: Grid, width: int, step: float, dtype: type[np.floating]) -> FloatArray:
+    """Return the value of every level, exact in ``dtype``; zero beyond the last level.
+
+    The table is as long as the level dtype has numbers, so any level can be looked up safely.
+
+    >>> value_table(Grid.MIDTREAD, 2, 0.5, np.float32)[:4]
+    array([-0.5,  0. ,  0.5,  0. ], dtype=float32)
+    """
     scale, offset, unit = affine(grid, width, step)
-    integers = levels.astype(np.int32) * scale - offset
-    return np.multiply(integers.astype(dtype), dtype(unit))
+    table = np.zeros(np.iinfo(level_dtype(width)).max + 1, dtype)
+    count = num_levels(grid, width)
+    table[:count] = (scale * np.arange(count) - offset) * np.float64(unit)
+    return table

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, values_of
+from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from aqg.core.types import FloatArray, Levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Broadcast:
     """
 
     round: int
-    parameters: NDArray[np.floating]
+    parameters: FloatArray
     movement: float
 
 
@@ -56,7 +58,7 @@ class Upload:
     array([-0.5,  0. ,  0.5], dtype=float32)
     """
 
-    levels: NDArray[np.uint8] | NDArray[np.uint16]
+    levels: Levels
     step: float
     width: int
     grid: Grid
@@ -93,9 +95,11 @@ class Upload:
                 f"{self.grid} at width {self.width}"
             )
 
-    def values(self, dtype: type[np.floating]) -> NDArray[np.floating]:
+    def values(self, dtype: type[np.floating]) -> FloatArray:
         """Return the vector the levels stand for; exact in float32 and float64 alike."""
-        return values_of(self.levels, self.grid, self.width, self.step, dtype)
+        table = value_table(self.grid, self.width, self.step, dtype)
+        values: FloatArray = table[self.levels]
+        return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +111,7 @@ class DenseUpload:
     def __post_init__(self) -> None:
         if self.dense.ndim != 1 or self.dense.dtype != np.float32:
             raise MessageError(
-                f"values are {self.dense.ndim}-d {self.dense.dtype}; a dense upload needs 1-d float32"
+                f"values are {self.dense.ndim}-d {self.dense.dtype}, not 1-d float32"
             )
 
     @property
@@ -129,7 +133,7 @@ class DenseUpload:
         if not np.isfinite(self.dense).all():
             raise MessageError("a dense upload holds NaN or infinity")
 
-    def values(self, dtype: type[np.floating]) -> NDArray[np.floating]:
+    def values(self, dtype: type[np.floating]) -> FloatArray:
         """Return the vector in ``dtype``."""
         return self.dense.astype(dtype)
 

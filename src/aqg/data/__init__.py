@@ -1,0 +1,25 @@
+"""Datasets (downloaded, verified, cached) and the ways to split them among clients."""
+
+from aqg.data.datasets import DATASETS, Dataset, DatasetInfo, data_directory, load_dataset
+from aqg.data.partitions import (
+    PARTITION_FORMS,
+    Partition,
+    PartitionRow,
+    format_partition_table,
+    parse_partition,
+    partition_table,
+)
+
+__all__ = [
+    "DATASETS",
+    "PARTITION_FORMS",
+    "Dataset",
+    "DatasetInfo",
+    "Partition",
+    "PartitionRow",
+    "data_directory",
+    "format_partition_table",
+    "load_dataset",
+    "parse_partition",
+    "partition_table",
+]

@@ -1,0 +1,1 @@
+"""Simulators: a reference that reads like the paper."""

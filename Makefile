@@ -1,0 +1,41 @@
+# Everything runs in .venv, which is made on first use from constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := src tests benchmarks
+
+# Every install, build tools included, takes the tested versions.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: run test check format clean
+
+run: $(VENV)/.ready-run  ## train lean, gd and laq on digits and compare what they upload
+	$(BIN)/aqg run
+
+test: check  ## every check: format, lint, types, tests
+	$(BIN)/python -m pytest --numprocesses=2
+
+check: $(VENV)/.ready-test
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-test  ## rewrite the sources in the project's format
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"aqg needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-run: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --editable '.[sim]'
+	touch $@
+
+$(VENV)/.ready-test: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --editable '.[all,dev]'
+	touch $@ $(VENV)/.ready-run

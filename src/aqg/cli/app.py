@@ -1,0 +1,213 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from aqg import __version__
+from aqg.cli.listing import list_datasets, list_recipes
+from aqg.cli.run import RunOptions, run_command
+from aqg.errors import AqgError
+from aqg.experiments.runner import Interrupted
+
+app = typer.Typer(
+    name="aqg",
+    help="Federated learning that uploads only what the server does not know yet.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PROBLEM = "What to learn"
+_ALGORITHM = "How to learn it"
+_OUTPUT = "Where results go"
+
+
+def run_app(arguments: list[str]) -> int:
+    """Run the command line and return its exit code; no traceback for what can be explained."""
+    try:
+        result = app(arguments, standalone_mode=False)
+    except Interrupted as interrupted:
+        print(f"aqg: {interrupted}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("aqg: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except AqgError as error:
+        print(f"aqg: error: {error}", file=sys.stderr)
+        return 2
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 2
+    except click.ClickException as error:
+        message = " ".join(error.format_message().split())
+        print(f"aqg: error: {message}", file=sys.stderr)
+        return 2
+    return result if isinstance(result, int) else 0
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"aqg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def run(
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="One or more, as in lean,laq,gd; see `aqg recipes`.", rich_help_panel=_ALGORITHM
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="See `aqg datasets`.", rich_help_panel=_PROBLEM)
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="iid|label|source|dirichlet:A|shards:K",
+            help="How samples are split among clients.",
+            rich_help_panel=_PROBLEM,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="logistic|softmax|mlp:H", help="What is trained.", rich_help_panel=_PROBLEM
+        ),
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="How many clients.", rich_help_panel=_PROBLEM)
+    ] = None,
+    l2: Annotated[
+        float | None, typer.Option(help="Weight of the regularizer.", rich_help_panel=_PROBLEM)
+    ] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="mean|sum",
+            help="A client's loss is the mean or the sum over its samples.",
+            rich_help_panel=_PROBLEM,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="How many rounds.", rich_help_panel=_ALGORITHM)
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Step size.", rich_help_panel=_ALGORITHM)
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="b_max, the most bits per parameter.", rich_help_panel=_ALGORITHM),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            help="Force an upload after this many silent rounds.", rich_help_panel=_ALGORITHM
+        ),
+    ] = None,
+    dropout: Annotated[
+        float | None,
+        typer.Option(
+            help="Chance that a client is away in a round, from 0 to below 1.",
+            rich_help_panel=_ALGORITHM,
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Report the cost until the loss stays within this of its minimum.",
+            rich_help_panel=_ALGORITHM,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes a run repeatable.", rich_help_panel=_ALGORITHM)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with settings.", rich_help_panel=_OUTPUT),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any setting; repeatable.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the results (new or empty).", rich_help_panel=_OUTPUT),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this directory.", rich_help_panel=_OUTPUT),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="AQG_DATA_DIR", help="Where datasets are kept.", rich_help_panel=_PROBLEM
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    """Train with one or more recipes and compare what they upload.
+
+    Without options: lean, gd and laq on scikit-learn's digits, one digit per client.
+    """
+    given: dict[str, Any] = {
+        "recipe": recipe,
+        "dataset": dataset,
+        "partition": partition,
+        "model": model,
+        "clients": clients,
+        "l2": l2,
+        "scaling": scaling,
+        "rounds": rounds,
+        "alpha": alpha,
+        "bits": bits,
+        "max_staleness": max_staleness,
+        "dropout": dropout,
+        "target": target,
+        "seed": seed,
+    }
+    run_command(
+        RunOptions(
+            flags={name: value for name, value in given.items() if value is not None},
+            config=config,
+            assignments=tuple(assignments or ()),
+            out=out,
+            resume=resume,
+            data_dir=data_dir,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes, a line each."""
+    list_recipes()
+
+
+@app.command()
+def datasets() -> None:
+    """List the datasets, a line each."""
+    list_datasets()

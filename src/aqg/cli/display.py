@@ -1,0 +1,123 @@
+"""Progress bars and tables."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+
+    from aqg.experiments import runner
+    from aqg.experiments.summary import Summary
+
+
+def format_bytes(count: int) -> str:
+    """Write a size for humans.
+
+    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000)
+    ('812 B', '48.2 kB', '3.14 MB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+@contextmanager
+def progress_bars(
+    console: Console, names: Sequence[str], num_rounds: int
+) -> Iterator[Callable[[str], runner.Watcher]]:
+    """Show one bar per run; yields a function that gives the watcher of a run by name."""
+    with Progress(
+        TextColumn("{task.description}", style="bold"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[uploads]} uploads"),
+        TextColumn("{task.fields[size]}", style="cyan"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+    ) as bars:
+        width = max(len(name) for name in names)
+        tasks = {
+            name: bars.add_task(
+                name.ljust(width), total=num_rounds, loss="-", uploads=0, size="0 B", start=False
+            )
+            for name in names
+        }
+
+        def watcher(name: str) -> runner.Watcher:
+            task = tasks[name]
+            bars.start_task(task)
+
+            def watch(progress: runner.Progress) -> None:
+                bars.update(
+                    task,
+                    completed=progress.round,
+                    loss="-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
+                    uploads=progress.uploads,
+                    size=format_bytes(progress.upload_bytes),
+                )
+
+            return watch
+
+        yield watcher
+
+
+def result_table(summaries: Sequence[Summary]) -> Table:
+    """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present."""
+    baselines = [s for s in summaries if s.recipe in ("gd", "laq")]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    table.add_column("recipe", style="bold")
+    for name in ("final loss", "residual", "test acc.", "uploads", "bits/param", "bytes"):
+        table.add_column(name, justify="right")
+    for baseline in baselines:
+        table.add_column(f"vs {baseline.recipe}", justify="right", style="green")
+    for summary in summaries:
+        accuracy = summary.test_accuracy
+        table.add_row(
+            summary.recipe,
+            "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
+            "-" if summary.residual is None or summary.diverged else f"{summary.residual:.1e}",
+            "-" if accuracy is None else f"{accuracy:.1%}",
+            f"{summary.uploads:,}",
+            f"{summary.bits_per_param:,}",
+            format_bytes(summary.upload_bytes),
+            *(_saving(summary.upload_bytes, baseline.upload_bytes) for baseline in baselines),
+        )
+    return table
+
+
+def target_table(summaries: Sequence[Summary]) -> Table:
+    """Return what it cost to come within the target of the minimum, and stay there."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    table.add_column("recipe", style="bold")
+    for name in ("rounds", "uploads", "bits/param", "bytes"):
+        table.add_column(name, justify="right")
+    for summary in summaries:
+        cost = summary.target_cost
+        if cost is None:
+            table.add_row(summary.recipe, "not reached", "", "", "")
+        else:
+            table.add_row(
+                summary.recipe,
+                f"{cost.rounds:,}",
+                f"{cost.uploads:,}",
+                f"{cost.bits_per_param:,}",
+                format_bytes(cost.upload_bytes),
+            )
+    return table
+
+
+def _saving(size: int, baseline: int) -> str:
+    if size == baseline or size == 0 or baseline == 0:
+        return "-"
+    return f"{baseline / size:.1f}× less" if size < baseline else f"{size / baseline:.1f}× more"

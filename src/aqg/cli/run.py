@@ -1,0 +1,120 @@
+"""``aqg run``: resolve, run, show."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from aqg.cli.display import progress_bars, result_table, target_table
+from aqg.errors import ConfigError
+from aqg.experiments import runner
+from aqg.experiments.config import RunConfig, parse_assignment, read_settings, resolve, to_toml
+from aqg.experiments.figure import draw_comparison
+from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, create_directory, write_atomically
+from aqg.experiments.setup import build_problem, find_minimum
+from aqg.warmup import warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FIGURE = "comparison.png"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The command line of ``aqg run``; ``flags`` holds only the settings that were given."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    assignments: tuple[str, ...] = ()
+    out: Path | None = None
+    resume: Path | None = None
+    data_dir: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to run, and in which directories."""
+
+    directory: Path
+    runs: tuple[tuple[RunConfig, Path], ...]
+    is_batch: bool
+
+
+def run_command(options: RunOptions) -> None:
+    """Run the recipes one after the other, then show and save the comparison."""
+    console = Console(stderr=options.as_json)
+    plan = _plan(options)
+    config = plan.runs[0][0]
+    with console.status("Preparing kernels (compiled once, then cached) ..."):
+        warm_up()
+    with console.status(f"Loading {config.dataset} ..."):
+        problem = build_problem(config, options.data_dir)
+    with console.status("Finding the minimum of the loss (once, then cached) ..."):
+        minimum = find_minimum(config, problem)
+    if options.resume is None:
+        _create(plan)
+
+    results = []
+    names = [run_config.recipe for run_config, _ in plan.runs]
+    with progress_bars(console, names, config.rounds) as watcher:
+        for run_config, directory in plan.runs:
+            watch = watcher(run_config.recipe)
+            try:
+                results.append(runner.run(run_config, problem, minimum, directory, watch))
+            except runner.Interrupted:
+                raise runner.Interrupted(
+                    f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
+                ) from None
+
+    summaries = [result.summary for result in results]
+    write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))
+    text = runner.batch_summary(summaries)
+    if plan.is_batch:
+        write_atomically(plan.directory / SUMMARY, text.encode())
+    if options.as_json:
+        sys.stdout.write(text)
+        return
+    console.print(result_table(summaries))
+    if config.target is not None:
+        console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
+        console.print(target_table(summaries))
+    console.print(f"Picture: {plan.directory / FIGURE}", highlight=False, soft_wrap=True)
+    console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
+
+
+def _plan(options: RunOptions) -> _Plan:
+    """Check every setting before anything is touched."""
+    settings: dict[str, Any] = read_settings(options.config) if options.config else {}
+    settings.update(parse_assignment(text) for text in options.assignments)
+    settings.update(options.flags)
+    if options.resume is not None:
+        if options.out is not None:
+            raise ConfigError("--resume and --out exclude each other: a run stays where it is")
+        configs = runner.read_configs(options.resume, settings)
+        return _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    configs = resolve(settings)
+    directory = options.out or Path("runs") / f"{configs[0].dataset}-{stamp}"
+    return _lay_out(directory, configs, is_batch=True)
+
+
+def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:
+    runs = tuple(
+        (config, directory / runner.slug(config.recipe) if is_batch else directory)
+        for config in configs
+    )
+    return _Plan(directory, runs, is_batch)
+
+
+def _create(plan: _Plan) -> None:
+    create_directory(plan.directory)
+    write_atomically(plan.directory / CONFIG, to_toml(tuple(c for c, _ in plan.runs)).encode())
+    for config, directory in plan.runs:
+        runner.create_run(directory, config)

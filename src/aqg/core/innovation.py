@@ -1,0 +1,68 @@
+"""What a client learns about its innovation ``Δ`` before it decides anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.core.grids import Grid, grid_step
+from aqg.core.kernels import error_rows, scan_rows
+
+if TYPE_CHECKING:
+    from aqg.core.types import BoolArray, Float64Array, FloatArray
+
+
+class Innovation(NamedTuple):
+    """Statistics of ``Δ``; every array has the leading (client) axes of ``Δ``, possibly none.
+
+    Attributes:
+        in_range: False where ``Δ`` has NaN, infinity or values beyond any grid.
+        squared_norm: ``‖Δ‖²``.
+        steps: the step each width ``b = 1..b_max`` would send, on the last axis.
+        errors: ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis.
+        quantized_norm: ``‖Q_bmax(Δ)‖²``.
+
+    """
+
+    in_range: BoolArray
+    squared_norm: Float64Array
+    steps: Float64Array
+    errors: Float64Array
+    quantized_norm: Float64Array
+
+
+def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
+    """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
+
+    >>> stats = measure(np.array([1.0, -0.5, 0.25]), Grid.MIDTREAD, max_width=3)
+    >>> stats.squared_norm.item(), stats.steps.tolist()
+    (1.3125, [0.5859375, 1.0, 0.333984375])
+    >>> stats.errors.round(4).tolist()
+    [0.2917, 0.3125, 0.0346]
+    """
+    leading = delta.shape[:-1]
+    rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
+    radius, mean_abs, in_range = scan_rows(rows)
+    steps = np.zeros((len(rows), max_width))
+    for row in np.flatnonzero(in_range):
+        steps[row] = [
+            grid_step(grid, width, float(radius[row]), float(mean_abs[row]))
+            for width in range(1, max_width + 1)
+        ]
+    errors = np.full((len(rows), max_width), np.nan)
+    quantized = np.full(len(rows), np.nan)
+    squared = np.full(len(rows), np.nan)
+    if in_range.all():
+        errors, quantized, squared = error_rows(rows, grid, steps, radius)
+    elif in_range.any():
+        errors[in_range], quantized[in_range], squared[in_range] = error_rows(
+            rows[in_range], grid, steps[in_range], radius[in_range]
+        )
+    return Innovation(
+        in_range=in_range.reshape(leading),
+        squared_norm=squared.reshape(leading),
+        steps=steps.reshape(*leading, max_width),
+        errors=errors.reshape(*leading, max_width),
+        quantized_norm=quantized.reshape(leading),
+    )

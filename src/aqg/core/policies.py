@@ -1,0 +1,170 @@
+"""Rules that decide whether a client speaks, and with how many bits.
+
+Every rule is a pure function of the innovation's statistics and one number from the server, with
+any leading client axes: the same code decides for one client and for a thousand.
+
+With ``Δ`` the innovation, ``ε_b`` its error at ``b`` bits and ``ε̂_b`` the errors stored at the last
+upload, the paper's criterion (its equation 6) for width ``b`` is ``‖Q_bmax(Δ)‖² ≥ T_b``, with
+
+    ``T_b = movement + 3 (‖ε̂_{b_max-b+1}‖² + ‖ε_{b_max-b+1}‖²)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from aqg.core.innovation import Innovation
+    from aqg.core.types import BoolArray, Float64Array, IntArray
+
+
+class Decision(NamedTuple):
+    """Whether to send, and the width to send with (also where a stale client must)."""
+
+    send: BoolArray
+    width: IntArray
+
+
+class Policy(Protocol):
+    """A rule; see the module's text."""
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,
+    ) -> Decision:
+        """Decide for every client on the leading axes; errors are on the last axis."""
+
+
+def thresholds(
+    innovation: Innovation,
+    movement: float | Float64Array,
+    stored_errors: Float64Array,
+) -> Float64Array:
+    """Return the paper's ``T_b`` for ``b = 1..b_max`` on the last axis (equation 6)."""
+    # T_b uses the errors of width b_max - b + 1: the list of widths, read backwards.
+    errors = stored_errors + innovation.errors
+    result: Float64Array = np.asarray(movement)[..., None] + 3.0 * errors[..., ::-1]
+    return result
+
+
+def _passes(
+    innovation: Innovation,
+    movement: float | Float64Array,
+    stored_errors: Float64Array,
+) -> BoolArray:
+    """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
+    limits = thresholds(innovation, movement, stored_errors)
+    result: BoolArray = innovation.quantized_norm[..., None] >= limits
+    return result
+
+
+@dataclass(frozen=True)
+class Always:
+    """Send every round at one width (GD, QGD and the memoryless quantizers)."""
+
+    width: int
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,  # noqa: ARG002
+        stored_errors: Float64Array,  # noqa: ARG002
+    ) -> Decision:
+        """Send."""
+        shape = innovation.squared_norm.shape
+        return Decision(np.ones(shape, np.bool_), np.full(shape, self.width))
+
+
+@dataclass(frozen=True)
+class LazyExact:
+    """LAG: send the exact innovation when ``‖Δ‖² ≥ movement``."""
+
+    width: int = 32
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,  # noqa: ARG002
+    ) -> Decision:
+        """Send what moved more than the model did."""
+        send = np.asarray(innovation.squared_norm >= movement)
+        return Decision(send, np.full(send.shape, self.width))
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """LAQ: send ``b_max`` bits when ``‖Q_bmax(Δ)‖² ≥ T_1`` (equation 4 of the paper)."""
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,
+    ) -> Decision:
+        """Send all bits or nothing."""
+        passes = _passes(innovation, movement, stored_errors)
+        max_width = passes.shape[-1]
+        return Decision(passes[..., 0], np.full(passes.shape[:-1], max_width))
+
+
+@dataclass(frozen=True)
+class Multilevel:
+    """AQG: among the widths whose criterion holds, the largest (Algorithm 1)."""
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,
+    ) -> Decision:
+        """Scan ``b = b_max .. 1``; a stale client with none that holds sends one bit."""
+        passes = _passes(innovation, movement, stored_errors)
+        widths = np.arange(1, passes.shape[-1] + 1)
+        return Decision(passes[..., 0], np.where(passes, widths, 1).max(axis=-1))
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """Two-level AQG: ``b_max`` bits where its criterion holds, else ``⌈b_max/2⌉``."""
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,
+    ) -> Decision:
+        """Gate on ``b = 1`` as Algorithm 1 does, then choose one of two widths."""
+        passes = _passes(innovation, movement, stored_errors)
+        max_width = passes.shape[-1]
+        width = np.where(passes[..., -1], max_width, (max_width + 1) // 2)
+        return Decision(passes[..., 0], width)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Lean: skip while ``‖Δ‖² ≤ t``, else the fewest bits with ``‖ε_b‖² ≤ η·t``.
+
+    ``t`` is the movement: an error in the gradient that small is lost in the step being taken
+    anyway. When no width reaches ``η·t``, ``b_max`` is sent.
+    """
+
+    eta: float = 0.5
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,  # noqa: ARG002
+    ) -> Decision:
+        """Send what is needed to be good enough, no more."""
+        tolerance = np.asarray(movement, dtype=np.float64)
+        good_enough = innovation.errors <= self.eta * tolerance[..., None]
+        max_width = good_enough.shape[-1]
+        fewest = np.where(good_enough.any(axis=-1), good_enough.argmax(axis=-1) + 1, max_width)
+        return Decision(np.asarray(innovation.squared_norm > tolerance), fewest)

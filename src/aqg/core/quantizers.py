@@ -1,0 +1,130 @@
+"""Ways to turn a vector into an upload of a given width.
+
+A quantizer measures and encodes; it never decides. Randomness is an argument: a key of integers
+(seed, client, round) from which the stochastic quantizer draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from aqg.core.grids import Grid, round_up_to_bfloat16
+from aqg.core.innovation import Innovation, measure
+from aqg.core.kernels import quantize
+from aqg.core.messages import DenseUpload, Upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.core.types import FloatArray
+
+
+class Quantizer(Protocol):
+    """Measures a vector and encodes it at a width the policy chose."""
+
+    @property
+    def num_errors(self) -> int:
+        """How many widths ``1..num_errors`` it reports errors for."""
+
+    def measure(self, delta: FloatArray) -> Innovation:
+        """Return the statistics of ``delta``, shape ``(..., n)``."""
+
+    def quantize(
+        self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
+    ) -> Upload | DenseUpload:
+        """Encode one vector of shape ``(n,)``."""
+
+
+@dataclass(frozen=True)
+class GridQuantizer:
+    """Nearest level on a grid: the paper's quantizer (`Grid.MIDRISE`) and ours (`MIDTREAD`)."""
+
+    grid: Grid
+    max_width: int
+
+    @property
+    def num_errors(self) -> int:
+        """One error per width."""
+        return self.max_width
+
+    def measure(self, delta: FloatArray) -> Innovation:
+        """Measure the errors of every width."""
+        return measure(delta, self.grid, self.max_width)
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,
+        width: int,
+        key: Sequence[int],  # noqa: ARG002
+    ) -> Upload:
+        """Round every coordinate to the nearest level."""
+        step = float(innovation.steps[width - 1])
+        return Upload(quantize(delta, self.grid, width, step), step, width, self.grid)
+
+
+class _NormOnly:
+    """Part of the quantizers whose errors no policy asks for."""
+
+    @property
+    def num_errors(self) -> int:
+        """None."""
+        return 0
+
+    def measure(self, delta: FloatArray) -> Innovation:
+        """Measure range and norm."""
+        return measure(delta, Grid.MIDTREAD, max_width=0)
+
+
+@dataclass(frozen=True)
+class Verbatim(_NormOnly):
+    """The vector itself, in float32 (GD, LAG)."""
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,  # noqa: ARG002
+        width: int,  # noqa: ARG002
+        key: Sequence[int],  # noqa: ARG002
+    ) -> DenseUpload:
+        """Round to float32."""
+        return DenseUpload(delta.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Stochastic(_NormOnly):
+    """QSGD: unbiased rounding to ``s = 2^(b-1) - 1`` multiples of ``‖v‖₂/s``.
+
+    ``Q(v)_i = step·⌊v_i/step + u_i⌋`` with ``u_i`` uniform on [0, 1), so ``E[Q(v)] = v`` for any
+    step; rounding the step up to bfloat16 keeps the expectation and every level on the grid.
+    """
+
+    def quantize(
+        self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
+    ) -> Upload:
+        """Round every coordinate up or down at random, by its distance."""
+        top = (1 << (width - 1)) - 1
+        step = round_up_to_bfloat16(float(np.sqrt(innovation.squared_norm)) / top)
+        scaled = delta.astype(np.float64) / step if step else np.zeros(len(delta))
+        uniform = np.random.default_rng(list(key)).random(len(delta))
+        integers = np.clip(np.floor(scaled + uniform), -top, top).astype(np.int32) + top
+        dtype = np.uint8 if width <= 8 else np.uint16
+        return Upload(integers.astype(dtype), step, width, Grid.MIDTREAD)
+
+
+@dataclass(frozen=True)
+class Sign(_NormOnly):
+    """SignSGD: one bit per coordinate, with magnitude one."""
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,  # noqa: ARG002
+        width: int,
+        key: Sequence[int],  # noqa: ARG002
+    ) -> Upload:
+        """Keep the signs; zero counts as positive."""
+        return Upload((delta >= 0).astype(np.uint8), 1.0, width, Grid.MIDTREAD)

@@ -1,0 +1,156 @@
+"""The table of recipes, by name.
+
+A recipe is made by a function that takes the bit limit ``b_max`` and keyword options of its own,
+which can be set in the name, as in ``lean:eta=0.3``. `register` adds one to the table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from aqg.core.grids import MAX_WIDTH, Grid
+from aqg.core.mirror import Memory
+from aqg.core.movement import Movement
+from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
+from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
+from aqg.core.recipe import DEPTH, Recipe
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqg.core.policies import Policy
+
+    Maker = Callable[..., Recipe]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table."""
+
+    name: str
+    summary: str
+    make: Maker
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The recipe's own options with their defaults."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+RECIPES: dict[str, Entry] = {}
+
+
+def register(name: str, summary: str) -> Callable[[Maker], Maker]:
+    """Add a recipe under ``name``: decorates ``make(bits, *, option=default)``."""
+    if not name or set(name) & set(":,= "):
+        raise ConfigError(
+            f"recipe name {name!r} must be non-empty, without ':', ',', '=' and blanks"
+        )
+
+    def add(make: Maker) -> Maker:
+        if name in RECIPES and RECIPES[name].make.__qualname__ != make.__qualname__:
+            raise ConfigError(f"a recipe named {name!r} exists already")
+        RECIPES[name] = Entry(name, summary, make)
+        return make
+
+    return add
+
+
+def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
+    """Make a recipe from its name and options.
+
+    >>> make_recipe("lean:eta=0.3").policy
+    Tolerance(eta=0.3)
+    """
+    name, *settings = spec.split(":")
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}; choose from {', '.join(sorted(RECIPES))}")
+    if not 1 <= bits <= MAX_WIDTH:
+        raise ConfigError(f"bits is {bits}; it must be in 1..{MAX_WIDTH}")
+    entry = RECIPES[name]
+    options: dict[str, float] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in entry.options:
+            known = ", ".join(entry.options) or "none"
+            raise ConfigError(f"recipe {name!r} has no option {key!r}; it has: {known}")
+        try:
+            options[key] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"option {key} of recipe {name!r} is {value!r}, not a number"
+            ) from None
+    return replace(entry.make(bits, **options), max_staleness=max_staleness)
+
+
+@register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
+def _gd(bits: int) -> Recipe:  # noqa: ARG001
+    return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim())
+
+
+@register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
+def _lag(bits: int) -> Recipe:  # noqa: ARG001
+    return Recipe(memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim())
+
+
+def _published(policy: Policy, bits: int) -> Recipe:
+    """Make one of the paper's rules: innovations on the grid of LAQ's published code."""
+    quantizer = GridQuantizer(Grid.MIDRISE, bits)
+    return Recipe(memory=Memory.INNOVATION, policy=policy, quantizer=quantizer)
+
+
+@register("qgd", "quantized gradient descent: every innovation at b_max bits")
+def _qgd(bits: int) -> Recipe:
+    return _published(Always(bits), bits)
+
+
+@register("laq", "lazily aggregated quantized gradients: b_max bits, or nothing")
+def _laq(bits: int) -> Recipe:
+    return _published(Lazy(), bits)
+
+
+@register("aqg", "the paper's multilevel AQG: 1 to b_max bits, or nothing")
+def _aqg(bits: int) -> Recipe:
+    return _published(Multilevel(), bits)
+
+
+@register("aqg-2", "the paper's two-level AQG: b_max bits, half of them, or nothing")
+def _aqg_two_level(bits: int) -> Recipe:
+    return _published(TwoLevel(), bits)
+
+
+@register("aqg-augmented", "two-level AQG with the sum amplified by 1/(1-p) against dropouts")
+def _aqg_augmented(bits: int) -> Recipe:
+    return replace(_published(TwoLevel(), bits), amplify_dropouts=True)
+
+
+@register("lean", "ours: the fewest bits that are good enough for the step, or nothing")
+def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5) -> Recipe:
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=Tolerance(eta),
+        quantizer=GridQuantizer(Grid.MIDTREAD, bits),
+        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean"),
+    )
+
+
+@register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
+def _qsgd(bits: int) -> Recipe:
+    if bits < 2:
+        raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
+    return Recipe(memory=Memory.NONE, policy=Always(bits), quantizer=Stochastic())
+
+
+@register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
+def _signsgd(bits: int) -> Recipe:  # noqa: ARG001
+    return Recipe(memory=Memory.NONE, policy=Always(1), quantizer=Sign())
+
+
+@register("onebit", "1-bit SGD: sign and mean magnitude, with error feedback")
+def _onebit(bits: int) -> Recipe:  # noqa: ARG001
+    quantizer = GridQuantizer(Grid.MIDTREAD, 1)
+    return Recipe(memory=Memory.FEEDBACK, policy=Always(1), quantizer=quantizer)

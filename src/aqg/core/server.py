@@ -1,0 +1,94 @@
+"""The server's state machine: messages go in, a model comes out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.core.messages import Broadcast, Message, Skip
+from aqg.core.mirror import advance, empty_mirror
+from aqg.errors import MessageError
+
+if TYPE_CHECKING:
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import Float64Array, FloatArray
+
+
+class ServerState(NamedTuple):
+    """What the server remembers between messages.
+
+    Attributes:
+        round: ``k``, the round in progress, counted from 1.
+        parameters: the model ``θ^k``.
+        mirrors: ``ref_m`` of every client.
+        total: ``Σ_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the sum
+            of this round's uploads.
+        history: ``‖direction‖²/M²`` of the last steps, newest first.
+
+    """
+
+    round: int
+    parameters: FloatArray
+    mirrors: tuple[FloatArray, ...]
+    total: Float64Array
+    history: tuple[float, ...]
+
+
+def init_server(recipe: Recipe, parameters: FloatArray, num_clients: int) -> ServerState:
+    """Return the state before the first round, with every ``ref_m`` zero."""
+    mirror = empty_mirror(recipe.memory, len(parameters), parameters.dtype)
+    return ServerState(
+        round=1,
+        parameters=parameters,
+        mirrors=(mirror,) * num_clients,
+        total=np.zeros(len(parameters)),
+        history=(),
+    )
+
+
+def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
+    """Return what every client is told at the start of the round."""
+    return Broadcast(state.round, state.parameters, recipe.movement.of(state.history))
+
+
+def receive(recipe: Recipe, state: ServerState, client: int, message: Message) -> ServerState:
+    """Take one client's message: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it.
+
+    The whole message is checked before anything changes; a bad one raises `MessageError`.
+    """
+    if isinstance(message, Skip):
+        return state
+    num_params = len(state.parameters)
+    if len(message) != num_params:
+        raise MessageError(
+            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
+        )
+    message.validate()
+    if not recipe.memory.keeps_mirror:
+        return state._replace(total=state.total + message.values(np.float64))
+    old = state.mirrors[client]
+    new = advance(recipe.memory, old, message)
+    mirrors = (*state.mirrors[:client], new, *state.mirrors[client + 1 :])
+    change = new.astype(np.float64) - old
+    return state._replace(mirrors=mirrors, total=state.total + change)
+
+
+def finish_round(
+    recipe: Recipe, state: ServerState, step_size: float, dropout_rate: float = 0.0
+) -> ServerState:
+    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2."""
+    direction = state.total
+    if recipe.amplify_dropouts:
+        direction = direction / (1.0 - dropout_rate)
+    num_clients = len(state.mirrors)
+    with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
+        parameters = state.parameters - (step_size * direction).astype(state.parameters.dtype)
+        step = float(direction @ direction) / num_clients**2
+    return ServerState(
+        round=state.round + 1,
+        parameters=parameters,
+        mirrors=state.mirrors,
+        total=state.total if recipe.memory.keeps_mirror else np.zeros_like(state.total),
+        history=recipe.movement.extend(state.history, step),
+    )

@@ -1,0 +1,349 @@
+"""The datasets: real data as arrays, loaded by name.
+
+============= ========================================= ======================================
+name          features                                  split
+============= ========================================= ======================================
+digits        64 pixels in [0, 1], float64              every fifth sample of a digit is test
+mnist         784 pixels in [0, 1], float32             the official one
+heterogeneous first 34 features of three sets, float64  no test set; `Dataset.sources` is given
+============= ========================================= ======================================
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.data.cache import RemoteFile, data_directory, read_content
+from aqg.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "DATASETS",
+    "HETEROGENEOUS_SOURCES",
+    "MNIST_FILES",
+    "Dataset",
+    "DatasetInfo",
+    "MnistFiles",
+    "SourceFiles",
+    "data_directory",
+    "load_dataset",
+    "load_digits",
+    "load_heterogeneous",
+    "load_mnist",
+    "parse_idx",
+]
+
+NUM_SHARED_FEATURES = 34
+"""Features kept of each heterogeneous set: as many as the smallest has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Samples and their labels.
+
+    Attributes:
+        name: the name it was loaded by.
+        features: ``(N, f)``, float32 or float64.
+        labels: ``(N,)``, int64 in ``0..num_classes-1``.
+        num_classes: the number of labels there are.
+        test_features: ``(N', f)``, or None where there is no test set.
+        test_labels: ``(N',)``, or None where there is no test set.
+        sources: ``(N,)``, int64: which of several original sets a sample is from, or None.
+
+    """
+
+    name: str
+    features: NDArray[np.floating]
+    labels: NDArray[np.int64]
+    num_classes: int
+    test_features: NDArray[np.floating] | None = None
+    test_labels: NDArray[np.int64] | None = None
+    sources: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        _check_samples(self.name, self.features, self.labels, self.num_classes)
+        if (self.test_features is None) != (self.test_labels is None):
+            raise DataError(f"dataset {self.name!r} has test features or test labels, not both")
+        if self.test_features is not None and self.test_labels is not None:
+            _check_samples(
+                f"{self.name} (test)", self.test_features, self.test_labels, self.num_classes
+            )
+            if self.test_features.shape[1] != self.num_features:
+                raise DataError(
+                    f"dataset {self.name!r} has {self.num_features} features and "
+                    f"{self.test_features.shape[1]} in its test set"
+                )
+        if self.sources is not None and self.sources.shape != self.labels.shape:
+            raise DataError(
+                f"dataset {self.name!r} has {len(self.labels)} labels and sources of shape "
+                f"{self.sources.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_features(self) -> int:
+        """Return the length of one sample."""
+        return int(self.features.shape[1])
+
+
+def _check_samples(
+    name: str, features: NDArray[np.floating], labels: NDArray[np.int64], num_classes: int
+) -> None:
+    if features.ndim != 2 or labels.shape != features.shape[:1] or not len(labels):
+        raise DataError(
+            f"dataset {name!r} has features of shape {features.shape} and labels of shape "
+            f"{labels.shape}; (N, f) and (N,) with N >= 1 are needed"
+        )
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise DataError(
+            f"dataset {name!r} has labels in {labels.min()}..{labels.max()}, "
+            f"outside 0..{num_classes - 1}"
+        )
+
+
+def load_digits() -> Dataset:
+    """Load scikit-learn's 8×8 digits, which need no download.
+
+    In the order of the source, samples 5, 10, 15, ... of each digit are the test set, so every
+    writer and every digit is in both parts and the split never changes.
+
+    >>> dataset = load_digits()
+    >>> dataset.features.shape, len(dataset.test_labels)
+    ((1442, 64), 355)
+    """
+    from sklearn.datasets import load_digits as load_sklearn_digits
+
+    bunch = load_sklearn_digits()
+    features = bunch.data.astype(np.float64) / 16.0
+    labels = bunch.target.astype(np.int64)
+    in_test = np.zeros(len(labels), dtype=bool)
+    for digit in range(10):
+        in_test[np.flatnonzero(labels == digit)[4::5]] = True
+    return Dataset(
+        name="digits",
+        features=features[~in_test],
+        labels=labels[~in_test],
+        num_classes=10,
+        test_features=features[in_test],
+        test_labels=labels[in_test],
+    )
+
+
+class MnistFiles(NamedTuple):
+    """The four files of MNIST."""
+
+    train_images: RemoteFile
+    train_labels: RemoteFile
+    test_images: RemoteFile
+    test_labels: RemoteFile
+
+
+def _mnist_file(name: str, sha256: str) -> RemoteFile:
+    mirrors = (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    )
+    return RemoteFile(f"mnist/{name}", sha256, tuple(mirror + name for mirror in mirrors))
+
+
+MNIST_FILES = MnistFiles(
+    train_images=_mnist_file(
+        "train-images-idx3-ubyte.gz",
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    train_labels=_mnist_file(
+        "train-labels-idx1-ubyte.gz",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+    test_images=_mnist_file(
+        "t10k-images-idx3-ubyte.gz",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    test_labels=_mnist_file(
+        "t10k-labels-idx1-ubyte.gz",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+)
+
+
+def parse_idx(content: bytes, num_dimensions: int) -> NDArray[np.uint8]:
+    """Return the array of unsigned bytes an idx file holds.
+
+    The header is two zero bytes, the element type (8: unsigned byte), the number of dimensions,
+    and one big-endian 32-bit size for each; the elements follow, last dimension fastest.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), 1)
+    array([7, 8, 9], dtype=uint8)
+    """
+    magic = bytes([0, 0, 8, num_dimensions])
+    if content[:4] != magic:
+        raise DataError(f"idx header starts with {content[:4].hex()!r}, expected {magic.hex()!r}")
+    header_bytes = 4 + 4 * num_dimensions
+    if len(content) < header_bytes:
+        raise DataError(f"idx file has {len(content)} bytes, its header alone {header_bytes}")
+    shape = tuple(np.frombuffer(content, ">u4", num_dimensions, 4).tolist())
+    expected_bytes = header_bytes + math.prod(shape)
+    if len(content) != expected_bytes:
+        raise DataError(
+            f"idx file has {len(content)} bytes, its header says {expected_bytes} for shape {shape}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def load_mnist(data_dir: Path | None = None, files: MnistFiles = MNIST_FILES) -> Dataset:
+    """Load MNIST with its official test set; pixels are divided by 255."""
+    directory = data_directory(data_dir)
+
+    def images(file: RemoteFile) -> NDArray[np.floating]:
+        pixels = parse_idx(read_content(file, directory), 3)
+        return pixels.reshape(len(pixels), -1) / np.float32(255)
+
+    def labels(file: RemoteFile) -> NDArray[np.int64]:
+        return parse_idx(read_content(file, directory), 1).astype(np.int64)
+
+    return Dataset(
+        name="mnist",
+        features=images(files.train_images),
+        labels=labels(files.train_labels),
+        num_classes=10,
+        test_features=images(files.test_images),
+        test_labels=labels(files.test_labels),
+    )
+
+
+class SourceFiles(NamedTuple):
+    """One of the heterogeneous sets: a text table of features, and a column of labels."""
+
+    features: RemoteFile
+    labels: RemoteFile
+
+
+def _source_files(folder: str, features_sha256: str, labels_sha256: str) -> SourceFiles:
+    repository = "https://raw.githubusercontent.com/chentianyi1991/LAG-code"
+    versions = ("master", "9a0b2b7c183ed07798fd71a6a8e8262b3fa019a0")
+
+    def remote(name: str, sha256: str) -> RemoteFile:
+        urls = tuple(f"{repository}/{version}/{folder}/{name}" for version in versions)
+        return RemoteFile(f"lag/{folder}/{name}", sha256, urls)
+
+    return SourceFiles(remote("data.txt", features_sha256), remote("y.txt", labels_sha256))
+
+
+HETEROGENEOUS_SOURCES: tuple[SourceFiles, ...] = (
+    _source_files(  # Adult
+        "data9",
+        "42e46316bcd20a2e98f2329f9cf8dde0852b55625dae606334247f22720e451c",
+        "b7c12be0f3f242ecfd0101e50406a42821b6ebddaa261043473bdb2c5547cb81",
+    ),
+    _source_files(  # Ionosphere
+        "data2",
+        "7d068ff93ad4b682e179833dfdc3815b4fdbab1bb730b26290f8ff70d8c6e791",
+        "3ef07f6bcee8b26650afb07c292e7453c0b4816c3908168bf6baa93bce701f10",
+    ),
+    _source_files(  # Derm
+        "data11",
+        "9f3aa984c6ac0698fb6b6351264250d6093cc263ad5a1d9a2ffde0f855e53271",
+        "1a64111d6b8b6cdbea81267818646c9d1d7b7d71ee0e0a0597326c39e9a849a7",
+    ),
+)
+
+
+def load_heterogeneous(
+    data_dir: Path | None = None, sources: tuple[SourceFiles, ...] = HETEROGENEOUS_SOURCES
+) -> Dataset:
+    """Load the three sets of the paper's logistic regression, one after the other.
+
+    Adult, Ionosphere and Derm as the LAG experiments use them: the first 34 features of each,
+    labels 0 and 1 (in Derm -1 becomes 0), `Dataset.sources` 0, 1 and 2, samples in file order.
+    """
+    directory = data_directory(data_dir)
+    features, labels = [], []
+    for source in sources:
+        table = _parse_table(read_content(source.features, directory), source.features.path)
+        column = _parse_table(read_content(source.labels, directory), source.labels.path)
+        if table.shape[1] < NUM_SHARED_FEATURES:
+            raise DataError(
+                f"{source.features.path} has {table.shape[1]} columns, "
+                f"at least {NUM_SHARED_FEATURES} are needed"
+            )
+        if column.shape != (len(table), 1):
+            raise DataError(
+                f"{source.labels.path} holds a table of shape {column.shape}, "
+                f"{(len(table), 1)} is needed"
+            )
+        if not np.isin(column, (-1.0, 0.0, 1.0)).all():
+            raise DataError(f"{source.labels.path} holds labels other than -1, 0 and 1")
+        features.append(table[:, :NUM_SHARED_FEATURES])
+        labels.append((column[:, 0] > 0).astype(np.int64))
+    return Dataset(
+        name="heterogeneous",
+        features=np.concatenate(features),
+        labels=np.concatenate(labels),
+        num_classes=2,
+        sources=np.repeat(np.arange(len(labels)), [len(part) for part in labels]),
+    )
+
+
+def _parse_table(content: bytes, path: str) -> NDArray[np.float64]:
+    try:
+        return np.loadtxt(io.BytesIO(content), dtype=np.float64, ndmin=2)
+    except ValueError as error:
+        raise DataError(f"{path} is not a table of numbers: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """A dataset's name, one line about it, and how to load it from a data directory."""
+
+    name: str
+    summary: str
+    load: Callable[[Path | None], Dataset]
+
+
+DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
+    {
+        info.name: info
+        for info in (
+            DatasetInfo(
+                "digits",
+                "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
+                lambda _: load_digits(),
+            ),
+            DatasetInfo(
+                "mnist",
+                "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
+                load_mnist,
+            ),
+            DatasetInfo(
+                "heterogeneous",
+                "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
+                "three sets; 2 MB from the LAG repository on GitHub",
+                load_heterogeneous,
+            ),
+        )
+    }
+)
+
+
+def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
+    """Load a dataset by name; see `data_directory` for where its files are kept.
+
+    >>> load_dataset("digits").num_classes
+    10
+    """
+    if name not in DATASETS:
+        raise ConfigError(f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}")
+    return DATASETS[name].load(data_dir)

@@ -1,0 +1,333 @@
+"""Partitions: which client holds which training samples.
+
+=============== =============================================================================
+spec            what a client holds
+=============== =============================================================================
+iid             a random part of everything
+label           one label only: client m has label m mod num_classes
+source          a part of one original set (for datasets made of several)
+dirichlet:A     of every label a random proportion, drawn from Dirichlet(A); small A: very uneven
+shards:K        K random pieces of the samples sorted by label
+=============== =============================================================================
+
+Every part is a sorted int64 array of indices into the training set. Parts never overlap, none is
+empty, and all but ``source`` use every sample. The same seed gives the same parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
+
+import numpy as np
+
+from aqg.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aqg.data.datasets import Dataset
+
+PARTITION_FORMS = ("iid", "label", "source", "dirichlet:A", "shards:K")
+MAX_CONCENTRATION = 1e9
+"""Largest Dirichlet concentration: far beyond where proportions can be told from equal ones."""
+_SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
+_MAX_DRAWS = 100
+
+
+class Partition(ABC):
+    """A way to split a training set among clients."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """Return the text that `parse_partition` turns back into this partition."""
+
+    def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
+        """Return the sorted sample indices of each of ``num_clients`` clients."""
+        if num_clients < 1:
+            raise ConfigError(f"number of clients is {num_clients}, at least 1 is needed")
+        if seed < 0:
+            raise ConfigError(f"seed is {seed}, at least 0 is needed")
+        if num_clients > len(dataset):
+            raise DataError(
+                f"cannot split {len(dataset)} samples of {dataset.name!r} "
+                f"among {num_clients} clients"
+            )
+        generator = np.random.default_rng([seed, _SEED_STREAM])
+        parts = self._split(dataset, num_clients, generator)
+        return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
+
+    @abstractmethod
+    def _split(
+        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
+    ) -> Sequence[NDArray[np.int64]]:
+        """Return the parts in any order within; arguments have been checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class IidPartition(Partition):
+    """A random permutation of the samples, cut into parts whose sizes differ by at most one."""
+
+    spec: ClassVar[str] = "iid"
+
+    def _split(
+        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
+    ) -> Sequence[NDArray[np.int64]]:
+        return np.array_split(generator.permutation(len(dataset)), num_clients)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPartition(Partition):
+    """One label per client: client ``m`` holds label ``m mod num_classes``.
+
+    Clients with the same label share its samples in consecutive slices whose sizes differ by at
+    most one. The seed plays no part.
+    """
+
+    spec: ClassVar[str] = "label"
+
+    def _split(
+        self,
+        dataset: Dataset,
+        num_clients: int,
+        generator: np.random.Generator,  # noqa: ARG002
+    ) -> Sequence[NDArray[np.int64]]:
+        num_classes = dataset.num_classes
+        if num_clients < num_classes:
+            raise DataError(
+                f"one label per client needs at least {num_classes} clients for the "
+                f"{num_classes} labels of {dataset.name!r}, got {num_clients}"
+            )
+        parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * num_clients
+        for label in range(num_classes):
+            samples = np.flatnonzero(dataset.labels == label)
+            num_holders = len(range(label, num_clients, num_classes))
+            if len(samples) < num_holders:
+                raise DataError(
+                    f"label {label} of {dataset.name!r} has {len(samples)} samples, "
+                    f"too few for the {num_holders} of {num_clients} clients that hold it"
+                )
+            parts[label::num_classes] = np.array_split(samples, num_holders)
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePartition(Partition):
+    """Each original set cut into equal consecutive slices, as in the paper's 18 clients.
+
+    With ``S`` sets and ``M`` clients, the first ``M/S`` clients share set 0, the next ``M/S`` set
+    1, and so on. What is left of a set after equal slices is dropped. The seed plays no part.
+    """
+
+    spec: ClassVar[str] = "source"
+
+    def _split(
+        self,
+        dataset: Dataset,
+        num_clients: int,
+        generator: np.random.Generator,  # noqa: ARG002
+    ) -> Sequence[NDArray[np.int64]]:
+        if dataset.sources is None:
+            raise DataError(
+                f"dataset {dataset.name!r} has a single source; partition 'source' needs one made "
+                f"of several sets, such as 'heterogeneous'"
+            )
+        sources = np.unique(dataset.sources)
+        if num_clients % len(sources):
+            raise DataError(
+                f"{num_clients} clients cannot share the {len(sources)} sources of "
+                f"{dataset.name!r} evenly; use a multiple of {len(sources)}"
+            )
+        clients_per_source = num_clients // len(sources)
+        parts = []
+        for source in sources:
+            samples = np.flatnonzero(dataset.sources == source)
+            size = len(samples) // clients_per_source
+            if size == 0:
+                raise DataError(
+                    f"source {source} of {dataset.name!r} has {len(samples)} samples, "
+                    f"too few for {clients_per_source} clients"
+                )
+            parts += [samples[i * size : (i + 1) * size] for i in range(clients_per_source)]
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class DirichletPartition(Partition):
+    """Of each label, client ``m`` holds the share ``p_m``, with ``p ~ Dirichlet(a, ..., a)``.
+
+    Shares are drawn anew, up to 100 times, until every client has a sample. If one still has none,
+    it gets a sample of the client that holds most, from that client's most frequent label.
+    """
+
+    concentration: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.concentration <= MAX_CONCENTRATION:
+            raise ConfigError(
+                f"Dirichlet concentration is {self.concentration}, "
+                f"0 < A <= {MAX_CONCENTRATION:g} is needed"
+            )
+
+    @property
+    def spec(self) -> str:
+        """Return ``dirichlet:A``."""
+        return f"dirichlet:{self.concentration}"
+
+    def _split(
+        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
+    ) -> Sequence[NDArray[np.int64]]:
+        label_sizes = np.bincount(dataset.labels, minlength=dataset.num_classes)
+        for _ in range(_MAX_DRAWS):
+            counts = self._draw_counts(label_sizes, num_clients, generator)
+            if counts.sum(axis=0).all():
+                break
+        else:
+            _feed_empty_clients(counts)
+        by_label = [
+            np.split(
+                generator.permutation(np.flatnonzero(dataset.labels == label)),
+                np.cumsum(counts[label])[:-1],
+            )
+            for label in range(dataset.num_classes)
+        ]
+        return [np.concatenate(pieces) for pieces in zip(*by_label, strict=True)]
+
+    def _draw_counts(
+        self, label_sizes: NDArray[np.int64], num_clients: int, generator: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Return how many samples of each label each client gets: ``(num_classes, M)``."""
+        shares = generator.dirichlet(
+            np.full(num_clients, self.concentration), size=len(label_sizes)
+        )
+        ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis]).astype(np.int64)
+        ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
+        return np.diff(ends, axis=1, prepend=0)
+
+
+def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
+    totals = counts.sum(axis=0)
+    for client in np.flatnonzero(totals == 0):
+        giver = totals.argmax()
+        label = counts[:, giver].argmax()
+        counts[label, giver] -= 1
+        counts[label, client] += 1
+        totals[giver] -= 1
+        totals[client] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsPartition(Partition):
+    """Samples sorted by label, cut into ``M·K`` near-equal shards, ``K`` dealt to each client."""
+
+    shards_per_client: int
+
+    def __post_init__(self) -> None:
+        if self.shards_per_client < 1:
+            raise ConfigError(
+                f"number of shards per client is {self.shards_per_client}, at least 1 is needed"
+            )
+
+    @property
+    def spec(self) -> str:
+        """Return ``shards:K``."""
+        return f"shards:{self.shards_per_client}"
+
+    def _split(
+        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
+    ) -> Sequence[NDArray[np.int64]]:
+        num_shards = num_clients * self.shards_per_client
+        if num_shards > len(dataset):
+            raise DataError(
+                f"cannot cut {len(dataset)} samples of {dataset.name!r} into {num_shards} shards "
+                f"({self.shards_per_client} for each of {num_clients} clients)"
+            )
+        shards = np.array_split(np.argsort(dataset.labels, kind="stable"), num_shards)
+        dealt = generator.permutation(num_shards).reshape(num_clients, -1)
+        return [np.concatenate([shards[shard] for shard in hand]) for hand in dealt]
+
+
+def parse_partition(spec: str) -> Partition:
+    """Return the partition that ``spec`` names.
+
+    >>> parse_partition("dirichlet:0.3")
+    DirichletPartition(concentration=0.3)
+    >>> parse_partition("shards:2").spec
+    'shards:2'
+    """
+    plain: dict[str, Partition] = {
+        partition.spec: partition
+        for partition in (IidPartition(), LabelPartition(), SourcePartition())
+    }
+    if spec in plain:
+        return plain[spec]
+    kind, _, parameter = spec.partition(":")
+    if kind == "dirichlet":
+        try:
+            return DirichletPartition(float(parameter))
+        except (ValueError, ConfigError):
+            raise ConfigError(
+                f"partition {spec!r} needs a number 0 < A <= {MAX_CONCENTRATION:g} in dirichlet:A"
+            ) from None
+    if kind == "shards":
+        try:
+            return ShardsPartition(int(parameter))
+        except (ValueError, ConfigError):
+            raise ConfigError(f"partition {spec!r} needs an integer K >= 1 in shards:K") from None
+    raise ConfigError(f"unknown partition {spec!r}; choose one of {', '.join(PARTITION_FORMS)}")
+
+
+class PartitionRow(TypedDict):
+    """What one client holds: sample counts in all, per label, and per source if there are any."""
+
+    client: int
+    samples: int
+    labels: list[int]
+    sources: NotRequired[list[int]]
+
+
+def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> list[PartitionRow]:
+    """Return one row per client; ``labels[c]`` counts its samples of label ``c``."""
+    rows: list[PartitionRow] = []
+    num_sources = 0 if dataset.sources is None else int(dataset.sources.max()) + 1
+    for client, part in enumerate(parts):
+        row: PartitionRow = {
+            "client": client,
+            "samples": len(part),
+            "labels": np.bincount(dataset.labels[part], minlength=dataset.num_classes).tolist(),
+        }
+        if dataset.sources is not None:
+            row["sources"] = np.bincount(dataset.sources[part], minlength=num_sources).tolist()
+        rows.append(row)
+    return rows
+
+
+def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> str:
+    """Return the table as plain text; a dot stands for no sample, long tables are cut.
+
+    >>> rows = [{"client": 0, "samples": 12, "labels": [12, 0]},
+    ...         {"client": 1, "samples": 9, "labels": [0, 9]}]
+    >>> print(format_partition_table(rows))
+    client  samples  label 0  label 1
+         0       12       12        .
+         1        9        .        9
+    """
+    if not rows:
+        return "no clients"
+    header = ["client", "samples"]
+    header += [f"label {label}" for label in range(len(rows[0]["labels"]))]
+    header += [f"source {source}" for source in range(len(rows[0].get("sources", [])))]
+    lines = ["  ".join(header)]
+    for row in rows[:max_rows]:
+        counts = [str(count or ".") for count in (*row["labels"], *row.get("sources", []))]
+        cells = [str(row["client"]), str(row["samples"]), *counts]
+        lines.append(
+            "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, header, strict=True))
+        )
+    if len(rows) > max_rows:
+        lines.append(f"and {len(rows) - max_rows} more clients")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""A run's directory: what is in it, written so that a crash at any moment leaves it usable.
+
+=================== =======================================================================
+``config.toml``     the resolved settings; ``aqg run --config`` on it repeats the run
+``rounds.jsonl``    one JSON object per round
+``checkpoint.npz``  everything needed to go on after the last saved round
+``summary.json``    the results, once the run is complete
+=================== =======================================================================
+
+Files appear whole or not at all: they are written beside their place and moved into it. Lines of
+``rounds.jsonl`` beyond the checkpoint are dropped when a run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import RunError
+from aqg.sim.record import RoundRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+CONFIG = "config.toml"
+ROUNDS = "rounds.jsonl"
+CHECKPOINT = "checkpoint.npz"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of ``rounds.jsonl``: the record, and the test accuracy where it was measured."""
+
+    record: RoundRecord
+    test_accuracy: float | None = None
+
+    def to_json(self) -> str:
+        """Write as one line; a loss beyond all numbers becomes null."""
+        record = self.record
+        row: dict[str, Any] = {
+            "round": record.round,
+            "loss": finite_or_none(record.loss),
+            "uploads": record.num_uploads,
+            "bits_per_param": record.bits_per_param,
+            "upload_bytes": record.upload_bytes,
+            "widths": list(record.widths),
+        }
+        if self.test_accuracy is not None:
+            row["test_accuracy"] = self.test_accuracy
+        if record.faults:
+            row["faults"] = [list(fault) for fault in record.faults]
+        return json.dumps(row, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Line:
+        """Read a line that `to_json` wrote."""
+        row = json.loads(text)
+        faults = tuple((int(client), str(fault)) for client, fault in row.get("faults", ()))
+        record = RoundRecord(
+            row["round"], row["loss"], tuple(row["widths"]), row["upload_bytes"], faults
+        )
+        return Line(record, row.get("test_accuracy"))
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return ``value``, or None where it is no number that JSON can hold."""
+    return value if value is not None and np.isfinite(value) else None
+
+
+def create_directory(path: Path) -> None:
+    """Make a new run directory; an existing one must be empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.iterdir())
+    except OSError as error:
+        raise RunError(f"output directory {str(path)!r} cannot be made: {error.strerror}") from None
+    if occupied:
+        raise RunError(
+            f"output directory {str(path)!r} is not empty; name another with --out, "
+            f"or go on with --resume {path}"
+        )
+    if not os.access(path, os.W_OK):
+        raise RunError(f"output directory {str(path)!r} is not writable")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def write_checkpoint(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Save named arrays, whole or not at all."""
+    import io
+
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    write_atomically(path / CHECKPOINT, buffer.getvalue())
+
+
+def read_checkpoint(path: Path) -> dict[str, NDArray[Any]] | None:
+    """Load the arrays of the last checkpoint; None where there is none yet."""
+    file = path / CHECKPOINT
+    if not file.exists():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RunError(
+            f"checkpoint {str(file)!r} is damaged ({error}); delete it to start this run again"
+        ) from None
+
+
+def read_lines(path: Path, before_round: int | None = None) -> list[Line]:
+    """Read the rounds of a run, up to but not including ``before_round``."""
+    file = path / ROUNDS
+    if not file.exists():
+        return []
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = Line.from_json(text)
+        except (ValueError, KeyError, TypeError):
+            break  # a line cut short by a crash; what follows a checkpoint is run again
+        if before_round is not None and line.record.round >= before_round:
+            break
+        lines.append(line)
+    if before_round is not None and len(lines) < before_round - 1:
+        raise RunError(
+            f"{str(file)!r} holds {len(lines)} rounds, but the checkpoint is at round "
+            f"{before_round - 1}; the run cannot go on from here"
+        )
+    return lines
+
+
+def rewrite_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Replace ``rounds.jsonl`` by these lines."""
+    text = "".join(line.to_json() + "\n" for line in lines)
+    write_atomically(path / ROUNDS, text.encode())

@@ -1,0 +1,196 @@
+"""Run a config in its directory: from the start, or on from where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from aqg.errors import ConfigError, RunError
+from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
+from aqg.experiments.rundir import (
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    Line,
+    create_directory,
+    read_checkpoint,
+    read_lines,
+    rewrite_lines,
+    write_atomically,
+    write_checkpoint,
+)
+from aqg.experiments.setup import make_simulation
+from aqg.experiments.summary import Summary, Trace, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from aqg.sim.problem import Problem
+
+_SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_ACCURACY_POINTS = 50
+
+
+class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for it)
+    """The run was stopped at a round's end, with everything saved."""
+
+
+@dataclass
+class Progress:
+    """Running totals of a run, for a progress bar."""
+
+    round: int = 0
+    loss: float = math.nan
+    uploads: int = 0
+    upload_bytes: int = 0
+
+    def add(self, line: Line) -> None:
+        """Count one more round."""
+        self.round = line.record.round
+        if line.record.loss is not None:
+            self.loss = line.record.loss
+        self.uploads += line.record.num_uploads
+        self.upload_bytes += line.record.upload_bytes
+
+
+class Watcher(Protocol):
+    """Is told after every round."""
+
+    def __call__(self, progress: Progress) -> None:
+        """Show it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its results and its curves."""
+
+    config: RunConfig
+    summary: Summary
+    trace: Trace
+
+
+def slug(recipe: str) -> str:
+    """Return a directory name for a recipe spec."""
+    return recipe.replace(":", "_").replace("=", "-")
+
+
+def create_run(directory: Path, config: RunConfig) -> None:
+    """Make a run's directory with its config, and nothing else yet."""
+    create_directory(directory)
+    write_atomically(directory / CONFIG, to_toml((config,)).encode())
+
+
+def read_configs(directory: Path, overrides: Mapping[str, Any]) -> tuple[RunConfig, ...]:
+    """Read a run directory's configs; overrides that differ from them are refused."""
+    if not (directory / CONFIG).is_file():
+        raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
+    settings = read_settings(directory / CONFIG)
+    configs = resolve(settings)
+    asked = resolve({**settings, **overrides})
+    if asked != configs:
+        before, after = asdict(configs[0]), asdict(asked[0])
+        before["recipe"] = ",".join(config.recipe for config in configs)
+        after["recipe"] = ",".join(config.recipe for config in asked)
+        name = next(name for name in before if before[name] != after[name])
+        raise ConfigError(
+            f"cannot resume {str(directory)!r} with {name} {after[name]}: "
+            f"the run has {name} {before[name]}; drop the option, or start a new run"
+        )
+    return configs
+
+
+def run(
+    config: RunConfig,
+    problem: Problem,
+    minimum: float | None,
+    directory: Path,
+    watch: Watcher | None = None,
+) -> Result:
+    """Run to the last round, from the directory's checkpoint if it has one.
+
+    Raises:
+        Interrupted: on Ctrl-C, after the round in progress was finished and saved.
+
+    """
+    simulation = make_simulation(config, problem)
+    arrays = read_checkpoint(directory)
+    if arrays is not None:
+        simulation.restore(arrays)
+    lines = read_lines(directory, before_round=simulation.next_round)
+    rewrite_lines(directory, lines)
+    progress = Progress()
+    for line in lines:
+        progress.add(line)
+
+    last_saved = time.monotonic()
+    accuracy_every = max(1, config.rounds // _ACCURACY_POINTS)
+    diverged = math.isinf(progress.loss)
+    with _stop_requests() as stop, (directory / ROUNDS).open("a", encoding="utf-8") as file:
+        while simulation.next_round <= config.rounds and not diverged:
+            number = simulation.next_round
+            accuracy = None
+            if (number - 1) % accuracy_every == 0:
+                accuracy = problem.test_accuracy(simulation.parameters)
+            record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+            line = Line(record, accuracy)
+            lines.append(line)
+            progress.add(line)
+            file.write(line.to_json() + "\n")
+            diverged = record.loss is not None and not math.isfinite(record.loss)
+            if watch is not None:
+                watch(progress)
+            if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
+                file.flush()
+                write_checkpoint(directory, simulation.state())
+                last_saved = time.monotonic()
+            if stop.is_set():
+                raise Interrupted
+    write_checkpoint(directory, simulation.state())
+
+    final_loss = simulation.loss()
+    summary = summarize(
+        config.recipe,
+        lines,
+        final_loss,
+        problem.test_accuracy(simulation.parameters),
+        minimum,
+        config.target,
+    )
+    text = json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n"
+    write_atomically(directory / SUMMARY, text.encode())
+    return Result(config, summary, Trace.of(lines, final_loss))
+
+
+def batch_summary(summaries: Sequence[Summary]) -> str:
+    """Return all runs' results as one JSON object."""
+    runs = [summary.to_json() for summary in summaries]
+    return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a request to stop after the round; the second stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def ask(signum: int, frame: object) -> None:  # noqa: ARG001
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)

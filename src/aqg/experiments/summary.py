@@ -1,0 +1,138 @@
+"""The result of a run, in the numbers people compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.experiments.rundir import finite_or_none
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.experiments.rundir import Line
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a number of rounds cost."""
+
+    rounds: int
+    uploads: int
+    bits_per_param: int
+    upload_bytes: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run as curves: entry ``i`` is the state after ``rounds[i]`` rounds.
+
+    The loss after ``k`` rounds is the one that round ``k+1`` reported at its start, or the final
+    one; costs are cumulative.
+    """
+
+    costs: tuple[Cost, ...]
+    losses: tuple[float, ...]
+    test_accuracies: tuple[float | None, ...]
+
+    @staticmethod
+    def of(lines: Sequence[Line], final_loss: float) -> Trace:
+        """Build the curves from the rounds and the loss after the last."""
+        records = [line.record for line in lines]
+        uploads = [0, *accumulate(record.num_uploads for record in records)]
+        bits = [0, *accumulate(record.bits_per_param for record in records)]
+        sizes = [0, *accumulate(record.upload_bytes for record in records)]
+        accuracies = [line.test_accuracy for line in lines]
+        costs, losses, kept = [], [], []
+        for k in range(len(records) + 1):
+            loss = records[k].loss if k < len(records) else final_loss
+            if loss is None:
+                continue
+            costs.append(Cost(k, uploads[k], bits[k], sizes[k]))
+            losses.append(loss)
+            kept.append(accuracies[k] if k < len(records) else None)
+        return Trace(tuple(costs), tuple(losses), tuple(kept))
+
+    def cost_to_stay_below(self, loss: float) -> Cost | None:
+        """Return the cost of the first point from which the loss stays at or under ``loss``."""
+        above = np.flatnonzero(~(np.array(self.losses) <= loss))
+        first = int(above[-1]) + 1 if len(above) else 0
+        return self.costs[first] if first < len(self.costs) else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run's results."""
+
+    recipe: str
+    rounds: int
+    uploads: int
+    bits_per_param: int
+    upload_bytes: int
+    final_loss: float
+    residual: float | None
+    test_accuracy: float | None
+    faults: int
+    target: float | None
+    target_cost: Cost | None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss left the numbers."""
+        return not np.isfinite(self.final_loss)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints for this run."""
+        row: dict[str, Any] = {
+            "recipe": self.recipe,
+            "rounds": self.rounds,
+            "uploads": self.uploads,
+            "bits_per_param": self.bits_per_param,
+            "upload_bytes": self.upload_bytes,
+            "final_loss": finite_or_none(self.final_loss),
+            "residual": finite_or_none(self.residual),
+            "test_accuracy": self.test_accuracy,
+            "diverged": self.diverged,
+            "faults": self.faults,
+        }
+        if self.target is not None:
+            cost = self.target_cost
+            row["target"] = {
+                "residual": self.target,
+                "reached_round": cost.rounds if cost else None,
+                "uploads": cost.uploads if cost else None,
+                "bits_per_param": cost.bits_per_param if cost else None,
+                "upload_bytes": cost.upload_bytes if cost else None,
+            }
+        return row
+
+
+def summarize(
+    recipe: str,
+    lines: Sequence[Line],
+    final_loss: float,
+    test_accuracy: float | None,
+    minimum: float | None,
+    target: float | None,
+) -> Summary:
+    """Sum up a finished run; ``minimum`` is ``f*`` and ``target`` a residual against it."""
+    records = [line.record for line in lines]
+    cost = None
+    if target is not None and minimum is not None:
+        cost = Trace.of(lines, final_loss).cost_to_stay_below(minimum + target)
+    return Summary(
+        recipe=recipe,
+        rounds=len(records),
+        uploads=sum(record.num_uploads for record in records),
+        bits_per_param=sum(record.bits_per_param for record in records),
+        upload_bytes=sum(record.upload_bytes for record in records),
+        final_loss=final_loss,
+        residual=None if minimum is None else final_loss - minimum,
+        test_accuracy=test_accuracy,
+        faults=sum(len(record.faults) for record in records),
+        target=target,
+        target_cost=cost,
+    )

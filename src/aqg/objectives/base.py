@@ -1,0 +1,114 @@
+"""What the simulator asks of a model and its loss, and how a model is named."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Array: TypeAlias = Any
+"""A NumPy array, or a torch tensor on any device; results are of the kind that came in."""
+
+Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Name and shape of every tensor of a model, in the order they lie in the flat vector."""
+
+Scaling: TypeAlias = Literal["mean", "sum"]
+
+MODEL_FORMS = "logistic, softmax or mlp:HIDDEN, such as mlp:200"
+
+
+class Objective(ABC):
+    """The loss ``f_m(θ)`` of a client and its gradient, as functions of a flat ``θ``.
+
+    Shapes: ``params`` is ``(num_params,)``, the same model for every client; ``features`` is
+    ``(..., n, num_features)`` and ``labels`` ``(..., n)``, integers from 0 to ``num_classes - 1``,
+    where the leading axes, if any, count clients with ``n`` samples each. Parameters and features
+    share one floating dtype, which is that of the results as well.
+
+    Attributes:
+        name: the form `make_objective` takes.
+        layout: the tensors ``θ`` is made of.
+        num_params: the length of ``θ``.
+        l2: the weight λ of the regularizer.
+        convex: whether ``f_m`` is strongly convex, with modulus ``l2``.
+
+    """
+
+    def __init__(self, name: str, layout: Layout, l2: float, *, convex: bool) -> None:
+        self.name = name
+        self.layout = layout
+        self.num_params = sum(math.prod(shape) for _, shape in layout)
+        self.l2 = l2
+        self.convex = convex
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}, {self.num_params} parameters, l2={self.l2}>"
+
+    @abstractmethod
+    def init_params(self, seed: int) -> NDArray[np.float64]:
+        """Return the parameters a run starts from; the same seed gives the same ones."""
+
+    @abstractmethod
+    def losses(self, params: Array, features: Array, labels: Array) -> Array:
+        """Return the loss of each client, shape ``(...)``."""
+
+    @abstractmethod
+    def losses_and_gradients(
+        self, params: Array, features: Array, labels: Array
+    ) -> tuple[Array, Array]:
+        """Return the loss of each client, ``(...)``, and its gradient, ``(..., num_params)``."""
+
+    @abstractmethod
+    def predict(self, params: Array, features: Array) -> Array:
+        """Return the most likely label of each sample, shape ``(..., n)``."""
+
+
+def make_objective(
+    spec: str, num_features: int, num_classes: int, l2: float, scaling: Scaling
+) -> Objective:
+    """Build the objective named ``spec``: ``"logistic"``, ``"softmax"`` or ``"mlp:HIDDEN"``.
+
+    Client ``m`` with ``n`` samples has the loss
+    ``f_m(θ) = w Σ_i loss(θ; x_i, y_i) + l2/2 ‖θ‖²``, where ``w`` is ``1/n`` if ``scaling`` is
+    ``"mean"`` and 1 if it is ``"sum"``. The regularizer covers every parameter, biases included.
+
+    >>> make_objective("softmax", num_features=784, num_classes=10, l2=0.01, scaling="mean")
+    <Softmax 'softmax', 7850 parameters, l2=0.01>
+    >>> make_objective("mlp:200", num_features=784, num_classes=10, l2=0.01, scaling="mean").layout
+    (('weight1', (784, 200)), ('bias1', (200,)), ('weight2', (200, 10)), ('bias2', (10,)))
+    """
+    # Imported here because these modules import this one.
+    from aqg.objectives.logistic import Logistic
+    from aqg.objectives.mlp import Perceptron
+    from aqg.objectives.softmax import Softmax
+
+    _check_settings(num_features, num_classes, l2, scaling)
+    match spec.split(":"):
+        case ["logistic"]:
+            if num_classes != 2:
+                raise ConfigError(
+                    f"model 'logistic' needs 2 classes, the data has {num_classes}; use softmax"
+                )
+            return Logistic(num_features, l2, scaling)
+        case ["softmax"]:
+            return Softmax(num_features, num_classes, l2, scaling)
+        case ["mlp", hidden] if hidden.isascii() and hidden.isdigit() and int(hidden) > 0:
+            return Perceptron(num_features, int(hidden), num_classes, l2, scaling)
+    raise ConfigError(f"model {spec!r} is not one of {MODEL_FORMS}")
+
+
+def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:
+    if num_features < 1:
+        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
+    if num_classes < 2:
+        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
+    if not (math.isfinite(l2) and l2 >= 0):
+        raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
+    if scaling not in get_args(Scaling):
+        raise ConfigError(f"scaling {scaling!r} is not one of {', '.join(get_args(Scaling))}")

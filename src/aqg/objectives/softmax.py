@@ -1,0 +1,80 @@
+"""Softmax regression: one linear layer and the cross-entropy loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aqg.objectives.closed_form import ClosedForm, namespace, transpose
+
+if TYPE_CHECKING:
+    from aqg.objectives.base import Array, Scaling
+
+
+class Softmax(ClosedForm):
+    """``loss(W, b; x, y) = log Σ_c exp(z_c) - z_y`` with the logits ``z = x W + b``.
+
+    >>> objective = Softmax(num_features=784, num_classes=10, l2=0.01, scaling="mean")
+    >>> objective.layout, objective.num_params
+    ((('weight', (784, 10)), ('bias', (10,))), 7850)
+    """
+
+    def __init__(self, num_features: int, num_classes: int, l2: float, scaling: Scaling) -> None:
+        layout = (("weight", (num_features, num_classes)), ("bias", (num_classes,)))
+        super().__init__("softmax", layout, num_features, l2, scaling, convex=True)
+
+    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
+        losses, _ = cross_entropy(class_logits(features, *tensors), labels)
+        return losses
+
+    def _backpropagate(
+        self,
+        tensors: list[Array],
+        features: Array,
+        labels: Array,
+        *,
+        weight: float,
+        gradients: list[Array],
+    ) -> Array:
+        losses, slopes = cross_entropy(class_logits(features, *tensors), labels)
+        slopes *= weight
+        write_layer_gradients(features, transpose(slopes), *gradients)
+        return losses
+
+    def _predict(self, tensors: list[Array], features: Array) -> Array:
+        return class_logits(features, *tensors).argmax(axis=-2)
+
+
+def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
+    """Return ``inputs @ weight + bias`` with classes before samples, shape ``(..., C, n)``.
+
+    With few classes and many samples, this order makes sums over classes run along whole rows, and
+    the product itself is up to a quarter faster in single precision.
+    """
+    logits = transpose(weight) @ transpose(inputs)
+    logits += bias[:, None]
+    return logits
+
+
+def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the loss of each sample, ``(..., n)``, and its derivative in the logits.
+
+    ``loss = log Σ_c exp(z_c) - z_y`` and ``∂loss/∂z_c = exp(z_c) / Σ exp(z) - [c = y]``. The
+    logits, ``(..., C, n)``, are overwritten.
+    """
+    xp = namespace(logits)
+    classes = xp.arange(logits.shape[-2], device=labels.device)[:, None]
+    is_label = labels[..., None, :] == classes
+    logits -= xp.amax(logits, axis=-2, keepdims=True)  # the largest is 0: exp cannot overflow
+    label_logits = xp.where(is_label, logits, 0).sum(axis=-2)
+    slopes = xp.exp(logits, out=logits)
+    totals = slopes.sum(axis=-2)
+    slopes /= totals[..., None, :]
+    return xp.log(totals) - label_logits, xp.where(is_label, slopes - 1, slopes)
+
+
+def write_layer_gradients(
+    inputs: Array, slopes: Array, weight_gradient: Array, bias_gradient: Array
+) -> None:
+    """Write the gradients of a layer ``inputs @ weight + bias`` whose outputs have these slopes."""
+    namespace(inputs).matmul(transpose(inputs), slopes, out=weight_gradient)
+    bias_gradient[...] = slopes.sum(axis=-2)

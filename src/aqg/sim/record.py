@@ -1,0 +1,39 @@
+"""What a simulator reports after a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DROPPED = -1
+"""In ``widths``: the client was away."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round, in numbers.
+
+    Attributes:
+        round: ``k``, counted from 1.
+        loss: ``(1/M) Σ_m f_m(θ^k)`` at the model that was broadcast, before the round's step;
+            None in rounds where it was not asked for.
+        widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` for away.
+        upload_bytes: length of all frames the clients sent in the round.
+        faults: what went wrong, as ``(client, text)``.
+
+    """
+
+    round: int
+    loss: float | None
+    widths: tuple[int, ...]
+    upload_bytes: int
+    faults: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def num_uploads(self) -> int:
+        """How many clients sent something."""
+        return sum(width > 0 for width in self.widths)
+
+    @property
+    def bits_per_param(self) -> int:
+        """Paper-style cost: the sum of the widths."""
+        return sum(width for width in self.widths if width > 0)

@@ -1,0 +1,187 @@
+"""The simulator to hold beside the paper's Algorithms 1 and 2.
+
+One server object, one object per client, and real frames between them. It is slow and plain on
+purpose; the fast engine is tested against it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core import server as server_rules
+from aqg.core.client import client_step, init_client
+from aqg.core.dropouts import BernoulliDropout, Dropout
+from aqg.core.persistence import (
+    client_from_arrays,
+    client_to_arrays,
+    server_from_arrays,
+    server_to_arrays,
+)
+from aqg.sim.record import DROPPED, RoundRecord
+from aqg.wire import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from aqg.core.messages import Broadcast, Message
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+    from aqg.objectives.base import Objective
+    from aqg.sim.problem import Problem, Samples
+
+
+class Client:
+    """Client ``m``: holds its samples and its state, answers a broadcast with a frame."""
+
+    def __init__(
+        self, index: int, recipe: Recipe, objective: Objective, samples: Samples, seed: int
+    ) -> None:
+        self.index = index
+        self.recipe = recipe
+        self.objective = objective
+        self.samples = samples
+        self.seed = seed
+        self.state = init_client(recipe, objective.num_params, samples.features.dtype)
+        self.loss = np.nan
+        self.fault: str | None = None
+
+    def step(self, broadcast: Broadcast) -> bytes:
+        """Compute ``g_m^k``, choose a width, and return the frame to send."""
+        loss, gradient = self.objective.losses_and_gradients(
+            broadcast.parameters, self.samples.features, self.samples.labels
+        )
+        self.loss = float(loss)
+        self.state, message = client_step(
+            self.recipe,
+            self.state,
+            gradient,
+            broadcast.movement,
+            key=(self.seed, self.index, broadcast.round),
+        )
+        self.fault = getattr(message, "fault", None)
+        return encode(message)
+
+    def evaluate(self, parameters: FloatArray) -> float:
+        """Return ``f_m(θ)``."""
+        return float(self.objective.losses(parameters, self.samples.features, self.samples.labels))
+
+
+class Server:
+    """Holds the model and every ``ref_m``; hears frames, takes steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        initial_params: FloatArray,
+        num_clients: int,
+        step_size: float,
+        dropout_rate: float,
+    ) -> None:
+        self.recipe = recipe
+        self.step_size = step_size
+        self.dropout_rate = dropout_rate
+        self.state = server_rules.init_server(recipe, initial_params, num_clients)
+
+    def broadcast(self) -> Broadcast:
+        """Return ``θ^k`` and the movement scalar."""
+        return server_rules.broadcast(self.recipe, self.state)
+
+    def receive(self, client: int, frame: bytes) -> Message:
+        """Decode one client's frame and move its ``ref_m``."""
+        message = decode(frame, len(self.state.parameters))
+        self.state = server_rules.receive(self.recipe, self.state, client, message)
+        return message
+
+    def step(self) -> None:
+        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m``."""
+        self.state = server_rules.finish_round(
+            self.recipe, self.state, self.step_size, self.dropout_rate
+        )
+
+
+class ReferenceSimulation:
+    """Runs a recipe on a problem, round by round; can be saved and restored between any two."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        recipe: Recipe,
+        step_size: float,
+        dropout: Dropout | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.problem = problem
+        self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
+        self.server = Server(
+            recipe, problem.initial_params, problem.num_clients, step_size, self.dropout.rate
+        )
+        self.clients = [
+            Client(index, recipe, problem.objective, samples, seed)
+            for index, samples in enumerate(problem.clients)
+        ]
+
+    @property
+    def next_round(self) -> int:
+        """The round that `run_round` would run."""
+        return self.server.state.round
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The current model."""
+        return self.server.state.parameters
+
+    def run_round(self, evaluate: bool = True) -> RoundRecord:
+        """Run one round; with ``evaluate``, also report the loss at its start."""
+        broadcast = self.server.broadcast()
+        dropped = self.dropout.dropped(broadcast.round, len(self.clients))
+        widths = []
+        faults = []
+        upload_bytes = 0
+        for client in self.clients:
+            if dropped[client.index]:
+                widths.append(DROPPED)
+                continue
+            frame = client.step(broadcast)
+            message = self.server.receive(client.index, frame)
+            widths.append(message.width)
+            upload_bytes += len(frame)
+            if client.fault is not None:
+                faults.append((client.index, client.fault))
+        loss = None
+        if evaluate:
+            loss = _mean(
+                client.evaluate(broadcast.parameters) if dropped[client.index] else client.loss
+                for client in self.clients
+            )
+        self.server.step()
+        return RoundRecord(broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults))
+
+    def loss(self) -> float:
+        """Return the loss of the current model."""
+        return _mean(client.evaluate(self.parameters) for client in self.clients)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return everything needed to go on from here, as named arrays."""
+        arrays = {f"server/{k}": v for k, v in server_to_arrays(self.server.state).items()}
+        for client in self.clients:
+            prefix = f"client/{client.index}/"
+            arrays.update({prefix + k: v for k, v in client_to_arrays(client.state).items()})
+        return arrays
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Go back to a state that `state` returned."""
+        self.server.state = server_from_arrays(_under(arrays, "server/"))
+        for client in self.clients:
+            client.state = client_from_arrays(_under(arrays, f"client/{client.index}/"))
+
+
+def _mean(losses: Any) -> float:
+    return float(np.mean(np.fromiter(losses, np.float64)))
+
+
+def _under(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    return {k.removeprefix(prefix): arrays[k] for k in arrays if k.startswith(prefix)}

@@ -1,0 +1,24 @@
+"""Compile the kernels ahead of the first real call."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aqg.core.grids import Grid
+from aqg.core.innovation import measure
+from aqg.core.kernels import add_levels, quantize
+
+
+def warm_up() -> None:
+    """Run every compiled loop once on tiny input, for both precisions.
+
+    The first call after an install compiles for some seconds; numba keeps the result on disk, and
+    later calls load it.
+    """
+    for dtype in (np.float32, np.float64):
+        vector = np.array([1.0, -0.5, 0.0], dtype)
+        for grid in Grid:
+            measure(vector, grid, max_width=2)
+            for width in (4, 12):
+                levels = quantize(vector, grid, width, step=1.0)
+                add_levels(vector, levels, np.zeros(np.iinfo(levels.dtype).max + 1, dtype))

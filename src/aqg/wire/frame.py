@@ -1,0 +1,202 @@
+"""One message, one frame: ``encode``, ``decode`` and ``encoded_size``.
+
+::
+
+    byte 0      version (high 3 bits), mode (low 5 bits)
+    then        width and grid, step        (quantized uploads only)
+    then        length, as a varint
+    then        payload, as the mode says
+    last 4      CRC-32 of everything before, little-endian
+
+A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/wire-format.md``
+describes each byte.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.grids import Grid, is_valid_step
+from aqg.core.messages import DenseUpload, Skip, Upload
+from aqg.errors import MessageError, WireError
+from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.varint import read_varint, varint_size, write_varint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.messages import Message
+
+VERSION = 1
+CRC_BYTES = 4
+MIDTREAD_BIT = 0x10
+
+
+class Mode(enum.IntEnum):
+    """How the payload is written. Modes 4..7 are kept for levels, 10..31 for other messages."""
+
+    SKIP = 0
+    RAW = 1
+    DENSE = 8
+
+
+def encode(message: Message, *, threads: int | None = None) -> bytes:
+    """Write ``message`` as one frame, in the mode that makes it shortest.
+
+    Large messages are coded in blocks on up to ``threads`` threads (``None``: one per core); the
+    bytes do not depend on it.
+
+    >>> from aqg.core.grids import Grid
+    >>> upload = Upload(np.array([0, 1, 2], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
+    >>> encode(upload).hex()
+    '2111003f0324bddcab18'
+    >>> encode(Skip()).hex()
+    '20'
+    """
+    if isinstance(message, Skip):
+        return bytes([_first_byte(Mode.SKIP)])
+    message.validate()
+    if isinstance(message, Upload):
+        head = _upload_head(Mode.RAW, message)
+        payload = pack(message.levels, message.width, threads=threads).tobytes()
+    else:
+        head = bytes([_first_byte(Mode.DENSE)])
+        payload = message.dense.astype("<f4", copy=False).tobytes()
+    body = b"".join([head, write_varint(len(message)), payload])
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def encoded_size(message: Message) -> int:
+    """Return ``len(encode(message))`` without building the bytes.
+
+    >>> encoded_size(DenseUpload(np.zeros(3, np.float32)))
+    18
+    """
+    if isinstance(message, Skip):
+        return 1
+    message.validate()
+    if isinstance(message, Upload):
+        return 8 + varint_size(len(message)) + packed_size(len(message), message.width)
+    return 5 + varint_size(len(message)) + 4 * len(message)
+
+
+def decode(
+    data: bytes | bytearray | memoryview, expected_length: int, *, threads: int | None = None
+) -> Message:
+    """Read one frame of a message for ``expected_length`` parameters.
+
+    Raises `WireError`, and nothing else, on bytes that are no frame of that length.
+    Memory is taken in proportion to ``expected_length`` and ``len(data)`` only, never to a number
+    read from the frame.
+
+    >>> decode(bytes.fromhex("2111003f0324bddcab18"), 3).values(np.float32)
+    array([-0.5,  0. ,  0.5], dtype=float32)
+    >>> decode(bytes.fromhex("2111003f0324bddcab18"), 4)
+    Traceback (most recent call last):
+    aqg.errors.WireError: the frame holds 3 values where 4 are expected
+    """
+    if expected_length < 0:
+        raise WireError(f"expected_length is {expected_length}; it must not be negative")
+    frame = _as_bytes(data)
+    mode = _check_envelope(frame)
+    if mode is Mode.SKIP:
+        return Skip()
+    body = frame[: len(frame) - CRC_BYTES]
+    try:
+        if mode is Mode.DENSE:
+            return _decode_dense(body, expected_length)
+        return _decode_upload(body, expected_length, threads)
+    except MessageError as error:
+        raise WireError(f"the frame holds no valid message: {error}") from error
+
+
+def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
+    try:
+        frame = np.frombuffer(data, np.uint8)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a frame is contiguous bytes, not {type(data).__name__}") from error
+    if len(frame) == 0:
+        raise WireError("the frame is empty; it has at least 1 byte")
+    frame.flags.writeable = False
+    return frame
+
+
+def _check_envelope(frame: NDArray[np.uint8]) -> Mode:
+    """Check checksum, version and mode: what every version of the format keeps in its place."""
+    first = int(frame[0])
+    is_short = len(frame) == 1
+    if not is_short:
+        stored = int.from_bytes(frame[-CRC_BYTES:].tobytes(), "little")
+        computed = zlib.crc32(frame[: max(0, len(frame) - CRC_BYTES)].data)
+        if stored != computed:
+            raise WireError(f"the checksum is {computed:08x} where the frame says {stored:08x}")
+    version = first >> 5
+    if version != VERSION:
+        raise WireError(f"the frame has version {version}; this decoder reads version {VERSION}")
+    try:
+        mode = Mode(first & 0x1F)
+    except ValueError:
+        raise WireError(f"mode {first & 0x1F} is unknown in version {VERSION}") from None
+    if is_short != (mode is Mode.SKIP):
+        raise WireError(f"a frame of mode {mode.name} cannot have {len(frame)} bytes")
+    return mode
+
+
+def _decode_upload(body: NDArray[np.uint8], expected_length: int, threads: int | None) -> Upload:
+    if len(body) < 4:
+        raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
+    shape = int(body[1])
+    if shape & 0xE0:
+        raise WireError(f"the unused bits of byte 1 are {shape >> 5}; they must be zero")
+    width = (shape & 0x0F) + 1
+    grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
+    step = _read_step(body)
+    payload = _read_length(body, 4, expected_length)
+    levels = unpack(payload, width, expected_length, threads=threads)
+    upload = Upload(levels, step, width, grid)
+    upload.validate()
+    return upload
+
+
+def _decode_dense(body: NDArray[np.uint8], expected_length: int) -> DenseUpload:
+    payload = _read_length(body, 1, expected_length)
+    if len(payload) != 4 * expected_length:
+        raise WireError(
+            f"{expected_length} float32 values take {4 * expected_length} bytes, not {len(payload)}"
+        )
+    upload = DenseUpload(np.frombuffer(payload.tobytes(), "<f4").astype(np.float32))
+    upload.validate()
+    return upload
+
+
+def _first_byte(mode: Mode) -> int:
+    return VERSION << 5 | mode
+
+
+def _upload_head(mode: Mode, upload: Upload) -> bytes:
+    grid_bit = MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
+    # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign
+    # of a negative zero.
+    (step,) = struct.unpack("<I", struct.pack("<f", upload.step + 0.0))
+    return struct.pack("<BBH", _first_byte(mode), upload.width - 1 | grid_bit, step >> 16)
+
+
+def _read_step(body: NDArray[np.uint8]) -> float:
+    bits = int(body[2]) << 16 | int(body[3]) << 24
+    step: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    if not is_valid_step(step) or bits >> 31:
+        raise WireError(f"step {step!r} is not a bfloat16 number in range")
+    return step
+
+
+def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArray[np.uint8]:
+    """Check the length at ``position`` and return what follows it."""
+    length, position = read_varint(body, position)
+    if length != expected:
+        raise WireError(f"the frame holds {length} values where {expected} are expected")
+    return body[position:]

@@ -1,0 +1,32 @@
+"""Threads over independent pieces of work, started when there is something to share."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None
+) -> list[Result]:
+    """Apply ``function`` to every item on up to ``threads`` threads (``None``: one per core).
+
+    The results come in order. No thread is started for a single item or a single thread; the
+    kernels behind ``function`` release the interpreter lock.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be at least 1, or None for one per core")
+    workers = min(len(items), threads or os.cpu_count() or 1)
+    if workers <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(workers, thread_name_prefix="aqg-wire") as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,248 @@
+"""Range asymmetric numeral systems (rANS): symbols as one big number per lane.
+
+A lane's state ``x`` absorbs a symbol of frequency ``f`` out of ``M = 2^scale_bits`` by
+``x ← (x div f)·M + start + (x mod f)``, where ``start`` is the sum of the frequencies before it. That
+grows ``x`` by ``log2(M/f)`` bits, the information in the symbol. Decoding undoes it: ``x mod M``
+falls into the range of exactly one symbol. Symbol ``i`` belongs to lane ``i mod lanes``; the lanes
+share one stream of 16-bit words and let a processor work on several symbols at once.
+
+Invariants, which bound every shift and product below, on hostile input too:
+
+* between symbols ``LOW ≤ x < LOW·2^16 = 2^40``, so ``x`` is exact in int64 and in float64;
+* ``1 ≤ f ≤ M ≤ 2^16 ≤ LOW``, so one word in or out always restores the first;
+* the encoder starts every lane at ``LOW`` and walks backwards; the decoder walks forwards and must
+  end with every lane at ``LOW`` and every word read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.errors import WireError
+from aqg.jit import njit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MANY_LANES = 8
+WORD_BITS = 16
+LOW_BITS = 24
+STATE_BITS = LOW_BITS + WORD_BITS
+STATE_BYTES = STATE_BITS // 8
+LOW = 1 << LOW_BITS
+MAX_SCALE_BITS = 16
+
+
+class Ranges(NamedTuple):
+    """The ranges of all symbols in ``0..2^scale_bits - 1``.
+
+    ``inverses`` are ``1/f`` rounded up. For ``x < 2^40`` the float64 product ``x·inverse`` exceeds
+    ``x/f`` by less than ``2^-11/f``, and ``x/f`` is at least ``1/f`` below the next integer, so the
+    integer part of the product is ``x div f`` exactly: a division without dividing.
+    """
+
+    scale_bits: int
+    frequencies: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    inverses: NDArray[np.float64]
+
+
+def make_ranges(frequencies: NDArray[np.int64], scale_bits: int) -> Ranges:
+    """Lay out ``frequencies``, which sum to ``2^scale_bits``, one after the other."""
+    starts = np.cumsum(frequencies) - frequencies
+    inverses = np.nextafter(1.0 / np.maximum(frequencies, 1), 2.0)
+    return Ranges(scale_bits, frequencies, starts, inverses)
+
+
+def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> bytes:
+    """Code ``symbols``: the lanes' final states of five bytes each, then the words.
+
+    >>> ranges = make_ranges(np.array([1, 3]), 2)
+    >>> encode_symbols(np.array([1, 1, 0, 1], np.uint8), ranges, lanes=1).hex()
+    '09bda10900'
+    """
+    words = np.empty(len(symbols), np.uint16)  # a symbol gives at most one word
+    states = np.empty(lanes, np.int64)
+    num_words = _encode(symbols, *ranges, states, words, -1)
+    used = words[len(words) - num_words :].astype("<u2", copy=False)
+    return states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, :STATE_BYTES].tobytes() + (
+        used.tobytes()
+    )
+
+
+def coded_size(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> int:
+    """Return ``len(encode_symbols(...))`` without storing a word."""
+    states = np.empty(lanes, np.int64)
+    num_words = _encode(symbols, *ranges, states, np.empty(1, np.uint16), 0)
+    return lanes * STATE_BYTES + 2 * int(num_words)
+
+
+def decode_symbols(
+    data: NDArray[np.uint8], ranges: Ranges, lanes: int, symbols: NDArray[np.uint8]
+) -> None:
+    """Fill ``symbols`` with what `encode_symbols` coded into ``data``; refuse any other bytes."""
+    num_state_bytes = lanes * STATE_BYTES
+    if len(data) < num_state_bytes:
+        raise WireError(f"{lanes} coder states take {num_state_bytes} bytes, not {len(data)}")
+    padded = np.zeros((lanes, 8), np.uint8)
+    padded[:, :STATE_BYTES] = data[:num_state_bytes].reshape(lanes, STATE_BYTES)
+    states = padded.view("<i8").ravel().astype(np.int64)
+    if int(states.min()) < LOW:
+        raise WireError(f"a coder state is {int(states.min())}, below {LOW}")
+    slots = np.repeat(np.arange(len(ranges.frequencies), dtype=np.uint8), ranges.frequencies)
+    words = data[num_state_bytes:]
+    num_read = _decode(
+        words, ranges.scale_bits, ranges.frequencies, ranges.starts, slots, states, symbols
+    )
+    if num_read < 0:
+        raise WireError(f"the coded symbols need more than the {len(words)} bytes of the payload")
+    if num_read != len(words):
+        raise WireError(f"the coded symbols end after {num_read} of {len(words)} bytes")
+    if (states != LOW).any():
+        raise WireError("the coder does not end in the state it began with")
+
+
+@njit()
+def _put(
+    symbol: int,
+    x: int,
+    position: int,
+    words: NDArray[np.uint16],
+    word_mask: int,
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    inverses: NDArray[np.float64],
+) -> tuple[int, int]:
+    """Absorb one symbol; return the new state and the position of the next word.
+
+    The word is always stored and kept only if the state was too full: no branch to mispredict.
+    """
+    frequency = int(frequencies[symbol])
+    words[np.uint64(position & word_mask)] = x & 0xFFFF
+    # After this, x < f·2^(40 - scale_bits), so that the state below stays under 2^40.
+    is_full = x >= frequency << (STATE_BITS - scale_bits)
+    position -= int(is_full)
+    x = x >> WORD_BITS if is_full else x
+    quotient = int(x * inverses[symbol])
+    return x + quotient * ((1 << scale_bits) - frequency) + int(starts[symbol]), position
+
+
+@njit()
+def _encode(
+    symbols: NDArray[np.uint8],
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    inverses: NDArray[np.float64],
+    states: NDArray[np.int64],
+    words: NDArray[np.uint16],
+    word_mask: int,
+) -> int:
+    """Code backwards, filling ``words`` from its end; return how many.
+
+    With a ``word_mask`` of 0 every word goes to the same place: the encoder only counts.
+    """
+    last = len(symbols) - 1
+    position = last
+    t = (words, word_mask, scale_bits, frequencies, starts, inverses)
+    if len(states) == 1:
+        x = LOW
+        for i in range(last, -1, -1):
+            x, position = _put(symbols[i], x, position, *t)
+        states[0] = x
+        return last - position
+    states[:] = LOW
+    whole = len(symbols) // 8 * 8
+    for i in range(last, whole - 1, -1):
+        states[i % 8], position = _put(symbols[i], int(states[i % 8]), position, *t)
+    a, b, c, d = int(states[0]), int(states[1]), int(states[2]), int(states[3])
+    e, f, g, h = int(states[4]), int(states[5]), int(states[6]), int(states[7])
+    for i in range(whole - 8, -1, -8):
+        h, position = _put(symbols[i + 7], h, position, *t)
+        g, position = _put(symbols[i + 6], g, position, *t)
+        f, position = _put(symbols[i + 5], f, position, *t)
+        e, position = _put(symbols[i + 4], e, position, *t)
+        d, position = _put(symbols[i + 3], d, position, *t)
+        c, position = _put(symbols[i + 2], c, position, *t)
+        b, position = _put(symbols[i + 1], b, position, *t)
+        a, position = _put(symbols[i], a, position, *t)
+    states[0], states[1], states[2], states[3] = a, b, c, d
+    states[4], states[5], states[6], states[7] = e, f, g, h
+    return last - position
+
+
+@njit()
+def _get(
+    x: int,
+    position: int,
+    words: NDArray[np.uint8],
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    slots: NDArray[np.uint8],
+) -> tuple[int, int, int]:
+    """Release one symbol; return it, the new state and the new position.
+
+    The caller makes sure that two bytes can be read at ``position``, whether they are used or not.
+    """
+    slot = x & ((1 << scale_bits) - 1)
+    symbol = slots[np.uint64(slot)]
+    # f ≥ 1 and x ≥ 2^24 give x ≥ 2^8 here, and x ≥ 2^24 again once a word has come in.
+    x = int(frequencies[symbol]) * (x >> scale_bits) + slot - int(starts[symbol])
+    at = np.uint64(position)
+    refilled = x << WORD_BITS | int(words[at]) | int(words[at + np.uint64(1)]) << 8
+    is_low = x < LOW
+    return symbol, refilled if is_low else x, position + 2 * int(is_low)
+
+
+@njit()
+def _decode(
+    words: NDArray[np.uint8],
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    slots: NDArray[np.uint8],
+    states: NDArray[np.int64],
+    symbols: NDArray[np.uint8],
+) -> int:
+    """Fill ``symbols``; return the number of bytes read, or -1 where there are too few."""
+    position = 0
+    done = 0
+    t = (words, scale_bits, frequencies, starts, slots)
+    if len(states) == 1:
+        x = int(states[0])
+        while done < len(symbols) and position + 2 <= len(words):
+            symbols[done], x, position = _get(x, position, *t)
+            done += 1
+        states[0] = x
+    else:
+        a, b, c, d = int(states[0]), int(states[1]), int(states[2]), int(states[3])
+        e, f, g, h = int(states[4]), int(states[5]), int(states[6]), int(states[7])
+        while done + 8 <= len(symbols) and position + 16 <= len(words):
+            symbols[done], a, position = _get(a, position, *t)
+            symbols[done + 1], b, position = _get(b, position, *t)
+            symbols[done + 2], c, position = _get(c, position, *t)
+            symbols[done + 3], d, position = _get(d, position, *t)
+            symbols[done + 4], e, position = _get(e, position, *t)
+            symbols[done + 5], f, position = _get(f, position, *t)
+            symbols[done + 6], g, position = _get(g, position, *t)
+            symbols[done + 7], h, position = _get(h, position, *t)
+            done += 8
+        states[0], states[1], states[2], states[3] = a, b, c, d
+        states[4], states[5], states[6], states[7] = e, f, g, h
+    # The last symbols, for which the words may run out: `end` stands in for what is not there.
+    end = np.zeros(2, np.uint8)
+    for i in range(done, len(symbols)):
+        lane = i % len(states)
+        x = int(states[lane])
+        if position + 2 <= len(words):
+            symbols[i], x, position = _get(x, position, *t)
+        else:
+            symbols[i], x, taken = _get(x, 0, end, scale_bits, frequencies, starts, slots)
+            if taken:
+                return -1
+        states[lane] = x
+    return position

@@ -1,0 +1,220 @@
+"""Streams of small symbols, each written as one section in the way that makes it shortest.
+
+A section is one byte that says how (`Method`, scale and precision of the frequency table), then::
+
+    PACKED      the symbols, bit-packed
+    ONE_LANE    frequency table, one coder state, words
+    LANES       frequency table, eight coder states, words
+    GROUPED     the same over bytes of several symbols each: half the work or less
+
+A table with a single symbol is all there is: the symbols are known.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.errors import WireError
+from aqg.jit import HAVE_NUMBA, njit
+from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.rans import MANY_LANES, coded_size, decode_symbols, encode_symbols, make_ranges
+from aqg.wire.tables import (
+    MAX_SCALE_BITS,
+    MIN_SCALE_BITS,
+    Table,
+    choose_table,
+    read_table,
+    table_size,
+    write_table,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MANY_LANES_BYTES = 1 << 14
+"""Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
+GROUPED_LENGTH = 1 << 18
+"""Number of symbols from which grouping is tried."""
+GROUPED_COST = 1 + 1 / 256
+"""Grouping is faster; it may cost this much in size."""
+
+
+class Method(enum.IntEnum):
+    """How a section holds its symbols."""
+
+    PACKED = 0
+    ONE_LANE = 1
+    LANES = 2
+    GROUPED = 3
+
+
+class Alphabet(NamedTuple):
+    """Symbols of ``width`` bits, all below ``size``; ``width`` is at most 8."""
+
+    width: int
+    size: int
+
+    @property
+    def group_length(self) -> int:
+        """How many symbols fit into a byte."""
+        return 8 // self.width
+
+
+class _Plan(NamedTuple):
+    method: Method
+    symbols: NDArray[np.uint8]
+    table: Table
+
+    @property
+    def lanes(self) -> int:
+        return 1 if self.method is Method.ONE_LANE else MANY_LANES
+
+    @property
+    def head(self) -> int:
+        """Return the section's first byte."""
+        scale = self.table.scale_bits - MIN_SCALE_BITS
+        return self.method | scale << 2 | self.table.precision << 5
+
+
+def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
+    """Write ``symbols``, all below ``alphabet.size``, as one section.
+
+    >>> encode_section(np.zeros(1000, np.uint8), Alphabet(width=4, size=15)).hex()
+    '21f000'
+    """
+    plan = _make_plan(symbols, alphabet)
+    if plan is not None:
+        coded = bytes([plan.head]) + write_table(plan.table)
+        if not plan.table.is_constant:
+            ranges = make_ranges(plan.table.frequencies, plan.table.scale_bits)
+            coded += encode_symbols(plan.symbols, ranges, plan.lanes)
+        if len(coded) <= packed_size(len(symbols), alphabet.width):
+            return coded
+    return bytes([Method.PACKED]) + pack(symbols, alphabet.width, threads=1).tobytes()
+
+
+def section_size(symbols: NDArray[np.uint8], alphabet: Alphabet) -> int:
+    """Return ``len(encode_section(symbols, alphabet))`` without building the bytes."""
+    longest = 1 + packed_size(len(symbols), alphabet.width)
+    plan = _make_plan(symbols, alphabet)
+    if plan is None:
+        return longest
+    size = 1 + table_size(plan.table)
+    if not plan.table.is_constant:
+        ranges = make_ranges(plan.table.frequencies, plan.table.scale_bits)
+        size += coded_size(plan.symbols, ranges, plan.lanes)
+    return min(size, longest)
+
+
+def decode_section(
+    data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]
+) -> None:
+    """Fill ``symbols`` from a section that takes up all of ``data``.
+
+    Symbols of a packed or grouped section may reach up to ``2^width - 1``.
+    """
+    if len(data) == 0:
+        raise WireError("the frame ends where a section should start")
+    head = int(data[0])
+    method = Method(head & 3)
+    if method is Method.PACKED:
+        if head:
+            raise WireError(f"a packed section starts with byte {head}; it must be 0")
+        symbols[:] = unpack(data[1:], alphabet.width, len(symbols), threads=1)
+        return
+    num_symbols = 1 << alphabet.width * alphabet.group_length
+    table, table_bytes = read_table(
+        data[1:],
+        num_symbols if method is Method.GROUPED else alphabet.size,
+        scale_bits=(head >> 2 & 7) + MIN_SCALE_BITS,
+        precision=head >> 5,
+    )
+    payload = data[1 + table_bytes :]
+    if method is Method.GROUPED:
+        groups = np.empty(-(-len(symbols) // alphabet.group_length), np.uint8)
+        _decode_coded(payload, table, MANY_LANES, groups)
+        _ungroup(groups, alphabet, symbols)
+    else:
+        _decode_coded(payload, table, 1 if method is Method.ONE_LANE else MANY_LANES, symbols)
+
+
+def _decode_coded(
+    payload: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
+) -> None:
+    if not table.is_constant:
+        ranges = make_ranges(table.frequencies, table.scale_bits)
+        decode_symbols(payload, ranges, lanes, symbols)
+        return
+    if len(payload):
+        raise WireError(f"{len(payload)} bytes follow a table with a single symbol")
+    symbols.fill(table.peak)
+
+
+def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
+    """Choose how to code ``symbols``, or ``None`` where packing is at least as short."""
+    if not HAVE_NUMBA:
+        return None
+    packed_bits = 8 * packed_size(len(symbols), alphabet.width)
+    groups = None
+    if len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1:
+        groups = _group(symbols, alphabet)
+        group_counts = _count(groups, 1 << alphabet.width * alphabet.group_length)
+        counts = _ungroup_counts(group_counts, alphabet, len(symbols))
+    else:
+        counts = _count(symbols, alphabet.size)
+    table, bits = choose_table(counts)
+    method = Method.LANES if bits >= 8 * MANY_LANES_BYTES else Method.ONE_LANE
+    if groups is not None and not table.is_constant:
+        group_table, group_bits = choose_table(group_counts)
+        if group_bits <= bits * GROUPED_COST:
+            return _Plan(Method.GROUPED, groups, group_table) if group_bits < packed_bits else None
+    return _Plan(method, symbols, table) if bits < packed_bits else None
+
+
+def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
+    """Put ``group_length`` symbols into each byte, the first lowest; fill up with zeros."""
+    if 8 % alphabet.width == 0:
+        return pack(symbols, alphabet.width, threads=1)
+    groups = symbols[::2].copy()
+    odd = symbols[1::2]
+    groups[: len(odd)] |= odd << alphabet.width
+    return groups
+
+
+def _ungroup(groups: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
+    if 8 % alphabet.width == 0:
+        symbols[:] = unpack(groups, alphabet.width, len(symbols), threads=1)
+        return
+    symbols[::2] = groups & ((1 << alphabet.width) - 1)
+    symbols[1::2] = groups[: len(symbols) // 2] >> alphabet.width
+    if len(symbols) % 2 and int(groups[-1]) >> alphabet.width:
+        raise WireError(f"the last group is {int(groups[-1])}; its unused bits must be zero")
+
+
+def _ungroup_counts(
+    group_counts: NDArray[np.int64], alphabet: Alphabet, length: int
+) -> NDArray[np.int64]:
+    """Return how often each symbol occurs in groups that occur so often."""
+    per_digit = group_counts.reshape((1 << alphabet.width,) * alphabet.group_length)
+    axes = range(alphabet.group_length)
+    counts = sum(per_digit.sum(axis=tuple(a for a in axes if a != axis)) for axis in axes)
+    assert isinstance(counts, np.ndarray)
+    counts = counts[: alphabet.size].copy()
+    counts[0] -= -length % alphabet.group_length
+    return counts
+
+
+def _count(symbols: NDArray[np.uint8], num_symbols: int) -> NDArray[np.int64]:
+    # Four counters per symbol: the same one is rarely waited for twice in a row.
+    counts = np.zeros((4, 256), np.int64)
+    _count_into(symbols, counts)
+    return counts.sum(axis=0)[:num_symbols]
+
+
+@njit()
+def _count_into(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
+    for i in range(len(symbols)):
+        counts[i & 3, symbols[i]] += 1

@@ -1,0 +1,19 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Return a directory with the real files of ``mnist`` and ``heterogeneous``, or skip."""
+    chosen = os.environ.get("AQG_DATA_DIR")
+    # Without the setting: a data directory next to the checkout.
+    directory = Path(chosen) if chosen else Path(__file__).parents[2] / "shared" / "data"
+    if not directory.is_dir():
+        pytest.skip("needs the data files: set AQG_DATA_DIR to a directory that holds them")
+    return directory

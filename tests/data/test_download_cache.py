@@ -1,0 +1,264 @@
+"""The cache against a real web server on this machine."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import stat
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from aqg.data.cache import RemoteFile, data_directory, read_content
+from aqg.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CONTENT = b"forty-two samples\n" * 1000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+GOOD = gzip.compress(CONTENT)
+OTHER_WRAPPING = gzip.compress(CONTENT, compresslevel=1, mtime=12345)
+
+
+class Reply(NamedTuple):
+    body: bytes
+    status: int = 200
+    missing_bytes: int = 0
+    content_encoding: str | None = None
+
+
+REPLIES = {
+    "/good.gz": Reply(GOOD),
+    "/plain.txt": Reply(CONTENT),
+    "/other-wrapping.gz": Reply(OTHER_WRAPPING),
+    "/encoded.gz": Reply(GOOD, content_encoding="gzip"),
+    "/other-content.gz": Reply(gzip.compress(b"something else")),
+    "/corrupted.gz": Reply(GOOD[:30] + bytes([GOOD[30] ^ 0xFF]) + GOOD[31:]),
+    "/cut.gz": Reply(GOOD[:-12]),
+    "/broken-off.gz": Reply(GOOD, missing_bytes=12),
+    "/forbidden.gz": Reply(b"", status=403),
+}
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requested: list[str] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.requested.append(self.path)
+        self.server.meanwhile()
+        reply = REPLIES.get(self.path, Reply(b"not here", status=404))
+        self.send_response(reply.status)
+        self.send_header("Content-Length", str(len(reply.body)))
+        if reply.content_encoding:
+            self.send_header("Content-Encoding", reply.content_encoding)
+        self.end_headers()
+        self.wfile.write(reply.body[: len(reply.body) - reply.missing_bytes])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Server() as running:
+        thread = Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def remote(server: Server, *paths: str, name: str = "set/file.gz") -> RemoteFile:
+    return RemoteFile(name, DIGEST, tuple(server.url(path) for path in paths))
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_downloads_once_and_then_reads_the_file(server: Server, tmp_path: Path) -> None:
+    file = remote(server, "/good.gz")
+    assert read_content(file, tmp_path) == CONTENT
+    assert (tmp_path / "set/file.gz").read_bytes() == GOOD
+    assert read_content(file, tmp_path) == CONTENT
+    assert server.requested == ["/good.gz"]
+    assert files_below(tmp_path) == ["set", "set/file.gz"]
+
+
+def test_creates_the_directory(server: Server, tmp_path: Path) -> None:
+    assert read_content(remote(server, "/good.gz"), tmp_path / "a" / "b") == CONTENT
+
+
+def test_downloaded_file_has_the_usual_permissions(server: Server, tmp_path: Path) -> None:
+    read_content(remote(server, "/good.gz"), tmp_path)
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "set/file.gz")}
+    assert len(modes) == 1
+
+
+def test_plain_file(server: Server, tmp_path: Path) -> None:
+    file = remote(server, "/plain.txt", name="set/file.txt")
+    assert read_content(file, tmp_path) == CONTENT
+    assert read_content(file, tmp_path) == CONTENT
+
+
+def test_gzip_file_where_a_plain_one_is_expected_is_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=DIGEST):
+        read_content(remote(server, "/good.gz", name="set/file.txt"), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/other-wrapping.gz", "/encoded.gz"])
+def test_the_content_counts_not_its_wrapping(path: str, server: Server, tmp_path: Path) -> None:
+    file = remote(server, path)
+    assert read_content(file, tmp_path) == CONTENT
+    assert read_content(file, tmp_path) == CONTENT
+    assert len(server.requested) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/missing.gz", "HTTP status 404"),
+        ("/forbidden.gz", "HTTP status 403"),
+        ("/other-content.gz", hashlib.sha256(b"something else").hexdigest()),
+        ("/corrupted.gz", DIGEST),
+        ("/cut.gz", "not a valid gzip stream"),
+        ("/broken-off.gz", "Error"),
+    ],
+)
+def test_bad_download_is_one_line_and_leaves_nothing(
+    path: str, reason: str, server: Server, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read_content(remote(server, path), tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert server.url(path) in message
+    assert reason in message
+    assert "AQG_DATA_DIR" in message
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "first", ["/missing.gz", "/other-content.gz", "/corrupted.gz", "/cut.gz", "/broken-off.gz"]
+)
+def test_second_mirror_helps(first: str, server: Server, tmp_path: Path) -> None:
+    assert read_content(remote(server, first, "/good.gz"), tmp_path) == CONTENT
+    assert server.requested == [first, "/good.gz"]
+    assert files_below(tmp_path) == ["set", "set/file.gz"]
+
+
+def test_all_mirrors_are_named_when_none_helps(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_content(remote(server, "/missing.gz", "/cut.gz"), tmp_path)
+    assert server.url("/missing.gz") in str(caught.value)
+    assert server.url("/cut.gz") in str(caught.value)
+
+
+def test_no_server_at_all(server: Server, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        url = f"http://127.0.0.1:{closed.server_port}/good.gz"
+    with pytest.raises(DataError, match="ConnectionError") as caught:
+        read_content(RemoteFile("set/file.gz", DIGEST, (url,)), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert files_below(tmp_path) == []
+
+
+def test_invalid_url(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="MissingSchema"):
+        read_content(RemoteFile("file.gz", DIGEST, ("no-scheme",)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damaged", [gzip.compress(b"other"), GOOD[:-12], b"\x1f\x8b", b"", b"<html>login</html>"]
+)
+def test_damaged_file_is_reported_and_left_alone(
+    damaged: bytes, server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.gz"
+    path.write_bytes(damaged)
+    with pytest.raises(DataError) as caught:
+        read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    assert DIGEST in message
+    assert "delete it" in message
+    assert path.read_bytes() == damaged
+    assert server.requested == []
+
+
+def test_damaged_file_names_the_digest_found(tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_bytes(b"other")
+    with pytest.raises(DataError, match=hashlib.sha256(b"other").hexdigest()):
+        read_content(RemoteFile("file.txt", DIGEST, ()), tmp_path)
+
+
+def test_read_only_directory_with_good_files_works(tmp_path: Path) -> None:
+    path = tmp_path / "file.gz"
+    path.write_bytes(GOOD)
+    path.chmod(0o444)
+    tmp_path.chmod(0o555)
+    try:
+        assert read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path) == CONTENT
+    finally:
+        tmp_path.chmod(0o755)
+    assert files_below(tmp_path) == ["file.gz"]
+
+
+def test_unwritable_directory_is_reported(server: Server, tmp_path: Path) -> None:
+    too_long = "x" * 250 + ".gz"  # room for the name, none for the temporary one beside it
+    with pytest.raises(DataError, match="cannot write") as caught:
+        read_content(remote(server, "/good.gz", name=too_long), tmp_path)
+    assert "AQG_DATA_DIR" in str(caught.value)
+    assert files_below(tmp_path) == []
+
+
+def test_failed_placement_leaves_no_temporary_file(server: Server, tmp_path: Path) -> None:
+    server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
+    with pytest.raises(DataError, match="cannot write"):
+        read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
+    assert files_below(tmp_path) == ["file.gz"]
+
+
+def test_file_placed_meanwhile_by_another_process_is_no_problem(
+    server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.gz"
+    server.meanwhile = lambda: path.write_bytes(OTHER_WRAPPING) and None
+    assert read_content(remote(server, "/good.gz", name="file.gz"), tmp_path) == CONTENT
+    assert files_below(tmp_path) == ["file.gz"]
+
+
+@pytest.mark.parametrize("directory", ["a-file", "."])
+def test_unreadable_path_is_reported(directory: str, tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    (tmp_path / "file.gz").mkdir()
+    with pytest.raises(DataError, match="cannot read"):
+        read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path / directory)
+
+
+def test_data_directory_prefers_argument_then_environment_then_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path / "environment"))
+    assert data_directory(tmp_path / "argument") == tmp_path / "argument"
+    assert data_directory(None) == tmp_path / "environment"
+    monkeypatch.setenv("AQG_DATA_DIR", "")
+    assert data_directory(None).parts[-2:] == ("aqg", "data")
+    assert data_directory(Path("~/somewhere")) == Path.home() / "somewhere"

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aqg.data.datasets import Dataset, load_dataset
+from aqg.data.partitions import (
+    DirichletPartition,
+    ShardsPartition,
+    format_partition_table,
+    parse_partition,
+    partition_table,
+)
+from aqg.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SPECS = ["iid", "label", "source", "dirichlet:0.3", "shards:2"]
+SEEDED = ["iid", "dirichlet:0.3", "shards:2"]
+COVERING = ["iid", "label", "dirichlet:0.001", "dirichlet:0.3", "dirichlet:1e9", "shards:2"]
+
+
+def make_dataset(labels: NDArray[np.int64], num_classes: int, num_sources: int = 3) -> Dataset:
+    return Dataset(
+        name="made",
+        features=np.zeros((len(labels), 1)),
+        labels=labels,
+        num_classes=num_classes,
+        sources=np.arange(len(labels)) * num_sources // len(labels),
+    )
+
+
+def shuffled_dataset(num_samples: int, num_classes: int, seed: int = 0) -> Dataset:
+    labels = np.random.default_rng(seed).permutation(np.arange(num_samples) % num_classes)
+    return make_dataset(labels, num_classes)
+
+
+@given(
+    spec=st.sampled_from(COVERING),
+    num_classes=st.integers(1, 5),
+    num_clients=st.integers(5, 20),
+    num_samples=st.integers(100, 200),
+    seed=st.integers(0, 2**70),
+)
+def test_parts_are_sorted_disjoint_nonempty_and_cover_everything(
+    spec: str, num_classes: int, num_clients: int, num_samples: int, seed: int
+) -> None:
+    dataset = shuffled_dataset(num_samples, num_classes)
+    parts = parse_partition(spec).split(dataset, num_clients, seed)
+    assert len(parts) == num_clients
+    assert all(part.dtype == np.int64 and len(part) for part in parts)
+    assert all(np.all(np.diff(part) > 0) for part in parts)
+    assert np.sort(np.concatenate(parts)).tolist() == list(range(num_samples))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_same_seed_same_parts(spec: str) -> None:
+    dataset = shuffled_dataset(300, 3)
+    first = parse_partition(spec).split(dataset, 6, seed=7)
+    second = parse_partition(spec).split(dataset, 6, seed=7)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("spec", SEEDED)
+def test_other_seed_other_parts(spec: str) -> None:
+    dataset = shuffled_dataset(300, 3)
+    partition = parse_partition(spec)
+    seen = {tuple(partition.split(dataset, 6, seed)[0].tolist()) for seed in range(10)}
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_do_not_share_memory_with_the_data(spec: str) -> None:
+    dataset = shuffled_dataset(300, 3)
+    labels = dataset.labels.copy()
+    parts = parse_partition(spec).split(dataset, 6, seed=7)
+    for part in parts:
+        part[:] = -1
+    assert np.array_equal(dataset.labels, labels)
+    assert parse_partition(spec).split(dataset, 6, seed=7)[0][0] >= 0
+
+
+def test_iid_sizes_differ_by_at_most_one() -> None:
+    parts = parse_partition("iid").split(shuffled_dataset(103, 10), 10, seed=0)
+    assert sorted(map(len, parts)) == [10] * 7 + [11] * 3
+
+
+def test_iid_labels_are_mixed() -> None:
+    dataset = make_dataset(np.repeat(np.arange(10), 100), 10)
+    for part in parse_partition("iid").split(dataset, 10, seed=0):
+        assert len(np.unique(dataset.labels[part])) == 10
+
+
+@given(num_classes=st.integers(1, 6), extra=st.integers(0, 20))
+def test_label_gives_each_client_its_label_in_near_equal_slices(
+    num_classes: int, extra: int
+) -> None:
+    num_clients = num_classes + extra
+    dataset = shuffled_dataset(400, num_classes)
+    parts = parse_partition("label").split(dataset, num_clients, seed=0)
+    for client, part in enumerate(parts):
+        assert set(dataset.labels[part].tolist()) == {client % num_classes}
+    for label in range(num_classes):
+        sizes = [len(part) for part in parts[label::num_classes]]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_label_shares_consecutive_slices() -> None:
+    dataset = make_dataset(np.array([0, 1, 0, 0, 1, 0, 0]), 2)
+    parts = parse_partition("label").split(dataset, 3, seed=0)
+    assert [part.tolist() for part in parts] == [[0, 2, 3], [1, 4], [5, 6]]
+
+
+def test_source_slices_are_equal_and_consecutive_and_drop_the_rest() -> None:
+    dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
+    parts = parse_partition("source").split(dataset, 4, seed=0)
+    assert [part.tolist() for part in parts] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [11, 12, 13, 14, 15],
+        [16, 17, 18, 19, 20],
+    ]
+
+
+def test_source_on_the_papers_eighteen_clients(data_dir: Path) -> None:
+    dataset = load_dataset("heterogeneous", data_dir)
+    parts = parse_partition("source").split(dataset, 18, seed=0)
+    assert [len(part) for part in parts] == [267] * 6 + [58] * 6 + [59] * 6
+    starts = [part[0] for part in parts[::6]]
+    assert starts == [0, 1605, 1605 + 351]
+    assert all(np.all(np.diff(part) == 1) for part in parts)
+
+
+def test_dirichlet_is_uneven_when_small_and_even_when_large() -> None:
+    dataset = shuffled_dataset(10_000, 10)
+
+    def largest_share(spec: str) -> float:
+        parts = parse_partition(spec).split(dataset, 10, seed=0)
+        rows = np.array([row["labels"] for row in partition_table(dataset, parts)])
+        return float((rows.max(axis=0) / rows.sum(axis=0)).mean())
+
+    shares = [largest_share(f"dirichlet:{a}") for a in (0.01, 0.3, 3.0, 1000.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.9
+    assert shares[-1] < 0.12
+
+
+def test_dirichlet_shares_have_the_right_spread() -> None:
+    # A share of Dirichlet(a, ..., a) over M clients has variance (M-1) / (M²(Ma + 1)).
+    dataset = make_dataset(np.repeat(np.arange(2), 10_000), 2)
+    partition = parse_partition("dirichlet:0.5")
+    shares = np.array(
+        [
+            np.bincount(dataset.labels[part], minlength=2) / 10_000
+            for seed in range(300)
+            for part in partition.split(dataset, 4, seed)
+        ]
+    )
+    assert shares.mean() == pytest.approx(1 / 4)
+    assert shares.var() == pytest.approx(3 / (16 * 3), rel=0.1)
+
+
+@pytest.mark.parametrize("concentration", [5e-324, 1e-9, 0.05, 1.0])
+def test_dirichlet_with_as_many_clients_as_samples_gives_one_each(concentration: float) -> None:
+    parts = DirichletPartition(concentration).split(shuffled_dataset(50, 3), 50, seed=3)
+    assert [len(part) for part in parts] == [1] * 50
+
+
+def test_dirichlet_with_an_absent_label() -> None:
+    dataset = make_dataset(np.array([0, 2] * 20), 3)
+    parts = parse_partition("dirichlet:1").split(dataset, 4, seed=0)
+    assert sum(map(len, parts)) == 40
+
+
+@given(num_clients=st.integers(1, 12), shards_per_client=st.integers(1, 4))
+def test_shards_hold_few_labels_and_near_equal_sizes(
+    num_clients: int, shards_per_client: int
+) -> None:
+    dataset = shuffled_dataset(240, 4)
+    parts = ShardsPartition(shards_per_client).split(dataset, num_clients, seed=1)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= shards_per_client
+    if num_clients * shards_per_client % 4 == 0 and 240 % (num_clients * shards_per_client) == 0:
+        for part in parts:
+            assert len(np.unique(dataset.labels[part])) <= shards_per_client
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "dirichlet:1e-05", "shards:17"])
+def test_spec_round_trips(spec: str) -> None:
+    partition = parse_partition(spec)
+    assert partition.spec == spec
+    assert parse_partition(partition.spec) == partition
+
+
+@pytest.mark.parametrize("spec", ["", "IID", "iid:1", "random", "label:2", "shard:2", ":"])
+def test_unknown_partition_lists_the_forms(spec: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_partition(spec)
+    message = f"unknown partition {spec!r}; choose one of iid, label, source, dirichlet:A, shards:K"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e10", "a", "1:2"])
+def test_bad_concentration(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"'dirichlet:{value}' needs a number 0 < A <= 1e"):
+        parse_partition(f"dirichlet:{value}")
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "a", "1:2"])
+def test_bad_number_of_shards(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"'shards:{value}' needs an integer K >= 1"):
+        parse_partition(f"shards:{value}")
+
+
+def test_bad_parameters_without_a_spec() -> None:
+    with pytest.raises(ConfigError, match=r"concentration is -0\.5"):
+        DirichletPartition(-0.5)
+    with pytest.raises(ConfigError, match="shards per client is 0"):
+        ShardsPartition(0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("num_clients", "seed", "error", "message"),
+    [
+        (61, 0, DataError, "cannot split 60 samples of 'made' among 61 clients"),
+        (0, 0, ConfigError, "number of clients is 0, at least 1"),
+        (-3, 0, ConfigError, "number of clients is -3, at least 1"),
+        (6, -1, ConfigError, "seed is -1, at least 0"),
+    ],
+)
+def test_impossible_split(
+    spec: str, num_clients: int, seed: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        parse_partition(spec).split(shuffled_dataset(60, 3), num_clients, seed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_clients", "message"),
+    [
+        ("label", 2, "needs at least 3 clients for the 3 labels of 'made', got 2"),
+        ("label", 59, "label 2 of 'made' has 18 samples, too few for the 19 of 59"),
+        ("source", 4, "4 clients cannot share the 3 sources of 'made' evenly; use a multiple of 3"),
+        ("shards:7", 10, "cannot cut 60 samples of 'made' into 70 shards"),
+    ],
+)
+def test_split_that_does_not_fit_the_data(spec: str, num_clients: int, message: str) -> None:
+    labels = np.repeat(np.arange(3), [22, 20, 18])
+    with pytest.raises(DataError, match=message):
+        parse_partition(spec).split(make_dataset(labels, 3), num_clients, seed=0)
+
+
+def test_source_smaller_than_its_clients() -> None:
+    dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=np.repeat(np.arange(2), [17, 3]))
+    with pytest.raises(DataError, match="source 1 of 'made' has 3 samples, too few for 4 clients"):
+        parse_partition("source").split(dataset, 8, seed=0)
+
+
+def test_source_needs_sources() -> None:
+    dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=None)
+    with pytest.raises(DataError, match="'made' has a single source"):
+        parse_partition("source").split(dataset, 2, seed=0)
+
+
+def test_table_counts_what_each_client_holds() -> None:
+    dataset = make_dataset(np.array([0, 2, 2, 0, 1, 1]), 3)
+    parts = (np.array([0, 1, 2]), np.array([4]))
+    assert partition_table(dataset, parts) == [
+        {"client": 0, "samples": 3, "labels": [1, 0, 2], "sources": [2, 1, 0]},
+        {"client": 1, "samples": 1, "labels": [0, 1, 0], "sources": [0, 0, 1]},
+    ]
+    assert format_partition_table(partition_table(dataset, parts)).splitlines() == [
+        "client  samples  label 0  label 1  label 2  source 0  source 1  source 2",
+        "     0        3        1        .        2         2         1         .",
+        "     1        1        .        1        .         .         .         1",
+    ]
+
+
+def test_table_without_sources_has_no_such_column() -> None:
+    dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=None)
+    parts = parse_partition("iid").split(dataset, 2, seed=0)
+    rows = partition_table(dataset, parts)
+    assert all("sources" not in row for row in rows)
+    assert "source" not in format_partition_table(rows)
+
+
+def test_long_table_is_cut() -> None:
+    dataset = shuffled_dataset(60, 2)
+    rows = partition_table(dataset, parse_partition("iid").split(dataset, 30, seed=0))
+    assert len(format_partition_table(rows).splitlines()) == 1 + 20 + 1
+    assert format_partition_table(rows, max_rows=5).endswith("\nand 25 more clients")
+    assert format_partition_table([]) == "no clients"
