@@ -75,10 +75,7 @@ def progress_bars(
 def result_table(summaries: Sequence[Summary]) -> Table:
     """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present."""
     baselines = [s for s in summaries if s.recipe in ("gd", "laq")]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    table.add_column("recipe", style="bold")
-    for name in ("final loss", "residual", "test acc.", "uploads", "bits/param", "bytes"):
-        table.add_column(name, justify="right")
+    table = _table("final loss", "test acc", "uploads", "bits/param", "bytes")
     for baseline in baselines:
         table.add_column(f"vs {baseline.recipe}", justify="right", style="green")
     for summary in summaries:
@@ -86,7 +83,6 @@ def result_table(summaries: Sequence[Summary]) -> Table:
         table.add_row(
             summary.recipe,
             "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
-            "-" if summary.residual is None or summary.diverged else f"{summary.residual:.1e}",
             "-" if accuracy is None else f"{accuracy:.1%}",
             f"{summary.uploads:,}",
             f"{summary.bits_per_param:,}",
@@ -98,26 +94,32 @@ def result_table(summaries: Sequence[Summary]) -> Table:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    table.add_column("recipe", style="bold")
-    for name in ("rounds", "uploads", "bits/param", "bytes"):
-        table.add_column(name, justify="right")
+    table = _table("rounds", "uploads", "bits/param", "bytes", "final residual")
     for summary in summaries:
         cost = summary.target_cost
-        if cost is None:
-            table.add_row(summary.recipe, "not reached", "", "", "")
-        else:
-            table.add_row(
-                summary.recipe,
+        spent = ("not reached", "", "", "")
+        if cost is not None:
+            spent = (
                 f"{cost.rounds:,}",
                 f"{cost.uploads:,}",
                 f"{cost.bits_per_param:,}",
                 format_bytes(cost.upload_bytes),
             )
+        residual = summary.residual
+        known = residual is not None and not summary.diverged
+        table.add_row(summary.recipe, *spent, f"{residual:.1e}" if known else "-")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("recipe", style="bold", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _saving(size: int, baseline: int) -> str:
-    if size == baseline or size == 0 or baseline == 0:
+    if size == baseline or size == 0:
         return "-"
-    return f"{baseline / size:.1f}× less" if size < baseline else f"{size / baseline:.1f}× more"
+    return f"{baseline / size:.3g}×"

@@ -82,6 +82,8 @@ def run_command(options: RunOptions) -> None:
         sys.stdout.write(text)
         return
     console.print(result_table(summaries))
+    if any(summary.recipe in ("gd", "laq") for summary in summaries):
+        console.print("vs: how many times fewer bytes.\n", style="dim")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries))

@@ -78,13 +78,10 @@ def finish_round(
     recipe: Recipe, state: ServerState, step_size: float, dropout_rate: float = 0.0
 ) -> ServerState:
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2."""
-    direction = state.total
-    if recipe.amplify_dropouts:
-        direction = direction / (1.0 - dropout_rate)
-    num_clients = len(state.mirrors)
+    direction = state.total * amplification(recipe, dropout_rate)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
         parameters = state.parameters - (step_size * direction).astype(state.parameters.dtype)
-        step = float(direction @ direction) / num_clients**2
+        step = float(direction @ direction) / len(state.mirrors) ** 2
     return ServerState(
         round=state.round + 1,
         parameters=parameters,
@@ -92,3 +89,8 @@ def finish_round(
         total=state.total if recipe.memory.keeps_mirror else np.zeros_like(state.total),
         history=recipe.movement.extend(state.history, step),
     )
+
+
+def amplification(recipe: Recipe, dropout_rate: float) -> float:
+    """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG."""
+    return 1.0 / (1.0 - dropout_rate) if recipe.amplify_dropouts else 1.0

@@ -27,6 +27,7 @@ from aqg.experiments.rundir import (
 )
 from aqg.experiments.setup import make_simulation
 from aqg.experiments.summary import Summary, Trace, summarize
+from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ def run(
     simulation = make_simulation(config, problem)
     arrays = read_checkpoint(directory)
     if arrays is not None:
-        simulation.restore(arrays)
+        simulation.restore(SimulationState.from_arrays(arrays))
     lines = read_lines(directory, before_round=simulation.next_round)
     rewrite_lines(directory, lines)
     progress = Progress()
@@ -149,11 +150,11 @@ def run(
                 watch(progress)
             if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 file.flush()
-                write_checkpoint(directory, simulation.state())
+                write_checkpoint(directory, simulation.state().to_arrays())
                 last_saved = time.monotonic()
             if stop.is_set():
                 raise Interrupted
-    write_checkpoint(directory, simulation.state())
+    write_checkpoint(directory, simulation.state().to_arrays())
 
     final_loss = simulation.loss()
     summary = summarize(

@@ -64,7 +64,7 @@ def find_optimum(
     >>> objective = make_objective("logistic", 1, 2, l2=0.1, scaling="mean")
     >>> optimum = find_optimum(objective, [(features, labels)])
     >>> round(optimum.value, 9), optimum.error_bound <= 1e-12
-    (0.279119417, True)
+    (0.237259439, True)
     """
     if not objective.convex:
         raise ConfigError(
@@ -102,7 +102,7 @@ def find_optimum(
             callback=stop_when_certified,
             # Only the certificate decides: the solver's own criteria are switched off.
             options={
-                "maxcor": 20,
+                "maxcor": 40,
                 "ftol": 0.0,
                 "gtol": 0.0,
                 "maxiter": max_passes,

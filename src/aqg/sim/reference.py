@@ -6,26 +6,19 @@ purpose; the fast engine is tested against it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aqg.core import server as server_rules
-from aqg.core.client import client_step, init_client
+from aqg.core.client import ClientState, client_step, init_client
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.persistence import (
-    client_from_arrays,
-    client_to_arrays,
-    server_from_arrays,
-    server_to_arrays,
-)
 from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.state import SimulationState
 from aqg.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterable
 
     from aqg.core.messages import Broadcast, Message
     from aqg.core.recipe import Recipe
@@ -164,24 +157,35 @@ class ReferenceSimulation:
         """Return the loss of the current model."""
         return _mean(client.evaluate(self.parameters) for client in self.clients)
 
-    def state(self) -> dict[str, NDArray[Any]]:
-        """Return everything needed to go on from here, as named arrays."""
-        arrays = {f"server/{k}": v for k, v in server_to_arrays(self.server.state).items()}
+    def state(self) -> SimulationState:
+        """Return everything needed to go on from here."""
+        server = self.server.state
+        clients = [client.state for client in self.clients]
+        return SimulationState(
+            round=server.round,
+            parameters=server.parameters,
+            total=server.total,
+            history=server.history,
+            mirrors=np.stack(server.mirrors),
+            residuals=np.stack([client.residual for client in clients]),
+            stored_errors=np.stack([client.stored_errors for client in clients]),
+            silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
+        )
+
+    def restore(self, state: SimulationState) -> None:
+        """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
+        self.server.state = server_rules.ServerState(
+            state.round, state.parameters, tuple(state.mirrors), state.total, state.history
+        )
         for client in self.clients:
-            prefix = f"client/{client.index}/"
-            arrays.update({prefix + k: v for k, v in client_to_arrays(client.state).items()})
-        return arrays
-
-    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Go back to a state that `state` returned."""
-        self.server.state = server_from_arrays(_under(arrays, "server/"))
-        for client in self.clients:
-            client.state = client_from_arrays(_under(arrays, f"client/{client.index}/"))
+            m = client.index
+            client.state = ClientState(
+                mirror=state.mirrors[m],
+                residual=state.residuals[m],
+                stored_errors=state.stored_errors[m],
+                silent_rounds=int(state.silent_rounds[m]),
+            )
 
 
-def _mean(losses: Any) -> float:
+def _mean(losses: Iterable[float]) -> float:
     return float(np.mean(np.fromiter(losses, np.float64)))
-
-
-def _under(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    return {k.removeprefix(prefix): arrays[k] for k in arrays if k.startswith(prefix)}

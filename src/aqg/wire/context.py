@@ -1,4 +1,4 @@
-"""Context coding: an adaptive binary coder that goes below the zero-order entropy.
+"""Context coding: below the zero-order entropy, by what is known of the neighbors.
 
 Gradients have structure that a table of symbol frequencies cannot see: a weight changes much like
 the weight of the same output for the next input, and like the one a picture row above. Both are
@@ -6,17 +6,22 @@ the weight of the same output for the next input, and like the one a picture row
 
 ::
 
-    near        varint: a neighbor is ``near`` symbols back (10 for the weights of a 784→10 layer)
-    ratio       varint: another is ``far = near·ratio`` symbols back (28 for rows of 28 pixels)
-    then        the bits of the range coder
+    near        varint: one neighbor is ``near`` symbols back (10 for the weights of a 784→10 layer)
+    ratio       varint: another is ``far = near·ratio`` symbols back (ratio 28: rows of 28 pixels)
+    then        the bytes of the range coder
 
-With ``v = 2·level - (num_symbols - 1)``, a symbol is its magnitude ``|v| >> 1`` and its sign. The
-magnitude is coded in unary (in ever wider buckets from 8 on), the sign after it, where there is
-one. Every binary decision gets a probability from three adaptive estimates, each under another
-context of symbols already known, mixed in the logistic domain with weights that learn as well.
-Nothing is sent ahead, so short messages pay for what they teach the model and for nothing else.
+Drawn as a picture whose columns are ``near`` apart and whose rows are ``far`` apart, a symbol ``x``
+is coded knowing these, and the four symbols before it in the flat vector:
 
-All arithmetic is on integers: encoder and decoder agree bit for bit on every machine.
+::
+
+                north-west   north   north-east
+    west-west   west         x
+
+A level ``q`` stands for ``v = 2q - (num_symbols - 1)``: it has the magnitude ``|v| >> 1``, coded
+first, in unary, and a sign. Magnitudes of 8 and more share buckets, two to the octave, and the bits
+within a bucket follow one by one. No table is sent: a short message pays only for what the model
+learns from it.
 """
 
 from __future__ import annotations
@@ -27,6 +32,17 @@ import numpy as np
 
 from aqg.errors import WireError
 from aqg.jit import njit
+from aqg.wire.binary import (
+    INITIAL_WEIGHT,
+    LOGISTIC,
+    ODDS_LIMIT,
+    UNKNOWN,
+    Model,
+    code_mixed,
+    code_plain,
+    finish_coder,
+    start_coder,
+)
 from aqg.wire.lags import MAX_NEAR, MAX_RATIO, find_lags
 from aqg.wire.varint import read_varint, varint_size, write_varint
 
@@ -36,116 +52,115 @@ if TYPE_CHECKING:
     Levels = NDArray[np.uint8] | NDArray[np.uint16]
 
 MAX_SYMBOLS = 1 << 16
+MAX_HINT = 63
 PLAIN = 8
-"""Magnitudes below this have a bucket each; above, two buckets to the octave."""
+"""Magnitudes below this have a bucket each."""
 NODES = 32
-"""Unary decisions per context; the largest magnitude, 2^15 - 1, is in bucket 31."""
-ACTIVITIES = 24
-COLUMNS = 1024
-SIGN_CLIP = 12
+"""Unary decisions per context: the largest magnitude, 2^15 - 1, is in bucket 31."""
+ACTIVITY_EDGES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 57, 68, 80, 95, 112)
+NUM_ACTIVITIES = len(ACTIVITY_EDGES) + 1
+NUM_COLUMNS = 1024
+PULL_LIMIT = 12
+VALUE_LIMIT = 100
 
-# Estimates live in one array: three tables for magnitudes, three for signs.
+# All estimates live in one array, table after table. For magnitudes:
 AROUND = 0
-SHAPE = AROUND + ACTIVITIES * NODES
+SHAPE = AROUND + NUM_ACTIVITIES * NODES
 BEFORE = SHAPE + 64 * NODES
-COLUMN = BEFORE + 3 * ACTIVITIES * NODES
-PULL = COLUMN + 2 * COLUMNS
-SIGNS = PULL + 4 * (2 * SIGN_CLIP + 1)
-NUM_ESTIMATES = SIGNS + 125
+HINT = BEFORE + 3 * NUM_ACTIVITIES * NODES
+OPEN = HINT + 5 * (MAX_HINT + 1) * NODES
+QUIET = OPEN + 16 * NODES
+# For signs:
+COLUMN = QUIET + 1
+PULL = COLUMN + 2 * NUM_COLUMNS
+SIGNS = PULL + 4 * (2 * PULL_LIMIT + 1)
+SIGN_HINT = SIGNS + 125
+NUM_ESTIMATES = SIGN_HINT + 4 * (MAX_HINT + 1)
 NUM_MIXERS = NODES + 4
 
-PROBABILITY_BITS = 20
-COUNT_BITS = 8
-COUNT_LIMIT = 127
-ODDS_LIMIT = 3071
-"""Log-odds are in units of 1/256; ±12 covers probabilities down to 6e-6."""
-STRETCH_BITS = 12
-LEARNING_RATE = 14
-INITIAL_WEIGHT = 25000
+ACTIVITY = np.searchsorted(ACTIVITY_EDGES, np.arange(6 * NODES), side="right").astype(np.uint8)
+"""Class of a sum of buckets: exact when small, logarithmic above."""
 
 
-def _logistic_table() -> NDArray[np.int64]:
-    """Return ``2^16 / (1 + e^(-x/256))`` for ``x = -ODDS_LIMIT..ODDS_LIMIT``, in integers alone."""
-    one = 1 << 80
-    decay = 1204212645616127843466583  # 2^80 · e^(-1/256), rounded
-    upper = [1 << 15]
-    power = one
-    for _ in range(ODDS_LIMIT):
-        power = power * decay >> 80
-        upper.append(min((one << 16) // (one + power), (1 << 16) - 4))
-    return np.array([(1 << 16) - p for p in upper[:0:-1]] + upper, np.int64)
+def _initial_estimates() -> NDArray[np.int32]:
+    """Return the estimates before the first symbol: neighbors are alike, the rest is unknown."""
+    estimates = np.full(NUM_ESTIMATES, UNKNOWN, np.int32)
+    sums = np.array([0, *ACTIVITY_EDGES])[:, np.newaxis]
+    odds = 77 * sums - 461 * np.arange(PLAIN) - 254
+    estimates[:SHAPE].reshape(NUM_ACTIVITIES, NODES)[:, :PLAIN] = _confident(odds)
+    pull = np.arange(-PULL_LIMIT, PULL_LIMIT + 1)
+    estimates[PULL:SIGNS].reshape(4, -1)[:] = _confident(64 * pull)
+    return estimates
 
 
-def _stretch_table(logistic: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the log-odds of the middle of each of ``2^STRETCH_BITS`` probability intervals."""
-    width = 1 << (16 - STRETCH_BITS)
-    middles = np.arange(1 << STRETCH_BITS) * width + width // 2
-    return np.searchsorted(logistic, middles).clip(0, 2 * ODDS_LIMIT) - ODDS_LIMIT
+def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return estimates with these log-odds, as sure of them as after two decisions."""
+    probabilities: NDArray[np.int64] = LOGISTIC.astype(np.int64)[
+        odds.clip(-1000, 1000) + ODDS_LIMIT
+    ]
+    return (probabilities << 12) + 2
 
 
-def _activity_table() -> NDArray[np.int64]:
-    """Return the class of a sum of magnitude buckets: exact when small, logarithmic above."""
-    edges = [*range(1, 9), 10, 12, 15, 18, 22, 27, 33, 40, 48, 57, 68, 80, 95, 112, 132]
-    return np.searchsorted(np.array(edges), np.arange(6 * NODES), side="right")
+INITIAL_ESTIMATES = _initial_estimates()
 
 
-LOGISTIC = _logistic_table()
-STRETCH = _stretch_table(LOGISTIC)
-ACTIVITY = _activity_table()
-# After n observations an estimate moves 1/(n + 1.6) of the way, as a good counter would.
-RATES = np.array([655360 // (10 * n + 16) for n in range(COUNT_LIMIT + 1)], np.int64)
+def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> bytes:
+    """Code ``levels``, each below ``num_symbols``; their number is not part of the payload.
 
-
-def encode(levels: Levels, num_symbols: int) -> bytes:
-    """Code ``levels``, each below ``num_symbols``; the length is not part of the payload.
+    ``hints``, one per level, tell what both ends know beforehand: any classes from ``-MAX_HINT``
+    to ``MAX_HINT``, such that ``-h`` means the mirror image of what ``h`` means.
 
     >>> levels = np.tile(np.array([3, 3, 3, 4, 2, 3], np.uint8), 100)
     >>> len(encode(levels, num_symbols=7)) < 40
     True
     """
-    symbols = _checked(levels, num_symbols)
+    symbols, hints = _checked(levels, num_symbols, hints)
     if len(symbols) == 0 or num_symbols == 1:
         return b""
     near, ratio = find_lags(symbols, num_symbols)
     buffer = np.empty(len(symbols) * (num_symbols - 1).bit_length() // 8 + 16, np.uint8)
-    size = _code(symbols, num_symbols, near, near * ratio, buffer, False)
-    if size > len(buffer):
+    size = _run(symbols, num_symbols, near, ratio, hints, buffer, decoding=False)
+    if size > len(buffer):  # it did not compress; now the length is known
         buffer = np.empty(size, np.uint8)
-        _code(symbols, num_symbols, near, near * ratio, buffer, False)
+        _run(symbols, num_symbols, near, ratio, hints, buffer, decoding=False)
     return write_varint(near) + write_varint(ratio) + buffer[:size].tobytes()
 
 
-def encoded_size(levels: Levels, num_symbols: int) -> int:
+def encoded_size(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> int:
     """Return ``len(encode(levels, num_symbols))`` without building the bytes.
 
-    >>> encoded_size(np.zeros(100_000, np.uint8), num_symbols=3) < 10
+    >>> encoded_size(np.ones(100_000, np.uint8), num_symbols=3) < 10
     True
     """
-    symbols = _checked(levels, num_symbols)
+    symbols, hints = _checked(levels, num_symbols, hints)
     if len(symbols) == 0 or num_symbols == 1:
         return 0
     near, ratio = find_lags(symbols, num_symbols)
-    size = _code(symbols, num_symbols, near, near * ratio, np.empty(0, np.uint8), False)
-    return varint_size(near) + varint_size(ratio) + int(size)
+    nothing = np.empty(0, np.uint8)
+    size = _run(symbols, num_symbols, near, ratio, hints, nothing, decoding=False)
+    return varint_size(near) + varint_size(ratio) + size
 
 
 def decode(
-    payload: bytes | bytearray | memoryview | NDArray[np.uint8], count: int, num_symbols: int
+    payload: bytes | bytearray | memoryview | NDArray[np.uint8],
+    count: int,
+    num_symbols: int,
+    *,
+    hints: NDArray[np.int8] | None = None,
 ) -> Levels:
     """Undo `encode`: return ``count`` levels below ``num_symbols``, or raise `WireError`.
 
-    Time and memory are bounded by ``count`` and ``len(payload)``. The range coder's bytes are
-    accepted only in the form in which `encode` writes them, up to the choice of lags.
+    Time and memory are bounded by ``count`` and ``len(payload)``. For given lags there is one
+    payload per message, and no other is accepted.
 
     >>> levels = np.array([1, 0, 2, 1, 1, 1], np.uint8)
     >>> decode(encode(levels, 3), count=6, num_symbols=3)
     array([1, 0, 2, 1, 1, 1], dtype=uint8)
     """
-    _check_alphabet(num_symbols)
     if count < 0:
         raise WireError(f"count is {count}; it must not be negative")
-    data = np.array(np.frombuffer(payload, np.uint8))  # writable: one compiled kernel serves both ways
-    symbols = np.zeros(count, np.uint8 if num_symbols <= 256 else np.uint16)
+    symbols, hints = _checked(np.zeros(count, np.uint8), num_symbols, hints)
+    data = np.array(np.frombuffer(payload, np.uint8))  # writable, as the kernel wants it
     if count == 0 or num_symbols == 1:
         if len(data):
             raise WireError(f"the context payload has {len(data)} bytes where 0 are needed")
@@ -155,102 +170,51 @@ def decode(
     if not (1 <= near <= MAX_NEAR and 2 <= ratio <= MAX_RATIO and near * ratio <= max(count, 2)):
         raise WireError(
             f"context lags {near} and {near}·{ratio} are outside 1..{MAX_NEAR} and "
-            f"2..{MAX_RATIO} times it, up to {max(count, 2)}"
+            f"2..{MAX_RATIO} times that, up to {max(count, 2)}"
         )
-    if _code(symbols, num_symbols, near, near * ratio, data[start:], True) < 0:
+    if _run(symbols, num_symbols, near, ratio, hints, data[start:], decoding=True) < 0:
         raise WireError(f"the {len(data)} bytes of the context payload are no coded message")
     return symbols
 
 
-def _check_alphabet(num_symbols: int) -> None:
+def _checked(
+    levels: Levels, num_symbols: int, hints: NDArray[np.int8] | None
+) -> tuple[Levels, NDArray[np.int8]]:
+    """Return writable copies, which one compiled kernel serves in both directions."""
     if not 1 <= num_symbols <= MAX_SYMBOLS:
         raise WireError(f"num_symbols is {num_symbols}, outside 1..{MAX_SYMBOLS}")
-
-
-def _checked(levels: Levels, num_symbols: int) -> Levels:
-    _check_alphabet(num_symbols)
     if len(levels) and int(levels.max()) >= num_symbols:
         raise WireError(f"level {int(levels.max())} is not below num_symbols {num_symbols}")
-    return np.array(levels)  # writable: one compiled kernel serves both ways
+    symbols: Levels = levels.astype(np.uint8)
+    if num_symbols > 256:
+        symbols = levels.astype(np.uint16)
+    if hints is None:
+        return symbols, np.empty(0, np.int8)
+    if len(hints) != len(levels):
+        raise WireError(f"{len(hints)} hints do not fit {len(levels)} levels")
+    return symbols, hints.clip(-MAX_HINT, MAX_HINT).astype(np.int8)
 
 
-@njit()
-def _code_bit(
-    bit: Any, p: Any, low: Any, high: Any, window: Any, at: Any, buffer: Any, decoding: Any
-) -> Any:
-    """Code one decision whose probability of being 1 is ``p / 2^16``.
-
-    Invariants: ``0 ≤ low ≤ window ≤ high < 2^32`` (the middle one in the decoder), the top bytes of
-    ``low`` and ``high`` differ, and so ``low ≤ middle < high`` for ``0 < p < 2^16``.
-    """
-    middle = low + ((high - low) * p >> 16)
-    if decoding:
-        bit = 1 if window <= middle else 0
-    if bit:
-        high = middle
-    else:
-        low = middle + 1
-    while (low ^ high) >> 24 == 0:
-        if decoding:
-            ahead = at + 4
-            window = (window & 0xFFFFFF) << 8 | (int(buffer[ahead]) if ahead < len(buffer) else 0)
-        elif at < len(buffer):
-            buffer[at] = high >> 24
-        at += 1
-        low = (low & 0xFFFFFF) << 8
-        high = (high & 0xFFFFFF) << 8 | 255
-    return bit, low, high, window, at
-
-
-@njit()
-def _learn(estimates: Any, slot: Any, bit: Any) -> None:
-    state = int(estimates[slot])
-    seen = state & 255
-    p = state >> 8
-    p += ((1048575 if bit else 0) - p) * int(RATES[seen]) >> 16
-    estimates[slot] = p << 8 | (seen + 1 if seen < 127 else 127)
-
-
-@njit()
-def _code_mixed(
-    bit: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    mixer: Any,
-    estimates: Any,
-    weights: Any,
-    low: Any,
-    high: Any,
-    window: Any,
-    at: Any,
-    buffer: Any,
-    decoding: Any,
-) -> Any:
-    """Code one decision under the estimates ``a``, ``b`` and ``c``, and learn from it."""
-    odds_a = int(STRETCH[int(estimates[a]) >> 16])
-    odds_b = int(STRETCH[int(estimates[b]) >> 16])
-    odds_c = int(STRETCH[int(estimates[c]) >> 16])
-    mixed = (
-        odds_a * int(weights[mixer, 0])
-        + odds_b * int(weights[mixer, 1])
-        + odds_c * int(weights[mixer, 2])
-    ) >> 16
-    p = int(LOGISTIC[min(max(mixed, -3071), 3071) + 3071])
-    bit, low, high, window, at = _code_bit(bit, p, low, high, window, at, buffer, decoding)
-    step = ((65536 if bit else 0) - p) * 14
-    weights[mixer, 0] += (odds_a * step + 131072) >> 18
-    weights[mixer, 1] += (odds_b * step + 131072) >> 18
-    weights[mixer, 2] += (odds_c * step + 131072) >> 18
-    _learn(estimates, a, bit)
-    _learn(estimates, b, bit)
-    _learn(estimates, c, bit)
-    return bit, low, high, window, at
+def _run(
+    symbols: Levels,
+    num_symbols: int,
+    near: int,
+    ratio: int,
+    hints: NDArray[np.int8],
+    buffer: NDArray[np.uint8],
+    *,
+    decoding: bool,
+) -> int:
+    weights = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
+    model = Model(INITIAL_ESTIMATES.copy(), weights)
+    return int(_code(symbols, num_symbols, near, near * ratio, hints, model, buffer, decoding))
 
 
 @njit()
 def _bucket_of(magnitude: Any) -> Any:
-    """Return the bucket of a magnitude of 8 or more, and its bits below the bucket's start."""
+    """Return the bucket of a magnitude, and how many of its bits the bucket leaves open."""
+    if magnitude < PLAIN:
+        return magnitude, 0
     length = 4
     while magnitude >> length:
         length += 1
@@ -258,130 +222,121 @@ def _bucket_of(magnitude: Any) -> Any:
 
 
 @njit()
-def _code(symbols: Any, num_symbols: Any, near: Any, far: Any, buffer: Any, decoding: Any) -> Any:
-    """Encode ``symbols`` into ``buffer`` or decode them from it; return the bytes used.
+def _clip(value: Any, limit: Any) -> Any:
+    return min(max(value, -limit), limit)
 
-    The encoder counts on where the buffer ends. The decoder reads zeros there, and returns -1 if
-    the buffer is not exactly what the encoder would write for what it decoded.
+
+@njit()
+def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
+    """Return the slots of the first unary decision at ``k``, and the sum of what is around it."""
+    west = int(buckets[k - near])
+    west_west = int(buckets[k - 2 * near])
+    north_east = int(buckets[k - far + near])
+    around = 2 * west + 2 * int(buckets[k - far]) + int(buckets[k - far - near]) + north_east
+    before = int(buckets[k - 1]) + int(buckets[k - 2]) + int(buckets[k - 3]) + int(buckets[k - 4])
+    a = AROUND + NODES * int(ACTIVITY[around])
+    b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
+    c = BEFORE + NODES * (3 * int(ACTIVITY[before]) + min(west, 2))
+    return a, b, c, around, around + west_west + before == 0
+
+
+@njit()
+def _sign_contexts(
+    values: Any, k: Any, near: Any, far: Any, kind: Any, column: Any, flip: Any
+) -> Any:
+    """Return the slots of the sign at ``k``, seen upside down if ``flip`` is -1."""
+    west = flip * int(values[k - near])
+    west_west = flip * int(values[k - 2 * near])
+    north_east = flip * int(values[k - far + near])
+    pull = 2 * west + flip * (2 * int(values[k - far]) + int(values[k - far - near])) + north_east
+    a = COLUMN + 2 * (column & (NUM_COLUMNS - 1)) + (1 if pull > 0 else 0)
+    b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, PULL_LIMIT) + PULL_LIMIT
+    c = SIGNS + 25 * _clip(west_west, 2) + 5 * _clip(north_east, 2) + _clip(west, 2) + 62
+    return a, b, c
+
+
+@njit()
+def _code(
+    symbols: Any,
+    num_symbols: Any,
+    near: Any,
+    far: Any,
+    hints: Any,
+    model: Any,
+    buffer: Any,
+    decoding: Any,
+) -> Any:
+    """Encode ``symbols`` into ``buffer``, or decode them from it; return the number of bytes.
+
+    The decoder returns -1 if ``buffer`` is not what the encoder writes for any symbols.
     """
-    count = len(symbols)
+    # What lies before the first symbol is zero: every index below is at least 0.
     pad = near + far + 4
-    buckets = np.zeros(pad + count, np.uint8)
-    values = np.zeros(pad + count, np.int8)
-    estimates = np.full(NUM_ESTIMATES, 1 << 27, np.int32)
-    weights = np.full((NUM_MIXERS, 3), 25000, np.int32)
+    buckets = np.zeros(pad + len(symbols), np.uint8)
+    values = np.zeros(pad + len(symbols), np.int8)
     largest = (num_symbols - 1) >> 1
-    last_bucket = largest if largest < PLAIN else _bucket_of(largest)[0]
-    signed_zero = num_symbols % 2 == 0
-    low, high, window, at = 0, 0xFFFFFFFF, 0, 0
-    if decoding:
-        for i in range(4):
-            window = window << 8 | (int(buffer[i]) if i < len(buffer) else 0)
+    last_bucket = _bucket_of(largest)[0]
+    has_zero = num_symbols % 2
+    coder = start_coder(buffer, decoding)
     column = 0
-    for i in range(count):
-        k = i + pad
-        west = int(buckets[k - near])
-        north = int(buckets[k - far])
-        north_west = int(buckets[k - far - near])
-        north_east = int(buckets[k - far + near])
-        west_west = int(buckets[k - 2 * near])
-        before = (
-            int(buckets[k - 1]) + int(buckets[k - 2]) + int(buckets[k - 3]) + int(buckets[k - 4])
-        )
-        a = AROUND + NODES * ACTIVITY[2 * west + 2 * north + north_west + north_east]
-        b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
-        c = BEFORE + NODES * (3 * ACTIVITY[before] + min(west, 2))
-        magnitude, extra_bits, bucket = 0, 0, 0
-        is_positive = 0
-        if not decoding:
-            v = 2 * int(symbols[i]) - (num_symbols - 1)
-            is_positive = 1 if v > 0 else 0
-            magnitude = abs(v) >> 1
-            bucket = magnitude
-            if magnitude >= PLAIN:
-                bucket, extra_bits = _bucket_of(magnitude)
+    for i in range(len(symbols)):
+        k = pad + i
+        v = 0 if decoding else 2 * int(symbols[i]) - (num_symbols - 1)
+        magnitude = abs(v) >> 1
+        bucket, open_bits = _bucket_of(magnitude)
+        hint = int(hints[i]) if len(hints) else 0
+
+        a, b, c, around, is_quiet = _magnitude_contexts(buckets, k, near, far)
+        if len(hints):
+            b = HINT + NODES * (5 * abs(hint) + min((around + 1) >> 2, 4))
         node = 0
-        while node < last_bucket:
-            more, low, high, window, at = _code_mixed(
+        more = 1
+        if is_quiet and hint == 0 and last_bucket > 0:
+            more, coder = code_plain(coder, buffer, decoding, 1 if bucket else 0, model, QUIET)
+            node = more
+        while more and node < last_bucket:
+            more, coder = code_mixed(
+                coder,
+                buffer,
+                decoding,
                 1 if bucket > node else 0,
-                a + node,
-                b + node,
-                c + node,
+                model,
                 node,
-                estimates,
-                weights,
-                low,
-                high,
-                window,
-                at,
-                buffer,
-                decoding,
+                (a + node, b + node, c + node),
             )
-            if not more:
-                break
-            node += 1
-        if node >= PLAIN:
-            if decoding:
-                extra_bits = (node >> 1) - 2
-                magnitude = 2 + (node & 1)
-            for shift in range(extra_bits - 1, -1, -1):
-                bit, low, high, window, at = _code_bit(
-                    magnitude >> shift & 1, 32768, low, high, window, at, buffer, decoding
-                )
-                if decoding:
-                    magnitude = magnitude << 1 | bit
-            if magnitude > largest:
-                return -1
-        elif decoding:
+            node += more
+        if decoding:
             magnitude = node
-        value = 0
-        if signed_zero or magnitude > 0:
-            v_west = int(values[k - near])
-            v_north_east = int(values[k - far + near])
-            v_west_west = int(values[k - 2 * near])
-            pull = (
-                2 * v_west + 2 * int(values[k - far]) + int(values[k - far - near]) + v_north_east
-            )
+            if node >= PLAIN:
+                magnitude = 2 + (node & 1)
+                open_bits = (node >> 1) - 2
+        for shift in range(open_bits - 1, -1, -1):
+            slot = OPEN + 16 * node + shift
+            bit, coder = code_plain(coder, buffer, decoding, magnitude >> shift & 1, model, slot)
+            if decoding:
+                magnitude = magnitude << 1 | bit
+        if magnitude > largest:
+            return -1
+
+        if magnitude > 0 or not has_zero:
+            flip = -1 if hint < 0 else 1
             kind = min(magnitude, 3)
-            is_positive, low, high, window, at = _code_mixed(
-                is_positive,
-                COLUMN + 2 * (column & (COLUMNS - 1)) + (1 if pull > 0 else 0),
-                PULL + 25 * kind + min(max(pull, -12), 12) + 12,
-                SIGNS
-                + 25 * (min(max(v_west_west, -2), 2) + 2)
-                + 5 * (min(max(v_north_east, -2), 2) + 2)
-                + min(max(v_west, -2), 2)
-                + 2,
-                NODES + kind,
-                estimates,
-                weights,
-                low,
-                high,
-                window,
-                at,
+            a, b, c = _sign_contexts(values, k, near, far, kind, column, flip)
+            if len(hints):
+                a = SIGN_HINT + 4 * abs(hint) + kind
+            positive, coder = code_mixed(
+                coder,
                 buffer,
                 decoding,
+                1 if v * flip > 0 else 0,
+                model,
+                NODES + kind,
+                (a, b, c),
             )
-            value = 2 * magnitude + (1 if signed_zero else 0)
-            if not is_positive:
-                value = -value
+            v = (2 * magnitude + 1 - has_zero) * (flip if positive else -flip)
         if decoding:
-            symbols[i] = (value + num_symbols - 1) >> 1
+            symbols[i] = (v + num_symbols - 1) >> 1
         buckets[k] = node
-        values[k] = min(max(value, -100), 100)
+        values[k] = _clip(v, VALUE_LIMIT)
         column = column + 1 if column + 1 < near else 0
-    # End with the fewest bytes that, followed by zeros, lie between low and high.
-    num_tail = 0
-    while (high >> (32 - 8 * num_tail)) << (32 - 8 * num_tail) < low:
-        num_tail += 1
-    if decoding and at + num_tail != len(buffer):
-        return -1
-    for i in range(num_tail):
-        byte = high >> (24 - 8 * i) & 255
-        if decoding:
-            if buffer[at] != byte:
-                return -1
-        elif at < len(buffer):
-            buffer[at] = byte
-        at += 1
-    return at
+    return finish_coder(coder, buffer, decoding)

@@ -21,19 +21,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.grids import Grid, is_valid_step
+from aqg.core.grids import Grid, is_valid_step, num_levels
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.errors import MessageError, WireError
+from aqg.jit import HAVE_NUMBA
+from aqg.wire import context
 from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.planes import (
+    decode_planes,
+    dense_alphabets,
+    encode_planes,
+    join_dense,
+    join_levels,
+    level_alphabets,
+    planes_size,
+    split_dense,
+    split_levels,
+)
 from aqg.wire.varint import read_varint, varint_size, write_varint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.messages import Message
+    from aqg.core.types import Levels
 
 VERSION = 1
 CRC_BYTES = 4
+UPLOAD_HEAD_BYTES = 4
+CONTEXT_LENGTH = 1 << 20
+"""Longest upload for which the context coder is tried: it is thorough, and slow."""
 MIDTREAD_BIT = 0x10
 
 
@@ -42,7 +59,10 @@ class Mode(enum.IntEnum):
 
     SKIP = 0
     RAW = 1
+    CODED = 2
+    CONTEXT = 3
     DENSE = 8
+    DENSE_CODED = 9
 
 
 def encode(message: Message, *, threads: int | None = None) -> bytes:
@@ -62,11 +82,11 @@ def encode(message: Message, *, threads: int | None = None) -> bytes:
         return bytes([_first_byte(Mode.SKIP)])
     message.validate()
     if isinstance(message, Upload):
-        head = _upload_head(Mode.RAW, message)
-        payload = pack(message.levels, message.width, threads=threads).tobytes()
+        mode, payload = _encode_levels(message, threads)
+        head = _upload_head(mode, message)
     else:
-        head = bytes([_first_byte(Mode.DENSE)])
-        payload = message.dense.astype("<f4", copy=False).tobytes()
+        mode, payload = _encode_dense(message, threads)
+        head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
     return body + struct.pack("<I", zlib.crc32(body))
 
@@ -74,15 +94,23 @@ def encode(message: Message, *, threads: int | None = None) -> bytes:
 def encoded_size(message: Message) -> int:
     """Return ``len(encode(message))`` without building the bytes.
 
-    >>> encoded_size(DenseUpload(np.zeros(3, np.float32)))
+    >>> encoded_size(DenseUpload(np.ones(3, np.float32)))
     18
     """
     if isinstance(message, Skip):
         return 1
     message.validate()
+    length = len(message)
     if isinstance(message, Upload):
-        return 8 + varint_size(len(message)) + packed_size(len(message), message.width)
-    return 5 + varint_size(len(message)) + 4 * len(message)
+        payload = min(packed_size(length, message.width), planes_size(split_levels(message)))
+        if _tries_context(message):
+            levels = num_levels(message.grid, message.width)
+            payload = min(payload, context.encoded_size(message.levels, levels))
+        head_bytes = UPLOAD_HEAD_BYTES
+    else:
+        payload = min(4 * length, planes_size(split_dense(message.dense)))
+        head_bytes = 1
+    return head_bytes + varint_size(length) + payload + CRC_BYTES
 
 
 def decode(
@@ -108,9 +136,9 @@ def decode(
         return Skip()
     body = frame[: len(frame) - CRC_BYTES]
     try:
-        if mode is Mode.DENSE:
-            return _decode_dense(body, expected_length)
-        return _decode_upload(body, expected_length, threads)
+        if mode in (Mode.DENSE, Mode.DENSE_CODED):
+            return _decode_dense(mode, body, expected_length, threads)
+        return _decode_upload(mode, body, expected_length, threads)
     except MessageError as error:
         raise WireError(f"the frame holds no valid message: {error}") from error
 
@@ -118,7 +146,7 @@ def decode(
 def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
     try:
         frame = np.frombuffer(data, np.uint8)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, BufferError) as error:
         raise WireError(f"a frame is contiguous bytes, not {type(data).__name__}") from error
     if len(frame) == 0:
         raise WireError("the frame is empty; it has at least 1 byte")
@@ -147,8 +175,31 @@ def _check_envelope(frame: NDArray[np.uint8]) -> Mode:
     return mode
 
 
-def _decode_upload(body: NDArray[np.uint8], expected_length: int, threads: int | None) -> Upload:
-    if len(body) < 4:
+def _tries_context(upload: Upload) -> bool:
+    return HAVE_NUMBA and len(upload) <= CONTEXT_LENGTH
+
+
+def _encode_levels(upload: Upload, threads: int | None) -> tuple[Mode, bytes]:
+    """Return the shortest payload and its mode; the simpler mode where two are equally short."""
+    best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
+    if _tries_context(upload):
+        coded = context.encode(upload.levels, num_levels(upload.grid, upload.width))
+        if len(coded) < len(best):
+            best, mode = coded, Mode.CONTEXT
+    if packed_size(len(upload), upload.width) <= len(best):
+        best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
+    return mode, best
+
+
+def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
+    coded = encode_planes(split_dense(upload.dense), threads)
+    if len(coded) < 4 * len(upload):
+        return Mode.DENSE_CODED, coded
+    return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
+
+
+def _decode_upload(mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
+    if len(body) < UPLOAD_HEAD_BYTES:
         raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
     shape = int(body[1])
     if shape & 0xE0:
@@ -156,20 +207,31 @@ def _decode_upload(body: NDArray[np.uint8], expected_length: int, threads: int |
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
-    payload = _read_length(body, 4, expected_length)
-    levels = unpack(payload, width, expected_length, threads=threads)
+    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
+    levels: Levels
+    if mode is Mode.RAW:
+        levels = unpack(payload, width, length, threads=threads)
+    elif mode is Mode.CODED:
+        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
+        levels = join_levels(planes, width)
+    else:
+        levels = context.decode(payload, length, num_levels(grid, width))
     upload = Upload(levels, step, width, grid)
     upload.validate()
     return upload
 
 
-def _decode_dense(body: NDArray[np.uint8], expected_length: int) -> DenseUpload:
-    payload = _read_length(body, 1, expected_length)
-    if len(payload) != 4 * expected_length:
-        raise WireError(
-            f"{expected_length} float32 values take {4 * expected_length} bytes, not {len(payload)}"
-        )
-    upload = DenseUpload(np.frombuffer(payload.tobytes(), "<f4").astype(np.float32))
+def _decode_dense(
+    mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None
+) -> DenseUpload:
+    payload = _read_length(body, 1, length)
+    if mode is Mode.DENSE_CODED:
+        values = join_dense(decode_planes(payload, dense_alphabets(), length, threads))
+    elif len(payload) == 4 * length:
+        values = np.frombuffer(payload.tobytes(), "<f4").astype(np.float32)
+    else:
+        raise WireError(f"{length} float32 values take {4 * length} bytes, not {len(payload)}")
+    upload = DenseUpload(values)
     upload.validate()
     return upload
 

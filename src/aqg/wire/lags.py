@@ -30,40 +30,38 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     window = min(len(levels), WINDOW)
     start = (len(levels) - window) // 2
     signal = 2 * levels[start : start + window].astype(np.float64) - (num_symbols - 1)
-    correlation = _autocorrelation(np.clip(signal, -CLIP, CLIP))
-    limit = window // 3  # far + near stays inside the correlation
-    if limit < 3 or correlation[0] == 0:
+    limit = window // 2
+    correlation = _autocorrelation(np.clip(signal, -CLIP, CLIP), limit)
+    if limit < 3 or correlation[0] <= 0:
         return 1, 2
     r = correlation / correlation[0]
-    best, lags = 0.0, (1, 2)
-    for near in _candidates(r[: min(limit // 2, MAX_NEAR) + 1]):
-        far = near * np.arange(2, min(MAX_RATIO, limit // near) + 1)
-        covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
-        variance = (
-            10
-            + 8 * r[far - near]
-            + 4 * r[far]
-            + 4 * r[np.abs(far - 2 * near)]
-            + 8 * r[near]
-            + 2 * r[2 * near]
-        )
-        explained = np.sign(covariance) * covariance**2 / np.maximum(variance, 1)
-        k = int(np.argmax(explained))
-        if explained[k] > best:
-            best, lags = float(explained[k]), (near, k + 2)
-    return lags
+    near = _candidates(r[: min(limit // 3, MAX_NEAR) + 1])[:, np.newaxis]
+    ratio = np.arange(2, MAX_RATIO + 1)[np.newaxis, :]
+    fits = near * (ratio + 1) <= limit
+    far = np.where(fits, near * ratio, 2 * near)
+    covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
+    variance = (
+        (10 + 8 * r[near] + 2 * r[2 * near])
+        + 8 * r[far - near]
+        + 4 * r[far]
+        + 4 * r[np.abs(far - 2 * near)]
+    )
+    explained = np.where(fits & (covariance > 0), covariance**2 / np.maximum(variance, 1), 0)
+    row, column = np.unravel_index(np.argmax(explained), explained.shape)
+    return int(near[row, 0]), int(ratio[0, column])
 
 
-def _autocorrelation(signal: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``Σ_i x[i]·x[i-lag]`` for every lag; exact, since the sums are small integers."""
-    size = 1 << (2 * len(signal)).bit_length()
+def _autocorrelation(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+    """Return ``Σ_i x[i]·x[i-lag]`` for lags up to ``limit``: small integers, hence exact."""
+    size = 1 << (len(signal) + limit).bit_length()
     spectrum = np.fft.rfft(signal, size)
     power = spectrum.real**2 + spectrum.imag**2
-    return np.rint(np.fft.irfft(power, size)[: len(signal)])
+    return np.rint(np.fft.irfft(power, size)[: limit + 1])
 
 
-def _candidates(r: NDArray[np.float64]) -> list[int]:
+def _candidates(r: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the lags with the largest correlation, and the distances between them."""
-    top = (np.argsort(-r[1:], kind="stable")[:NUM_CANDIDATES] + 1).tolist()
-    apart = {abs(a - b) for a in top for b in top} - {0}
-    return sorted({*top, *apart})
+    top = np.argsort(-r[1:], kind="stable")[:NUM_CANDIDATES] + 1
+    apart = np.abs(top[:, np.newaxis] - top[np.newaxis, :])
+    lags = np.unique(np.concatenate([top, apart.ravel()]))
+    return lags[lags > 0]

@@ -1,10 +1,11 @@
 """Range asymmetric numeral systems (rANS): symbols as one big number per lane.
 
 A lane's state ``x`` absorbs a symbol of frequency ``f`` out of ``M = 2^scale_bits`` by
-``x ← (x div f)·M + start + (x mod f)``, where ``start`` is the sum of the frequencies before it. That
-grows ``x`` by ``log2(M/f)`` bits, the information in the symbol. Decoding undoes it: ``x mod M``
-falls into the range of exactly one symbol. Symbol ``i`` belongs to lane ``i mod lanes``; the lanes
-share one stream of 16-bit words and let a processor work on several symbols at once.
+``x ← (x div f)·M + start + (x mod f)``, where ``start`` is the sum of the frequencies before it.
+That grows ``x`` by ``log2(M/f)`` bits, the information in the symbol. Decoding undoes it:
+``x mod M`` falls into the range of exactly one symbol. Symbol ``i`` belongs to lane
+``i mod lanes``; the lanes share one stream of 16-bit words and let a processor work on several
+symbols at once.
 
 Invariants, which bound every shift and product below, on hostile input too:
 
@@ -61,7 +62,7 @@ def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> by
 
     >>> ranges = make_ranges(np.array([1, 3]), 2)
     >>> encode_symbols(np.array([1, 1, 0, 1], np.uint8), ranges, lanes=1).hex()
-    '09bda10900'
+    '65427b0900'
     """
     words = np.empty(len(symbols), np.uint16)  # a symbol gives at most one word
     states = np.empty(lanes, np.int64)

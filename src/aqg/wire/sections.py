@@ -19,10 +19,9 @@ import numpy as np
 
 from aqg.errors import WireError
 from aqg.jit import HAVE_NUMBA, njit
-from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.bitpack import pack, packed_size, read_only, unpack
 from aqg.wire.rans import MANY_LANES, coded_size, decode_symbols, encode_symbols, make_ranges
 from aqg.wire.tables import (
-    MAX_SCALE_BITS,
     MIN_SCALE_BITS,
     Table,
     choose_table,
@@ -62,6 +61,11 @@ class Alphabet(NamedTuple):
         """How many symbols fit into a byte."""
         return 8 // self.width
 
+    @property
+    def num_groups(self) -> int:
+        """How many different groups there can be."""
+        return 1 << self.width * self.group_length
+
 
 class _Plan(NamedTuple):
     method: Method
@@ -83,7 +87,7 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
     """Write ``symbols``, all below ``alphabet.size``, as one section.
 
     >>> encode_section(np.zeros(1000, np.uint8), Alphabet(width=4, size=15)).hex()
-    '21f000'
+    '3d8007'
     """
     plan = _make_plan(symbols, alphabet)
     if plan is not None:
@@ -109,9 +113,7 @@ def section_size(symbols: NDArray[np.uint8], alphabet: Alphabet) -> int:
     return min(size, longest)
 
 
-def decode_section(
-    data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]
-) -> None:
+def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
     """Fill ``symbols`` from a section that takes up all of ``data``.
 
     Symbols of a packed or grouped section may reach up to ``2^width - 1``.
@@ -125,10 +127,9 @@ def decode_section(
             raise WireError(f"a packed section starts with byte {head}; it must be 0")
         symbols[:] = unpack(data[1:], alphabet.width, len(symbols), threads=1)
         return
-    num_symbols = 1 << alphabet.width * alphabet.group_length
     table, table_bytes = read_table(
         data[1:],
-        num_symbols if method is Method.GROUPED else alphabet.size,
+        alphabet.num_groups if method is Method.GROUPED else alphabet.size,
         scale_bits=(head >> 2 & 7) + MIN_SCALE_BITS,
         precision=head >> 5,
     )
@@ -157,11 +158,12 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     """Choose how to code ``symbols``, or ``None`` where packing is at least as short."""
     if not HAVE_NUMBA:
         return None
+    symbols = read_only(symbols)
     packed_bits = 8 * packed_size(len(symbols), alphabet.width)
     groups = None
     if len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1:
-        groups = _group(symbols, alphabet)
-        group_counts = _count(groups, 1 << alphabet.width * alphabet.group_length)
+        groups = read_only(_group(symbols, alphabet))
+        group_counts = _count(groups, alphabet.num_groups)
         counts = _ungroup_counts(group_counts, alphabet, len(symbols))
     else:
         counts = _count(symbols, alphabet.size)
@@ -198,23 +200,29 @@ def _ungroup_counts(
     group_counts: NDArray[np.int64], alphabet: Alphabet, length: int
 ) -> NDArray[np.int64]:
     """Return how often each symbol occurs in groups that occur so often."""
-    per_digit = group_counts.reshape((1 << alphabet.width,) * alphabet.group_length)
-    axes = range(alphabet.group_length)
-    counts = sum(per_digit.sum(axis=tuple(a for a in axes if a != axis)) for axis in axes)
-    assert isinstance(counts, np.ndarray)
-    counts = counts[: alphabet.size].copy()
+    counts = np.zeros(1 << alphabet.width, np.int64)
+    groups = np.arange(len(group_counts))
+    for place in range(alphabet.group_length):
+        np.add.at(counts, groups >> place * alphabet.width & (len(counts) - 1), group_counts)
     counts[0] -= -length % alphabet.group_length
-    return counts
+    return counts[: alphabet.size]
 
 
 def _count(symbols: NDArray[np.uint8], num_symbols: int) -> NDArray[np.int64]:
-    # Four counters per symbol: the same one is rarely waited for twice in a row.
+    # Four counters per symbol: runs of one symbol do not wait for one counter.
     counts = np.zeros((4, 256), np.int64)
     _count_into(symbols, counts)
-    return counts.sum(axis=0)[:num_symbols]
+    total: NDArray[np.int64] = counts.sum(axis=0)
+    return total[:num_symbols]
 
 
 @njit()
 def _count_into(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
-    for i in range(len(symbols)):
-        counts[i & 3, symbols[i]] += 1
+    whole = len(symbols) // 4 * 4
+    for i in range(0, whole, 4):
+        counts[0, symbols[i]] += 1
+        counts[1, symbols[i + 1]] += 1
+        counts[2, symbols[i + 2]] += 1
+        counts[3, symbols[i + 3]] += 1
+    for i in range(whole, len(symbols)):
+        counts[0, symbols[i]] += 1

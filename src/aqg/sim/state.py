@@ -1,0 +1,62 @@
+"""A simulation between two rounds: the same for every engine, so runs can change engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from aqg.core.types import Float64Array, FloatArray, IntArray
+
+
+class SimulationState(NamedTuple):
+    """Server and clients together; client and server mirrors are one array, being equal.
+
+    Attributes:
+        round: the next round, counted from 1.
+        parameters: the model ``θ``, ``(n,)``.
+        total: the server's running sum ``Σ_m ref_m``, ``(n,)``.
+        history: ``‖direction‖²/M²`` of the last steps, newest first.
+        mirrors: ``ref_m``, ``(M, n)``, or ``(M, 0)`` where the recipe keeps none.
+        residuals: error feedback, ``(M, n)`` or ``(M, 0)``.
+        stored_errors: ``‖ε̂_b‖²`` at each client's last upload, ``(M, b_max)``.
+        silent_rounds: rounds since each client spoke, ``(M,)``.
+
+    """
+
+    round: int
+    parameters: FloatArray
+    total: Float64Array
+    history: tuple[float, ...]
+    mirrors: FloatArray
+    residuals: FloatArray
+    stored_errors: Float64Array
+    silent_rounds: IntArray
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return named arrays that a file can hold."""
+        return {name: np.asarray(value) for name, value in self._asdict().items()}
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
+        """Return the state that `to_arrays` wrote."""
+        missing = [name for name in SimulationState._fields if name not in arrays]
+        if missing:
+            raise RunError(f"checkpoint has no {missing[0]!r}; it is not one of a simulation")
+        return SimulationState(
+            round=int(arrays["round"]),
+            parameters=arrays["parameters"],
+            total=arrays["total"],
+            history=tuple(arrays["history"].tolist()),
+            mirrors=arrays["mirrors"],
+            residuals=arrays["residuals"],
+            stored_errors=arrays["stored_errors"],
+            silent_rounds=arrays["silent_rounds"],
+        )

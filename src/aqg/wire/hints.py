@@ -1,0 +1,56 @@
+"""What both ends know of an upload before it is sent, as contexts for the coder.
+
+Where the gradient is small, the innovation is ``Δ ≈ -ref_m``: the memory that both ends hold tells
+which way a coordinate will go. And a coordinate often repeats, or takes back, what it did last.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.errors import WireError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_DIRECTION = 3
+NUM_DIRECTIONS = 2 * MAX_DIRECTION + 1
+REFERENCE_EDGES = np.array([1, 3, 5, 7, 11, 17, 25, 39]) / 16
+"""In steps: where one class of ``|ref_m|`` ends and the next begins."""
+
+
+def direction_of(levels: NDArray[np.unsignedinteger], num_symbols: int) -> NDArray[np.int8]:
+    """Return where an upload went, ``v = 2q - (num_symbols - 1)`` cut to ``-3..3``, to remember.
+
+    >>> direction_of(np.array([0, 6, 7, 8], np.uint8), num_symbols=15)
+    array([-3, -2,  0,  2], dtype=int8)
+    """
+    v = 2 * levels.astype(np.int32) - (num_symbols - 1)
+    return v.clip(-MAX_DIRECTION, MAX_DIRECTION).astype(np.int8)
+
+
+def make_hints(
+    reference: NDArray[np.floating], step: float, direction: NDArray[np.int8] | None = None
+) -> NDArray[np.int8]:
+    """Return a class per coordinate: 17 of ``-ref_m/step``, times 7 of the last direction.
+
+    Args:
+        reference: ``ref_m`` before the upload, the same bits at both ends.
+        step: the step of the upload's grid, which the frame carries.
+        direction: `direction_of` the client's last upload; None if it is not kept.
+
+    >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
+    array([ 2, 49, -2], dtype=int8)
+
+    """
+    if direction is not None and len(direction) != len(reference):
+        raise WireError(f"{len(direction)} directions do not fit {len(reference)} coordinates")
+    hints = np.zeros(len(reference), np.int8)
+    if step > 0:
+        # One correctly rounded division: the same class on every machine.
+        distance = np.abs(reference.astype(np.float64)) / step
+        classes = np.searchsorted(REFERENCE_EDGES, distance, side="right").astype(np.int8)
+        hints = np.where(reference > 0, -classes, classes) * np.int8(NUM_DIRECTIONS)
+    return hints if direction is None else hints + direction

@@ -1,0 +1,174 @@
+"""One contract for every recipe in the table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
+from aqg.core.messages import Skip
+from aqg.core.policies import Decision
+from aqg.core.quantizers import Stochastic
+from aqg.core.recipe import Recipe
+from aqg.core.recipes import RECIPES, make_recipe, register
+from aqg.errors import ConfigError
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from tests.problems import tiny_problem
+
+# Sign steps have a fixed length, so their step size sets how close they can come.
+STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
+
+
+# Clients that disagree make the sum of signs a biased direction: SignSGD ends near the minimum only.
+GAPS = {"signsgd": 0.1}
+
+
+def simulate(name, dtype="float64", seed=5, dropout=None):
+    return ReferenceSimulation(
+        tiny_problem(dtype), make_recipe(name), STEP_SIZES.get(name, 0.1), dropout, seed
+    )
+
+
+def run(simulation, rounds):
+    return [simulation.run_round() for _ in range(rounds)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_converges(name):
+    exact = simulate("gd")
+    run(exact, 300)
+    simulation = simulate(name)
+    start = simulation.loss()
+    run(simulation, 300)
+    gap = simulation.loss() - exact.loss()
+    assert gap < GAPS.get(name, 0.05) * (start - exact.loss())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_keeps_the_precision(name, dtype):
+    simulation = simulate(name, dtype)
+    run(simulation, 3)
+    assert simulation.parameters.dtype == dtype
+    assert all(client.state.mirror.dtype == dtype for client in simulation.clients)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_is_deterministic_from_its_seed(name):
+    first, second = simulate(name), simulate(name)
+    assert run(first, 20) == run(second, 20)
+    assert np.array_equal(first.parameters, second.parameters)
+
+
+def test_the_seed_matters_where_there_is_chance():
+    first, second = simulate("qsgd", seed=1), simulate("qsgd", seed=2)
+    run(first, 5)
+    run(second, 5)
+    assert not np.array_equal(first.parameters, second.parameters)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_resumes_bit_for_bit_at_any_round(name):
+    dropout = BernoulliDropout(0.3, seed=9)
+    whole = simulate(name, dropout=dropout)
+    states = []
+    records = []
+    for _ in range(25):
+        states.append(whole.state())
+        records.append(whole.run_round())
+    for stop in (0, 1, 7, 24):
+        resumed = simulate(name, dropout=dropout)
+        resumed.restore(SimulationState.from_arrays(states[stop].to_arrays()))
+        assert run(resumed, 25 - stop) == records[stop:]
+        assert np.array_equal(resumed.parameters, whole.parameters)
+        final = whole.state().to_arrays()
+        for key, value in resumed.state().to_arrays().items():
+            assert np.array_equal(value, final[key])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_mirrors_agree_to_the_last_bit(name, dtype):
+    """Long run, random drops, one client away for a while: both sides hold the same bits."""
+    dropout = ScriptedDropout((Absence(2, 40, 140),), BernoulliDropout(0.4, seed=3))
+    simulation = ReferenceSimulation(
+        tiny_problem(dtype, unequal=True),
+        make_recipe(name, max_staleness=20),
+        STEP_SIZES.get(name, 0.1),
+        dropout,
+    )
+    records = run(simulation, 250)
+    mirrors = simulation.server.state.mirrors
+    for client in simulation.clients:
+        assert np.array_equal(client.state.mirror, mirrors[client.index])
+    if make_recipe(name).memory.keeps_mirror:
+        total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
+        assert simulation.server.state.total == pytest.approx(total, rel=1e-9, abs=1e-12)
+    assert all(record.widths[2] == -1 for record in records[39:140])
+    dropped = np.mean([[width == -1 for width in r.widths[:2]] for r in records])
+    assert 0.3 < dropped < 0.5
+    assert simulation.loss() < records[0].loss
+
+
+@pytest.mark.parametrize("name", ["lag", "laq", "aqg", "aqg-2", "lean"])
+def test_lazy_recipes_skip(name):
+    records = run(simulate(name), 100)
+    assert sum(record.num_uploads for record in records) < 0.7 * 4 * 100
+
+
+def test_qsgd_is_unbiased():
+    vector = np.random.default_rng(0).standard_normal(50)
+    quantizer = Stochastic()
+    innovation = quantizer.measure(vector)
+    draws = [
+        quantizer.quantize(vector, innovation, 4, (0, 0, k)).values(np.float64)
+        for k in range(4000)
+    ]
+    step = quantizer.quantize(vector, innovation, 4, (0, 0, 0)).step
+    # The standard error of the mean is at most step/2/sqrt(4000); five of them is a wide net.
+    assert np.max(np.abs(np.mean(draws, axis=0) - vector)) < 5 * step / 2 / np.sqrt(4000)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits", "message"),
+    [
+        ("nope", 4, "unknown recipe 'nope'; choose from aqg, aqg-2"),
+        ("lean:zeta=1", 4, "no option 'zeta'; it has: xi, eta"),
+        ("lean:eta=much", 4, "'much', not a number"),
+        ("laq", 0, "bits is 0; it must be in 1..16"),
+        ("laq", 17, "bits is 17"),
+        ("qsgd", 1, "at least 2 bits"),
+    ],
+)
+def test_bad_specs_are_named(spec, bits, message):
+    with pytest.raises(ConfigError, match=message):
+        make_recipe(spec, bits)
+
+
+def test_users_add_their_own():
+    class EveryOther:
+        """Sends two bits whenever the innovation is larger than the movement."""
+
+        def decide(self, innovation, movement, stored_errors):
+            send = innovation.squared_norm > movement
+            return Decision(send, np.full(np.shape(send), 2))
+
+    @register("every-other", "a rule of my own")
+    def make(bits):
+        lean = make_recipe("lean", bits)
+        return Recipe(memory=lean.memory, policy=EveryOther(), quantizer=lean.quantizer)
+
+    try:
+        records = run(simulate("every-other"), 30)
+        assert {w for record in records for w in record.widths} <= {0, 2}
+    finally:
+        del RECIPES["every-other"]
+    with pytest.raises(ConfigError, match="must be non-empty, without"):
+        register("a,b", "bad name")
+    with pytest.raises(ConfigError, match="'lean' exists already"):
+        register("lean", "taken")(make)
+
+
+def test_skip_has_no_width():
+    assert Skip().width == 0

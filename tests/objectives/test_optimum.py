@@ -1,0 +1,229 @@
+"""The certified minimum and its cache."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from aqg.errors import ConfigError, DataError
+from aqg.objectives import Scaling, make_objective
+from aqg.objectives.optimum import Optimum, cached_optimum, find_optimum
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+Client = tuple["NDArray[np.float64]", "NDArray[np.int64]"]
+
+
+def unequal_clients(num_classes: int, dtype: type[np.floating] = np.float64) -> list[Client]:
+    """Each client holds mostly one label, and a different number of samples."""
+    random = np.random.default_rng(5)
+    clients = []
+    for index, num_samples in enumerate((40, 7, 23)):
+        labels = np.where(
+            random.random(num_samples) < 0.7,
+            index % num_classes,
+            random.integers(0, num_classes, num_samples),
+        )
+        features = random.normal(size=(num_samples, 4)) + labels[:, None]
+        clients.append((features.astype(dtype), labels))
+    return clients
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+@pytest.mark.parametrize("l2", [1.0, 1e-2, 1e-5])
+@pytest.mark.parametrize(("model", "num_classes"), [("logistic", 2), ("softmax", 3)])
+def test_agrees_with_an_independent_solver(
+    model: str, num_classes: int, l2: float, scaling: Scaling
+) -> None:
+    clients = unequal_clients(num_classes)
+    objective = make_objective(model, 4, num_classes, l2, scaling)
+    optimum = find_optimum(objective, clients)
+    assert optimum.error_bound <= 1e-9
+    assert optimum.error_bound == optimum.gradient_norm**2 / (2 * l2)
+
+    def average(params: NDArray[np.float64]) -> float:
+        return float(np.mean([objective.losses(params, *client) for client in clients]))
+
+    def gradient(params: NDArray[np.float64]) -> NDArray[np.float64]:
+        each = [objective.losses_and_gradients(params, *client)[1] for client in clients]
+        return np.mean(each, axis=0)
+
+    # Newton's method with a Hessian from differences of gradients shares nothing with L-BFGS.
+    params = np.zeros(objective.num_params)
+    for _ in range(200):
+        slope = gradient(params)
+        step = 1e-5
+        hessian = np.stack(
+            [
+                (gradient(params + step * axis) - gradient(params - step * axis)) / (2 * step)
+                for axis in np.eye(objective.num_params)
+            ]
+        )
+        direction = -np.linalg.solve(hessian, slope)
+        length = 1.0
+        while average(params + length * direction) > average(params) and length > 1e-3:
+            length /= 2
+        params = params + length * direction
+        if np.linalg.norm(slope) < 1e-9:
+            break
+    assert optimum.value == pytest.approx(average(params), abs=1e-9)
+
+
+def test_no_point_is_below_the_certified_interval() -> None:
+    clients = unequal_clients(3)
+    objective = make_objective("softmax", 4, 3, 0.05, "mean")
+    optimum = find_optimum(objective, clients)
+    result = optimize.minimize(
+        lambda params: np.mean([objective.losses(params, *client) for client in clients]),
+        objective.init_params(0),
+        method="Powell",
+        options={"maxfev": 30_000, "ftol": 1e-14, "xtol": 1e-10},
+    )
+    assert optimum.value - optimum.error_bound <= result.fun + 1e-14
+    assert result.fun - optimum.value < 1e-3
+
+
+def test_clients_count_alike_whatever_their_size() -> None:
+    (features, labels), *_ = unequal_clients(2)
+    objective = make_objective("logistic", 4, 2, 0.1, "mean")
+    once = find_optimum(objective, [(features, labels)])
+    doubled = np.concatenate([features, features]), np.concatenate([labels, labels])
+    twice = find_optimum(objective, [(features, labels), doubled])
+    assert twice.value == pytest.approx(once.value, abs=1e-11)
+
+
+def test_single_precision_data_is_solved_in_double() -> None:
+    objective = make_objective("softmax", 4, 3, 0.01, "mean")
+    single = unequal_clients(3, np.float32)
+    double = [(features.astype(np.float64), labels) for features, labels in single]
+    assert find_optimum(objective, single) == find_optimum(objective, double)
+
+
+def test_an_exhausted_budget_shows_in_the_bound() -> None:
+    objective = make_objective("softmax", 4, 3, 1e-4, "mean")
+    rough = find_optimum(objective, unequal_clients(3), max_passes=5)
+    fine = find_optimum(objective, unequal_clients(3))
+    assert rough.error_bound > 1e-9
+    assert rough.value - rough.error_bound <= fine.value <= rough.value
+
+
+@pytest.mark.parametrize(("model", "l2"), [("mlp:3", 0.1), ("softmax", 0.0)])
+def test_needs_strong_convexity(model: str, l2: float) -> None:
+    objective = make_objective(model, 4, 3, l2, "mean")
+    with pytest.raises(ConfigError, match=f"{model} with l2={l2}"):
+        find_optimum(objective, unequal_clients(3))
+
+
+def test_bad_data() -> None:
+    objective = make_objective("logistic", 4, 2, 0.1, "mean")
+    with pytest.raises(DataError, match="0 clients"):
+        find_optimum(objective, [])
+    (features, labels), *_ = unequal_clients(2)
+    features[3, 1] = np.nan
+    with pytest.raises(DataError, match="not finite"):
+        find_optimum(objective, [(features, labels)])
+
+
+KEY = {"dataset": "digits", "model": "softmax", "l2": 0.01, "clients": 10}
+VALUE = Optimum(value=0.1 + 0.2, gradient_norm=1e-7, error_bound=1 / 3 * 1e-12)
+
+
+class Solver:
+    """Counts how often it is asked."""
+
+    def __init__(self, answer: Optimum = VALUE) -> None:
+        self.answer = answer
+        self.num_calls = 0
+
+    def __call__(self) -> Optimum:
+        self.num_calls += 1
+        return self.answer
+
+
+def only_entry(directory: Path) -> Path:
+    (entry,) = (directory / "optima").iterdir()
+    return entry
+
+
+def test_computed_once(tmp_path: Path) -> None:
+    solver = Solver()
+    assert cached_optimum(KEY, solver, tmp_path) == VALUE
+    reordered = dict(reversed(KEY.items()))
+    assert cached_optimum(reordered, solver, tmp_path) == VALUE  # to the last bit
+    assert solver.num_calls == 1
+    assert json.loads(only_entry(tmp_path).read_text())["optimum"]["value"] == VALUE.value
+
+
+@pytest.mark.parametrize("change", [{"l2": 0.02}, {"clients": 11}, {"seed": 1}])
+def test_another_key_is_another_entry(tmp_path: Path, change: dict[str, float]) -> None:
+    cached_optimum(KEY, Solver(), tmp_path)
+    other = Optimum(2.0, 0.0, 0.0)
+    assert cached_optimum(KEY | change, Solver(other), tmp_path) == other
+    assert cached_optimum(KEY, Solver(other), tmp_path) == VALUE
+
+
+def damaged_entries() -> dict[str, bytes]:
+    good = {"value": 1.0, "gradient_norm": 0.0, "error_bound": 0.0}
+    return {
+        "empty": b"",
+        "truncated": b'{"key": "',
+        "not text": b"\xff\xfe\x00",
+        "not an object": b"[1, 2]",
+        "no optimum": b"{}",
+        "numbers missing": json.dumps({"key": "", "optimum": {"value": 1.0}}).encode(),
+        "unknown number": json.dumps({"key": "", "optimum": good | {"x": 1.0}}).encode(),
+        "not a number": json.dumps({"key": "", "optimum": good | {"value": "two"}}).encode(),
+        "key of another entry": json.dumps({"key": "{}", "optimum": good}).encode(),
+        "optimum is a list": json.dumps({"key": "", "optimum": [1.0]}).encode(),
+    }
+
+
+@pytest.mark.parametrize("damage", damaged_entries().values(), ids=damaged_entries().keys())
+def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: bytes) -> None:
+    cached_optimum(KEY, Solver(), tmp_path)
+    entry = only_entry(tmp_path)
+    intact = entry.read_bytes()
+    key = json.dumps(json.loads(intact)["key"]).encode()
+    entry.write_bytes(damage.replace(b'"key": ""', b'"key": ' + key))
+    solver = Solver()
+    assert cached_optimum(KEY, solver, tmp_path) == VALUE
+    assert solver.num_calls == 1
+    assert only_entry(tmp_path).read_bytes() == intact
+
+
+def test_entry_with_nan_is_computed_again(tmp_path: Path) -> None:
+    cached_optimum(KEY, Solver(), tmp_path)
+    entry = only_entry(tmp_path)
+    entry.write_text(entry.read_text().replace(repr(VALUE.value), "NaN"))
+    assert cached_optimum(KEY, Solver(), tmp_path) == VALUE
+
+
+def test_unwritable_cache_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where the directory should be")
+    solver = Solver()
+    assert cached_optimum(KEY, solver, blocked) == VALUE
+    assert cached_optimum(KEY, solver, blocked) == VALUE
+    assert solver.num_calls == 2
+
+
+def test_failed_computation_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> Optimum:
+        raise DataError("no data")
+
+    with pytest.raises(DataError):
+        cached_optimum(KEY, fail, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_environment_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "elsewhere"))
+    cached_optimum(KEY, Solver())
+    assert only_entry(tmp_path / "elsewhere").suffix == ".json"

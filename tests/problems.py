@@ -1,0 +1,25 @@
+"""Small problems that tests train on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aqg.objectives import make_objective
+from aqg.sim.problem import Problem, Samples
+
+
+def tiny_problem(
+    dtype: str = "float64", num_clients: int = 4, l2: float = 0.1, unequal: bool = False
+) -> Problem:
+    """Softmax on random data: 6 features, 3 classes, each client with its own bias."""
+    rng = np.random.default_rng(11)
+    objective = make_objective("softmax", 6, 3, l2, "mean")
+    centers = rng.standard_normal((3, 6))
+    clients = []
+    for client in range(num_clients):
+        size = 20 + (7 * client if unequal else 0)
+        labels = rng.choice(3, size, p=np.roll([0.7, 0.2, 0.1], client))
+        features = centers[labels] + rng.standard_normal((size, 6))
+        clients.append(Samples(features.astype(dtype), labels.astype(np.int64)))
+    initial = objective.init_params(3).astype(dtype)
+    return Problem(objective, tuple(clients), initial, test=clients[0])

@@ -1,0 +1,177 @@
+"""Damaged and forged frames, made from good ones: ``python -m tests.wire.hostile COUNT SEED``."""
+
+from __future__ import annotations
+
+import collections
+import struct
+import sys
+import zlib
+from random import Random
+
+import numpy as np
+from tests.wire.samples import laplace_upload
+
+from aqg.core.grids import Grid
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.errors import WireError
+from aqg.wire import decode, encode
+from aqg.wire.frame import Mode
+from aqg.wire.planes import (
+    encode_planes,
+    split_dense,
+    split_levels,
+)
+from aqg.wire.varint import write_varint
+
+Frame = tuple[bytes, int]
+"""The bytes, and the length the receiver expects."""
+
+
+def good_frames() -> list[Frame]:
+    """Return small frames of every mode, section method, width and grid."""
+    random = np.random.default_rng(0)
+    messages: list[Message] = [Skip()]
+    messages += [
+        laplace_upload(grid, width, length, entropy_bits, seed=width)
+        for grid in Grid
+        for width in range(1, 17)
+        for length in (3, 150, 700)
+        for entropy_bits in (0.3, 0.6 * width, width)
+    ]
+    for length in (1, 200):
+        messages.append(DenseUpload(random.normal(size=length).astype(np.float32)))
+        messages.append(DenseUpload(np.zeros(length, np.float32)))
+    frames = [
+        (encode(message), 0 if isinstance(message, Skip) else len(message)) for message in messages
+    ]
+    # The context coder often wins: write the rANS sections of the same messages as well.
+    for message in messages:
+        if isinstance(message, Upload):
+            payload = encode_planes(split_levels(message), threads=1)
+            body = encode(message)[1:4] + write_varint(len(message)) + payload
+            frames.append((sealed(bytes([0x20 | Mode.CODED]) + body), len(message)))
+        elif isinstance(message, DenseUpload):
+            payload = encode_planes(split_dense(message.dense), threads=1)
+            body = bytes([0x20 | Mode.DENSE_CODED]) + write_varint(len(message)) + payload
+            frames.append((sealed(body), len(message)))
+    return frames
+
+
+def sealed(body: bytes) -> bytes:
+    """Append the checksum a forger would append."""
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:
+    """Return a damaged frame, nine times in ten with a checksum that fits."""
+    data, length = frame
+    body = bytearray(data[:-4] if len(data) > 4 else data)
+    for _ in range(random.randrange(1, 4)):
+        body = _MUTATIONS[random.randrange(len(_MUTATIONS))](body, frames, random)
+    if random.random() < 0.1:
+        length = random.choice([0, 1, length + 1, max(0, length - 1), 2 * length, 1000])
+    if random.random() < 0.1:
+        return bytes(body), length
+    return sealed(bytes(body)), length
+
+
+def _flip(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    for _ in range(random.randrange(1, 9)):
+        if body:
+            body[random.randrange(len(body))] ^= 1 << random.randrange(8)
+    return body
+
+
+def _overwrite(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    at = random.randrange(len(body) + 1)
+    new = random.choices([0, 1, 127, 128, 255, random.randrange(256)], k=random.randrange(1, 9))
+    body[at : at + len(new)] = bytes(new)
+    return body
+
+
+def _truncate(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    return body[: random.randrange(len(body) + 1)]
+
+
+def _insert(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    at = random.randrange(len(body) + 1)
+    return body[:at] + random.randbytes(random.randrange(1, 9)) + body[at:]
+
+
+def _delete(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    at = random.randrange(len(body) + 1)
+    return body[:at] + body[at + random.randrange(1, 9) :]
+
+
+def _splice(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    other = frames[random.randrange(len(frames))][0]
+    return body[: random.randrange(len(body) + 1)] + other[random.randrange(len(other)) :]
+
+
+def _claim_huge(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    """Put a huge varint where a length is, or may be."""
+    huge = write_varint(random.randrange(1 << 20, 1 << 62))
+    at = random.choice([1, 4, 5, 6, 7, random.randrange(len(body) + 1)])
+    return body[:at] + huge + body[at + random.randrange(0, 3) :]
+
+
+def _change_head(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    """Keep the payload under another mode, width, grid or step."""
+    if len(body) > 4:
+        body[0] = 0x20 | random.choice(list(Mode))
+        body[1] = random.randrange(32)
+        body[2:4] = random.randbytes(2)
+    return body
+
+
+def _change_table(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+    """Damage where section head, frequency table and coder states are."""
+    for _ in range(random.randrange(1, 5)):
+        at = random.randrange(4, 24)
+        if at < len(body):
+            body[at] = random.randrange(256)
+    return body
+
+
+_MUTATIONS = (
+    _flip,
+    _overwrite,
+    _truncate,
+    _insert,
+    _delete,
+    _splice,
+    _claim_huge,
+    _change_head,
+    _change_table,
+)
+
+
+def attack(count: int, seed: int) -> collections.Counter[str]:
+    """Decode ``count`` damaged frames; return how many were refused and how many accepted.
+
+    Any exception but `WireError` passes through. What is accepted must be a valid message of the
+    expected length that can be sent again.
+    """
+    random = Random(seed)
+    frames = good_frames()
+    outcomes: collections.Counter[str] = collections.Counter()
+    for _ in range(count):
+        data, length = mutate(frames[random.randrange(len(frames))], frames, random)
+        try:
+            message = decode(data, length)
+        except WireError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["accepted"] += 1
+        if isinstance(message, Skip):
+            continue
+        if len(message) != length:
+            raise AssertionError(f"{len(message)} values where {length} were expected")
+        message.validate()
+        if outcomes["accepted"] % 16 == 0 and decode(encode(message), length) != message:
+            raise AssertionError(f"a message decoded from {data.hex()} does not survive the wire")
+    return outcomes
+
+
+if __name__ == "__main__":
+    print(dict(attack(int(sys.argv[1]), int(sys.argv[2]))))

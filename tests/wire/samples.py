@@ -1,0 +1,88 @@
+"""Messages of every kind, for the tests of the wire."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype, num_levels, round_up_to_bfloat16
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
+
+
+@functools.cache
+def laplace_probabilities(
+    num_symbols: int, entropy_bits: float, center: float | None = None
+) -> np.ndarray:
+    """Return ``p ∝ exp(-|i - center|/scale)`` with the scale that gives this entropy.
+
+    The center is in the middle unless it is given; there, two symbols share it if their number is
+    even, and the entropy is at least 1 bit.
+    """
+    low, high = 1e-3, 1e5
+    center = (num_symbols - 1) / 2 if center is None else center
+    distance = np.abs(np.arange(num_symbols) - center)
+    for _ in range(60):
+        scale = (low * high) ** 0.5
+        p = np.exp(-(distance - distance.min()) / scale)
+        p /= p.sum()
+        if -(p * np.log2(np.maximum(p, 1e-300))).sum() < entropy_bits:
+            low = scale
+        else:
+            high = scale
+    return p
+
+
+def laplace_upload(grid: Grid, width: int, length: int, entropy_bits: float, seed: int) -> Upload:
+    num_symbols = num_levels(grid, width)
+    p = laplace_probabilities(num_symbols, entropy_bits)
+    levels = np.random.default_rng(seed).choice(num_symbols, length, p=p)
+    return Upload(levels.astype(level_dtype(width)), 2.0**-7, width, grid)
+
+
+def measured_entropy(levels: np.ndarray) -> float:
+    """Return the zero-order entropy H0 of the levels, in bits per level."""
+    counts = np.unique(levels, return_counts=True)[1]
+    return float(-(counts / len(levels) * np.log2(counts / len(levels))).sum())
+
+
+@st.composite
+def uploads(draw: st.DrawFn, max_length: int = 600) -> Upload:
+    """Any upload: every width, grid and length, and levels from constant to uniform."""
+    grid = draw(st.sampled_from(Grid))
+    width = draw(st.integers(1, 16))
+    length = draw(st.integers(0, max_length))
+    num_symbols = num_levels(grid, width)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(["uniform", "peaked", "constant", "edges", "sorted", "periodic"]))
+    levels = random.integers(0, num_symbols, length)
+    if kind == "peaked":
+        spread = draw(st.floats(0.05, 3.0))
+        levels = np.rint(random.laplace((num_symbols - 1) / 2, spread, length))
+        levels = np.clip(levels, 0, num_symbols - 1)
+    elif kind == "constant":
+        levels = np.full(length, random.integers(0, num_symbols))
+    elif kind == "edges":
+        levels = random.choice([0, num_symbols - 1], length)
+    elif kind == "sorted":
+        levels = np.sort(levels)
+    elif kind == "periodic":
+        levels = np.resize(levels[: draw(st.integers(1, 20))], length) if length else levels
+    step = draw(st.sampled_from([0.0, MIN_STEP, 2 * MAX_RADIUS]) | st.floats(1e-30, 1e30))
+    return Upload(levels.astype(level_dtype(width)), round_up_to_bfloat16(step), width, grid)
+
+
+@st.composite
+def dense_uploads(draw: st.DrawFn, max_length: int = 300) -> DenseUpload:
+    """Any finite float32 vector, with some of them repetitive enough to be coded."""
+    values = draw(
+        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=12)
+        | st.just([0.0, -0.0, 1e-45])
+    )
+    length = draw(st.integers(0, max_length)) if values else 0
+    return DenseUpload(np.resize(np.array(values, np.float32), length))
+
+
+def messages() -> st.SearchStrategy[Message]:
+    return uploads() | dense_uploads() | st.just(Skip())

@@ -1,0 +1,71 @@
+"""Bit packing: the kernels against the NumPy specification, and refusal of other bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqg.core.grids import level_dtype
+from aqg.errors import ConfigError, MessageError, WireError
+from aqg.wire.bitpack import BLOCK_LENGTH, pack, pack_numpy, packed_size, unpack, unpack_numpy
+
+
+def random_levels(width: int, length: int, seed: int = 0) -> np.ndarray:
+    levels = np.random.default_rng(seed).integers(0, 1 << width, length)
+    return levels.astype(level_dtype(width))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 2**32 - 1))
+def test_kernels_agree_with_numpy(width: int, length: int, seed: int) -> None:
+    levels = random_levels(width, length, seed)
+    packed = pack(levels, width)
+    assert len(packed) == packed_size(length, width)
+    np.testing.assert_array_equal(packed, pack_numpy(levels, width))
+    for unpacked in (unpack(packed, width, length), unpack_numpy(packed, width, length)):
+        assert unpacked.dtype == levels.dtype
+        np.testing.assert_array_equal(unpacked, levels)
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+def test_level_i_starts_at_bit_i_times_width(width: int) -> None:
+    levels = random_levels(width, 37)
+    number = int.from_bytes(pack(levels, width).tobytes(), "little")
+    for i, level in enumerate(levels):
+        assert number >> (i * width) & ((1 << width) - 1) == level
+    assert number >> (len(levels) * width) == 0
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 11])
+def test_blocks_on_threads_are_seamless(width: int) -> None:
+    levels = random_levels(width, 2 * BLOCK_LENGTH + 13)
+    packed = pack(levels, width, threads=3)
+    np.testing.assert_array_equal(packed, pack(levels, width, threads=1))
+    np.testing.assert_array_equal(packed[: 4 * width], pack_numpy(levels[:32], width))
+    np.testing.assert_array_equal(unpack(packed, width, len(levels), threads=3), levels)
+
+
+def test_views_are_packed_like_copies() -> None:
+    levels = random_levels(5, 400)
+    np.testing.assert_array_equal(pack(levels[::3], 5), pack(levels[::3].copy(), 5))
+    np.testing.assert_array_equal(pack(levels[::-1], 5), pack(levels[::-1].copy(), 5))
+
+
+def test_other_bytes_are_refused() -> None:
+    packed = pack(random_levels(3, 5), 3)
+    with pytest.raises(WireError, match="take 2 bytes, not 3"):
+        unpack(np.zeros(3, np.uint8), 3, 5)
+    packed[-1] |= 0x80
+    with pytest.raises(WireError, match="must be zero"):
+        unpack(packed, 3, 5)
+
+
+def test_levels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(MessageError, match="level 8 does not fit into 3 bits"):
+        pack(np.array([1, 8], np.uint8), 3)
+    with pytest.raises(MessageError, match=r"width 17 is outside 1\.\.16"):
+        pack(np.array([1], np.uint16), 17)
+    with pytest.raises(ConfigError, match="threads is 0"):
+        pack(np.array([1], np.uint8), 3, threads=0)

@@ -1,0 +1,249 @@
+"""The context coder: round trips, sizes, and what it does with bytes it did not write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqg.errors import WireError
+from aqg.wire.bitpack import pack
+from aqg.wire.context import MAX_HINT, decode, encode, encoded_size
+from aqg.wire.hints import direction_of, make_hints
+from aqg.wire.lags import find_lags
+
+ALPHABETS = (1, 2, 3, 4, 7, 15, 16, 17, 255, 256, 257, 65535, 65536)
+
+
+def smooth_levels(num_symbols: int, rows: int = 784, columns: int = 10, seed: int = 0):
+    """Levels of a field that varies slowly along rows, 28 of them to a picture line."""
+    rng = np.random.default_rng(seed)
+    field = rng.normal(size=(rows // 28, 28, columns))
+    for axis in (0, 1):
+        for _ in range(3):
+            field = (field + np.roll(field, 1, axis) + np.roll(field, -1, axis)) / 3
+    top = (num_symbols - 1) / 2
+    levels = np.rint(field / np.abs(field).max() * top + top)
+    return levels.ravel().astype(np.uint8 if num_symbols <= 256 else np.uint16)
+
+
+def zero_order_bytes(levels: np.ndarray) -> float:
+    share = np.bincount(levels) / len(levels)
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum() * len(levels) / 8)
+
+
+@st.composite
+def messages(draw):
+    """Levels of any alphabet: uniform, peaked, constant, or repeating."""
+    num_symbols = draw(st.sampled_from(ALPHABETS))
+    count = draw(st.integers(0, 400))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shape = draw(st.sampled_from(["uniform", "peaked", "constant", "periodic"]))
+    middle = (num_symbols - 1) / 2
+    if shape == "uniform":
+        levels = rng.integers(0, num_symbols, count)
+    elif shape == "peaked":
+        scale = draw(st.sampled_from([0.1, 0.5, 3.0, 1000.0]))
+        levels = np.rint(rng.laplace(middle, scale, count)).clip(0, num_symbols - 1)
+    elif shape == "constant":
+        levels = np.full(count, draw(st.integers(0, num_symbols - 1)))
+    else:
+        levels = np.resize(rng.integers(0, num_symbols, draw(st.integers(1, 50))), count)
+    return levels.astype(np.uint8 if num_symbols <= 256 else np.uint16), num_symbols
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages(), st.booleans())
+def test_decodes_what_it_encodes(message, with_hints):
+    levels, num_symbols = message
+    hints = None
+    if with_hints:
+        hints = np.random.default_rng(0).integers(-128, 128, len(levels)).astype(np.int8)
+    payload = encode(levels, num_symbols, hints=hints)
+    decoded = decode(payload, len(levels), num_symbols, hints=hints)
+    assert decoded.dtype == levels.dtype
+    np.testing.assert_array_equal(decoded, levels)
+    assert encoded_size(levels, num_symbols, hints=hints) == len(payload)
+
+
+def test_bytes_are_what_they_always_were():
+    levels = np.array([(i * i // 7) % 5 + (i % 10 == 3) for i in range(120)], np.uint8)
+    assert encode(levels, 7).hex() == GOLDEN
+    hints = np.arange(120).astype(np.int8) - 60
+    assert encode(levels, 7, hints=hints).hex() == GOLDEN_WITH_HINTS
+
+
+GOLDEN = ""
+GOLDEN_WITH_HINTS = ""
+
+
+def test_bytes_are_the_same_without_compiled_code():
+    levels = smooth_levels(15)[:500]
+    wide = np.arange(0, 65536, 997, dtype=np.uint16)
+    code = (
+        "import sys, numpy as np\n"
+        "from aqg.wire.context import decode, encode\n"
+        "for text, kind, k in zip(sys.argv[1::3], sys.argv[2::3], map(int, sys.argv[3::3])):\n"
+        "    levels = np.frombuffer(bytes.fromhex(text), kind)\n"
+        "    payload = encode(levels, k)\n"
+        "    assert (decode(payload, len(levels), k) == levels).all()\n"
+        "    print(payload.hex())\n"
+    )
+    arguments = [levels.tobytes().hex(), "u1", "15", wide.tobytes().hex(), "u2", "65536"]
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == [encode(levels, 15).hex(), encode(wide, 65536).hex()]
+
+
+@pytest.mark.parametrize("num_symbols", [2, 3, 4, 7, 15, 16, 255])
+def test_uses_structure_that_frequencies_do_not_show(num_symbols):
+    levels = smooth_levels(num_symbols)
+    size = encoded_size(levels, num_symbols)
+    compress = zstandard.ZstdCompressor(level=19).compress
+    width = (num_symbols - 1).bit_length()
+    assert size < 0.75 * zero_order_bytes(levels)
+    assert size < len(compress(levels.tobytes()))
+    assert size < len(compress(pack(levels, width).tobytes()))
+
+
+@pytest.mark.parametrize("num_symbols", [2, 3, 4, 7, 15, 16, 255])
+def test_noise_costs_little_more_than_its_entropy(num_symbols):
+    rng = np.random.default_rng(1)
+    middle = (num_symbols - 1) / 2
+    levels = np.rint(rng.normal(middle, num_symbols / 8, 100_000)).clip(0, num_symbols - 1)
+    levels = levels.astype(np.uint8)
+    assert encoded_size(levels, num_symbols) < 1.02 * zero_order_bytes(levels)
+
+
+@pytest.mark.parametrize("num_symbols", ALPHABETS)
+def test_a_constant_message_costs_next_to_nothing(num_symbols):
+    for level in {0, (num_symbols - 1) // 2, num_symbols - 1}:
+        dtype = np.uint8 if num_symbols <= 256 else np.uint16
+        # Every decision has to be learned once, and a far level takes more of them.
+        bound = 4 if num_symbols <= 4 else 4 + 2 * num_symbols.bit_length()
+        assert encoded_size(np.full(7850, level, dtype), num_symbols) <= bound
+
+
+def test_hints_pay_when_they_tell_something_and_cost_little_when_not():
+    rng = np.random.default_rng(2)
+    levels = rng.integers(0, 2, 20_000).astype(np.uint8)
+    plain = encoded_size(levels, 2)
+    telling = direction_of(levels, 2) * rng.choice(np.array([1, 1, 1, -1], np.int8), len(levels))
+    assert encoded_size(levels, 2, hints=telling) < 0.83 * plain  # H(1/4) = 0.811
+    useless = rng.integers(-MAX_HINT, MAX_HINT + 1, len(levels)).astype(np.int8)
+    assert encoded_size(levels, 2, hints=useless) < 1.02 * plain
+
+
+def test_hints_are_antisymmetric_and_within_bounds():
+    reference = np.concatenate([np.logspace(-3, 3, 100), [0.0, np.finfo(np.float32).max]])
+    direction = np.resize(np.arange(-3, 4, dtype=np.int8), len(reference))
+    hints = make_hints(reference, 0.25, direction)
+    np.testing.assert_array_equal(make_hints(-reference, 0.25, -direction), -hints)
+    assert int(np.abs(hints).max()) <= MAX_HINT
+    np.testing.assert_array_equal(make_hints(reference, 0.0), 0)
+    with pytest.raises(WireError, match="2 directions do not fit 3 coordinates"):
+        make_hints(np.zeros(3), 1.0, np.zeros(2, np.int8))
+
+
+@pytest.mark.parametrize(("columns", "num_symbols"), [(10, 3), (10, 16), (37, 7), (200, 15)])
+def test_finds_the_lags_of_a_picture(columns, num_symbols):
+    levels = smooth_levels(num_symbols, columns=columns)
+    near, ratio = find_lags(levels, num_symbols)
+    assert near == columns
+    assert ratio in (27, 28, 29)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8])
+def test_finds_lags_in_next_to_nothing(count):
+    near, ratio = find_lags(np.arange(count, dtype=np.uint8), 16)
+    assert near * ratio <= max(count, 2)
+
+
+def test_takes_read_only_and_strided_arrays_and_views_of_bytes():
+    levels = smooth_levels(7)
+    frozen = np.frombuffer(levels.tobytes(), np.uint8)
+    payload = encode(frozen, 7)
+    assert payload == encode(np.repeat(levels, 2)[::2], 7)
+    for data in (bytearray(payload), memoryview(payload), np.frombuffer(payload, np.uint8)):
+        np.testing.assert_array_equal(decode(data, len(levels), 7), levels)
+
+
+def mutations(payload: bytes, rng: np.random.Generator):
+    """Yield damaged copies: bits flipped, bytes lost, added, changed, or all of them random."""
+    for _ in range(60):
+        damaged = bytearray(payload)
+        for bit in rng.integers(0, 8 * len(payload), rng.integers(1, 4)):
+            damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+    for length in rng.integers(0, len(payload), 20):
+        yield payload[:length]
+    for length in (1, 2, 5, 100):
+        yield payload + bytes(length)
+        yield payload + rng.bytes(length)
+    for _ in range(60):
+        yield rng.bytes(rng.integers(0, 2 * len(payload)))
+        yield payload[:2] + rng.bytes(rng.integers(0, len(payload)))
+
+
+@pytest.mark.parametrize("num_symbols", ALPHABETS[1:])
+def test_damaged_bytes_give_an_error_or_another_message(num_symbols):
+    rng = np.random.default_rng(num_symbols)
+    levels = smooth_levels(num_symbols)[:600]
+    payload = encode(levels, num_symbols)
+    for damaged in mutations(payload, rng):
+        if damaged == payload:
+            continue
+        try:
+            decoded = decode(damaged, len(levels), num_symbols)
+        except WireError:
+            continue
+        assert len(decoded) == len(levels)
+        assert int(decoded.max()) < num_symbols
+        if damaged[:2] == payload[:2]:  # same lags: one message has one payload
+            assert not np.array_equal(decoded, levels)
+
+
+def test_no_shortened_or_lengthened_payload_is_accepted():
+    levels = smooth_levels(15)[:600]
+    payload = encode(levels, 15)
+    for length in range(len(payload)):
+        with pytest.raises(WireError):
+            decode(payload[:length], len(levels), 15)
+    with pytest.raises(WireError):
+        decode(payload + b"\0", len(levels), 15)
+
+
+@pytest.mark.parametrize("lags", ["0002", "0100", "0101", "0180", "ff7f02", "2102", "018001", "82"])
+def test_lags_out_of_bounds_are_refused(lags):
+    with pytest.raises(WireError):
+        decode(bytes.fromhex(lags), 64, 3)
+
+
+def test_messages_name_what_is_wrong():
+    with pytest.raises(WireError, match="level 7 is not below num_symbols 7"):
+        encode(np.array([1, 7], np.uint8), 7)
+    with pytest.raises(WireError, match=r"num_symbols is 0, outside 1\.\.65536"):
+        encode(np.array([], np.uint8), 0)
+    with pytest.raises(WireError, match=r"num_symbols is 65537, outside 1\.\.65536"):
+        decode(b"", 0, 65537)
+    with pytest.raises(WireError, match="count is -1; it must not be negative"):
+        decode(b"", -1, 3)
+    with pytest.raises(WireError, match="2 hints do not fit 3 levels"):
+        encode(np.array([0, 1, 2], np.uint8), 3, hints=np.zeros(2, np.int8))
+    with pytest.raises(WireError, match="has 1 bytes where 0 are needed"):
+        decode(b"\0", 5, 1)
+    with pytest.raises(WireError, match=r"lags 64 and 64·2 are outside 1\.\.4096 .* up to 10"):
+        decode(bytes([64, 2, 0]), 10, 3)

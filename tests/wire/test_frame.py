@@ -1,0 +1,263 @@
+"""Frames: round trips, exact sizes, bounds on size, golden bytes, refusals by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.wire.samples import (
+    laplace_upload,
+    measured_entropy,
+    messages,
+    uploads,
+)
+
+from aqg.core.grids import Grid, num_levels
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.errors import MessageError, WireError
+from aqg.wire import decode, encode, encoded_size
+from aqg.wire.bitpack import packed_size
+from aqg.wire.frame import Mode
+from aqg.wire.planes import BLOCK_LENGTH, BLOCKED_LENGTH
+from aqg.wire.varint import MAX_BYTES, read_varint, varint_size, write_varint
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def length_of(message: Message) -> int:
+    return 0 if isinstance(message, Skip) else len(message)
+
+
+def mode_of(frame: bytes) -> Mode:
+    return Mode(frame[0] & 0x1F)
+
+
+def with_checksum(body: bytes) -> bytes:
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages())
+def test_messages_come_back_and_sizes_are_exact(message: Message) -> None:
+    frame = encode(message)
+    assert len(frame) == encoded_size(message)
+    decoded = decode(frame, length_of(message))
+    assert decoded == message
+    if isinstance(message, Upload):
+        assert isinstance(decoded, Upload)
+        assert decoded.levels.dtype == message.levels.dtype
+        assert len(frame) <= packed_size(len(message), message.width) + 14
+
+
+@pytest.mark.parametrize("grid", Grid)
+@pytest.mark.parametrize("width", range(1, 17))
+@pytest.mark.parametrize("length", [1, 34, 3000])
+def test_every_width_and_grid(grid: Grid, width: int, length: int) -> None:
+    for entropy_bits in (0.0, 0.3, 1.0, 0.7 * width, width):
+        upload = laplace_upload(grid, width, length, entropy_bits, seed=length)
+        frame = encode(upload)
+        assert len(frame) == encoded_size(upload)
+        assert decode(frame, length) == upload
+
+
+@settings(deadline=None, max_examples=100)
+@given(uploads(max_length=40), uploads(max_length=40))
+def test_different_uploads_have_different_bytes(one: Upload, other: Upload) -> None:
+    assert (encode(one) == encode(other)) == (one == other)
+
+
+@settings(deadline=None, max_examples=100)
+@given(uploads(max_length=200), st.data())
+def test_one_changed_level_changes_the_bytes(upload: Upload, data: st.DataObject) -> None:
+    if len(upload) == 0:
+        return
+    levels = upload.levels.copy()
+    index = data.draw(st.integers(0, len(levels) - 1))
+    bound = num_levels(upload.grid, upload.width)
+    levels[index] = (int(levels[index]) + data.draw(st.integers(1, bound - 1))) % bound
+    changed = Upload(levels, upload.step, upload.width, upload.grid)
+    assert encode(changed) != encode(upload)
+
+
+@pytest.mark.parametrize("entropy_bits", [0.2, 0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("width", [2, 3, 4, 8, 16])
+def test_total_size_is_within_one_percent_of_the_entropy(width: int, entropy_bits: float) -> None:
+    if entropy_bits > width - 0.5:
+        return
+    upload = laplace_upload(Grid.MIDTREAD, width, 159_010, entropy_bits, seed=width)
+    ideal = len(upload) * measured_entropy(upload.levels) / 8
+    assert encoded_size(upload) <= 1.01 * ideal
+
+
+@pytest.mark.parametrize("width", [1, 4, 12])
+@pytest.mark.parametrize("length", [1, 7850, BLOCKED_LENGTH + 5])
+def test_constant_uploads_are_tiny(width: int, length: int) -> None:
+    levels = np.zeros(length, np.uint8 if width <= 8 else np.uint16)
+    upload = Upload(levels, 0.0, width, Grid.MIDRISE)
+    frame = encode(upload)
+    assert len(frame) == encoded_size(upload) <= 48
+    assert decode(frame, length) == upload
+
+
+@pytest.mark.parametrize(("width", "entropy_bits"), [(2, 0.3), (3, 1.0), (4, 1.0), (9, 2.0)])
+def test_large_uploads_are_coded_in_blocks(width: int, entropy_bits: float) -> None:
+    length = BLOCKED_LENGTH + BLOCK_LENGTH // 2 + 3
+    upload = laplace_upload(Grid.MIDTREAD, width, length, entropy_bits, seed=0)
+    frame = encode(upload, threads=2)
+    assert mode_of(frame) is Mode.CODED
+    assert frame == encode(upload, threads=1)
+    assert len(frame) == encoded_size(upload)
+    assert len(frame) <= 1.01 * length * measured_entropy(upload.levels) / 8
+    for threads in (1, 2):
+        assert decode(frame, length, threads=threads) == upload
+
+
+def test_coded_floats_are_shorter_and_exact() -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=5000).astype(np.float32)
+    values[random.random(5000) < 0.1] = -0.0
+    upload = DenseUpload(values)
+    frame = encode(upload)
+    assert mode_of(frame) is Mode.DENSE_CODED
+    assert len(frame) == encoded_size(upload) < 0.9 * 4 * 5000
+    assert decode(frame, 5000) == upload
+
+
+def test_a_skip_is_one_byte_whatever_its_reason() -> None:
+    assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
+    assert encoded_size(Skip("x")) == 1
+    assert decode(b"\x20", 7850) == Skip()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_bytes_like_frame_is_read(kind: type) -> None:
+    upload = laplace_upload(Grid.MIDTREAD, 4, 1000, 1.0, seed=0)
+    frame = kind(encode(upload))
+    decoded = decode(frame, 1000)
+    assert decoded == upload
+    if isinstance(frame, bytearray):  # the message does not hang on the buffer
+        frame[:] = bytes(len(frame))
+        assert decoded == upload
+
+
+def test_invalid_messages_are_not_encoded() -> None:
+    bad_level = Upload(np.array([3], np.uint8), 1.0, 2, Grid.MIDTREAD)
+    not_finite = DenseUpload(np.array([np.inf], np.float32))
+    for function in (encode, encoded_size):
+        with pytest.raises(MessageError, match="level 3 is not below 3"):
+            function(bad_level)
+        with pytest.raises(MessageError, match="NaN or infinity"):
+            function(not_finite)
+
+
+UPLOAD = encode(Upload(np.array([0, 1, 2, 1], np.uint8), 0.5, 2, Grid.MIDTREAD))[:-4]
+
+
+@pytest.mark.parametrize(
+    ("frame", "length", "reason"),
+    [
+        (b"", 0, "the frame is empty"),
+        (b"\x20\x00", 0, "checksum"),
+        (with_checksum(b"\x20"), 0, "a frame of mode SKIP cannot have 5 bytes"),
+        (b"\x21", 0, "a frame of mode RAW cannot have 1 bytes"),
+        (UPLOAD + b"\0\0\0\0", 4, "the checksum is"),
+        (with_checksum(bytes([0x40 | UPLOAD[0] & 0x1F]) + UPLOAD[1:]), 4, "has version 2; this"),
+        (b"\xe0", 4, "has version 7; this decoder reads version 1"),
+        (with_checksum(b"\x01" + UPLOAD[1:]), 4, "has version 0"),
+        (with_checksum(b"\x3f" + UPLOAD[1:]), 4, "mode 31 is unknown in version 1"),
+        (with_checksum(UPLOAD[:3]), 4, "the head of the frame has 3 bytes"),
+        (with_checksum(UPLOAD[:1] + b"\x31" + UPLOAD[2:]), 4, "unused bits of byte 1 are 1"),
+        (with_checksum(UPLOAD[:2] + b"\xc0\x7f" + UPLOAD[4:]), 4, "step nan is not"),
+        (with_checksum(UPLOAD[:2] + b"\x80\xbf" + UPLOAD[4:]), 4, "step -1.0 is not"),
+        (with_checksum(UPLOAD[:2] + b"\x00\x80" + UPLOAD[4:]), 4, "step -0.0 is not"),
+        (with_checksum(UPLOAD), 5, "holds 4 values where 5 are expected"),
+        (with_checksum(UPLOAD), -1, "expected_length is -1"),
+        (with_checksum(UPLOAD[:4] + b"\xff" * 20), 4, "longer than 9 bytes"),
+        (with_checksum(UPLOAD[:4] + b"\x84\x00" + UPLOAD[5:]), 4, "not in its shortest form"),
+        (with_checksum(UPLOAD[:4]), 4, "ends inside the varint"),
+        (with_checksum(UPLOAD + b"\0"), 4, "take 1 bytes, not 2"),
+        (with_checksum(UPLOAD[:5] + b"\xff"), 4, "level 3 is not below 3"),
+        (with_checksum(b"\x28\x01\x00\x00\xc0\x7f"), 1, "NaN or infinity"),
+        (with_checksum(b"\x28\x02\x00\x00\xc0\x7f"), 2, "take 8 bytes, not 4"),
+    ],
+)
+def test_refusals_say_why(frame: bytes, length: int, reason: str) -> None:
+    with pytest.raises(WireError, match=reason) as caught:
+        decode(frame, length)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_bytes_is_refused() -> None:
+    with pytest.raises(WireError, match="contiguous bytes, not str"):
+        decode("frame", 3)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match="contiguous bytes, not memoryview"):
+        decode(memoryview(bytes(20))[::2], 3)
+
+
+@given(st.integers(0, 2 ** (7 * MAX_BYTES) - 1))
+def test_varints_come_back(value: int) -> None:
+    written = write_varint(value)
+    assert len(written) == varint_size(value)
+    assert read_varint(written + b"\x05", 0) == (value, len(written))
+
+
+def golden_cases() -> list[dict[str, object]]:
+    cases: list[dict[str, object]] = json.loads((GOLDEN / "frames.json").read_text())
+    return cases
+
+
+@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
+def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -> None:
+    frame = (GOLDEN / f"{case['name']}.bin").read_bytes()
+    assert mode_of(frame).name == case["mode"]
+    message = decode(frame, int(str(case["length"])))
+    content = b""
+    if isinstance(message, Upload):
+        assert (message.width, str(message.grid), message.step) == (
+            case["width"],
+            case["grid"],
+            case["step"],
+        )
+        content = message.levels.astype("<u2").tobytes()
+    elif isinstance(message, DenseUpload):
+        content = message.dense.astype("<f4").tobytes()
+    assert zlib.crc32(content) == case["content_crc32"]
+
+
+NO_NUMBA = """
+import sys
+sys.modules["numba"] = None  # what an import finds where numba is not installed
+import pathlib, json
+import numpy as np
+from aqg.core.grids import Grid
+from aqg.core.messages import DenseUpload, Skip, Upload
+from aqg.jit import HAVE_NUMBA
+from aqg.wire import decode, encode, encoded_size
+assert not HAVE_NUMBA
+golden = pathlib.Path(sys.argv[1])
+for case in json.loads((golden / "frames.json").read_text()):
+    if case["length"] <= 60_000:
+        message = decode((golden / (case["name"] + ".bin")).read_bytes(), case["length"])
+        frame = encode(message)
+        assert len(frame) == encoded_size(message)
+        assert decode(frame, case["length"]) == message
+print("ok")
+"""
+
+
+def test_without_numba_every_frame_is_still_read() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", NO_NUMBA, str(GOLDEN)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == "ok\n", result.stderr

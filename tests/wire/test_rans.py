@@ -1,0 +1,176 @@
+"""The entropy coder against the information content, and against an independent coder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.wire.samples import laplace_probabilities
+
+from aqg.errors import WireError
+from aqg.wire.rans import STATE_BYTES, coded_size, decode_symbols, encode_symbols, make_ranges
+from aqg.wire.sections import (
+    GROUPED_LENGTH,
+    Alphabet,
+    Method,
+    decode_section,
+    encode_section,
+    section_size,
+)
+from aqg.wire.tables import Table, choose_table, read_table, table_size, write_table
+
+
+def information_bytes(symbols: np.ndarray, table: Table) -> float:
+    """Return ``Σ -log2 p(symbol) / 8`` under the table: no coder can do better."""
+    p = table.frequencies[symbols] / 2.0**table.scale_bits
+    return float(-np.log2(p).sum() / 8)
+
+
+def as_array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+counts_lists = st.lists(st.integers(0, 3) | st.integers(0, 10**6), min_size=1, max_size=256).map(
+    lambda counts: np.array(counts, np.int64)
+)
+
+
+@settings(deadline=None)
+@given(counts_lists)
+def test_tables_cover_what_was_counted_and_survive_the_wire(counts: np.ndarray) -> None:
+    table, _ = choose_table(counts)
+    assert table.frequencies.sum() == 1 << table.scale_bits
+    assert (table.frequencies[counts > 0] > 0).all()
+    written = write_table(table)
+    assert len(written) == table_size(table)
+    again, num_bytes = read_table(
+        as_array(written + b"\xff"), len(counts), table.scale_bits, table.precision
+    )
+    assert num_bytes == len(written)
+    assert again.peak == table.peak
+    np.testing.assert_array_equal(again.frequencies, table.frequencies)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 500),
+    st.sampled_from([1, 8]),
+    st.integers(2, 256),
+    st.floats(0.01, 8.0),
+    st.integers(0, 2**32 - 1),
+)
+def test_symbols_come_back(
+    length: int, lanes: int, num_symbols: int, entropy_bits: float, seed: int
+) -> None:
+    p = laplace_probabilities(num_symbols, entropy_bits)
+    symbols = np.random.default_rng(seed).choice(num_symbols, length, p=p).astype(np.uint8)
+    table, _ = choose_table(np.bincount(symbols, minlength=num_symbols))
+    ranges = make_ranges(table.frequencies, table.scale_bits)
+    data = encode_symbols(symbols, ranges, lanes)
+    assert len(data) == coded_size(symbols, ranges, lanes)
+    decoded = np.empty_like(symbols)
+    decode_symbols(as_array(data), ranges, lanes, decoded)
+    np.testing.assert_array_equal(decoded, symbols)
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+@pytest.mark.parametrize("entropy_bits", [0.05, 0.2, 1.0, 3.0, 7.0])
+def test_size_is_the_information_content(lanes: int, entropy_bits: float) -> None:
+    random = np.random.default_rng(7)
+    p = laplace_probabilities(256, entropy_bits)
+    symbols = random.choice(256, 200_000, p=p).astype(np.uint8)
+    table, _ = choose_table(np.bincount(symbols, minlength=256))
+    ranges = make_ranges(table.frequencies, table.scale_bits)
+    information = information_bytes(symbols, table)
+    size = coded_size(symbols, ranges, lanes)
+    # The states hold the last bits; a word is 2 bytes. Nothing else may be lost.
+    assert information - 1 <= size <= information * 1.0002 + lanes * STATE_BYTES + 2
+    # And the table itself must be near the best one there is.
+    counts = np.bincount(symbols)
+    best = float(-(counts[counts > 0] * np.log2(counts[counts > 0] / len(symbols))).sum() / 8)
+    assert information + table_size(table) <= 1.002 * best + 40
+
+
+@pytest.mark.parametrize("entropy_bits", [0.2, 1.0, 3.0])
+def test_as_short_as_constriction(entropy_bits: float) -> None:
+    constriction = pytest.importorskip("constriction")
+    p = laplace_probabilities(255, entropy_bits)
+    symbols = np.random.default_rng(3).choice(255, 100_000, p=p).astype(np.uint8)
+    table, _ = choose_table(np.bincount(symbols, minlength=255))
+    ranges = make_ranges(table.frequencies, table.scale_bits)
+    used = np.flatnonzero(table.frequencies)
+    model = constriction.stream.model.Categorical(
+        table.frequencies[used] / 2.0**table.scale_bits, perfect=False
+    )
+    coder = constriction.stream.stack.AnsCoder()
+    coder.encode_reverse(np.searchsorted(used, symbols).astype(np.int32), model)
+    ours = coded_size(symbols, ranges, lanes=1)
+    assert abs(ours - len(coder.get_compressed()) * 4) <= 0.0005 * ours + 8
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("length", [0, 1, 1000, GROUPED_LENGTH + 1])
+def test_sections_come_back(width: int, length: int) -> None:
+    alphabet = Alphabet(width, 1 << width)
+    random = np.random.default_rng(width)
+    out = np.empty(length, np.uint8)
+    methods = set()
+    for entropy_bits in (0.0, 0.2, 0.5 * width, 0.97 * width, width):
+        p = laplace_probabilities(alphabet.size, entropy_bits, center=0)
+        symbols = random.choice(alphabet.size, length, p=p).astype(np.uint8)
+        section = encode_section(symbols, alphabet)
+        assert len(section) == section_size(symbols, alphabet)
+        decode_section(as_array(section), alphabet, out)
+        np.testing.assert_array_equal(out, symbols)
+        methods.add(Method(section[0] & 3))
+    if length > GROUPED_LENGTH and width in (1, 2, 3, 4):
+        assert Method.GROUPED in methods
+    if length > GROUPED_LENGTH and width > 4:
+        assert Method.LANES in methods
+
+
+def test_a_single_symbol_costs_a_table_and_nothing_else() -> None:
+    symbols = np.full(1_000_000, 7, np.uint8)
+    section = encode_section(symbols, Alphabet(4, 15))
+    assert len(section) == 3
+    with pytest.raises(WireError, match="2 bytes follow a table with a single symbol"):
+        decode_section(as_array(section + b"\0\0"), Alphabet(4, 15), symbols.copy())
+
+
+def coded(lanes: int) -> tuple[bytes, Table, np.ndarray]:
+    p = laplace_probabilities(15, 1.5)
+    symbols = np.random.default_rng(1).choice(15, 1000, p=p).astype(np.uint8)
+    table, _ = choose_table(np.bincount(symbols, minlength=15))
+    ranges = make_ranges(table.frequencies, table.scale_bits)
+    return encode_symbols(symbols, ranges, lanes), table, symbols
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_every_way_to_end_wrongly_is_named(lanes: int) -> None:
+    data, table, symbols = coded(lanes)
+    ranges = make_ranges(table.frequencies, table.scale_bits)
+    out = np.empty_like(symbols)
+    with pytest.raises(WireError, match="coder states take"):
+        decode_symbols(as_array(data[: 5 * lanes - 1]), ranges, lanes, out)
+    with pytest.raises(WireError, match="below 16777216"):
+        decode_symbols(as_array(bytes(5) + data[5:]), ranges, lanes, out)
+    with pytest.raises(WireError, match="need more than"):
+        decode_symbols(as_array(data[:-2]), ranges, lanes, out)
+    with pytest.raises(WireError, match="end after"):
+        decode_symbols(as_array(data + b"\0\0"), ranges, lanes, out)
+    with pytest.raises(WireError, match=r"begin|need more|end after|began"):
+        decode_symbols(as_array(data), ranges, lanes, np.empty(999, np.uint8))
+
+
+def test_bad_tables_are_refused() -> None:
+    good = write_table(Table(np.array([6, 458, 48]), peak=1, scale_bits=9, precision=1))
+    for data in (b"", good[:1], b"\xff\xff", b"\0" * 40):
+        with pytest.raises(WireError, match="table for 3 symbols is damaged"):
+            read_table(as_array(data), 3, 9, 1)
+    # Frequencies that leave nothing for the peak.
+    full = write_table(Table(np.array([256, 0, 256]), peak=1, scale_bits=9, precision=1))
+    with pytest.raises(WireError, match="damaged"):
+        read_table(as_array(full), 3, 9, 1)
+    with pytest.raises(WireError, match="unused bits"):
+        read_table(as_array(good[:-1] + bytes([good[-1] | 0x80])), 3, 9, 1)
