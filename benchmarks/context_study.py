@@ -1,29 +1,47 @@
-"""Measure the context coder on real MNIST uploads against zlib, zstd and the zero-order entropy.
+"""What the context coder saves on real MNIST uploads, beside zlib, zstd and the entropy.
 
-python benchmarks/context_study.py --data-dir DIR
+    python benchmarks/context_study.py --data-dir DIR [--setting softmax-lean-iid ...]
 
-``DIR/mnist`` holds the four MNIST files as published (``AQG_DATA_DIR`` is the default). Uploads of
-each setting are sampled over a whole run and cached in the system's temporary directory.
+``DIR`` is laid out like the download cache; without it, ``AQG_DATA_DIR`` or that cache is used.
+Every run takes a tenth of the training images and passes real frames through the reference
+simulator; forty uploads, evenly spread over the run, are kept in the system's temporary directory,
+so that a second call only codes them again. All sizes are means over those uploads, in bytes, of
+the payload alone: no length, step or checksum, which every frame adds.
 """
 
 from __future__ import annotations
 
-import gzip
-from dataclasses import dataclass
+import argparse
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+import zstandard
 
-from aqg.core.grids import Grid, affine, grid_step, num_levels
+from aqg.core.grids import num_levels
+from aqg.core.messages import Upload
+from aqg.data import load_dataset
+from aqg.experiments.config import resolve
+from aqg.experiments.setup import make_problem, make_simulation
+from aqg.wire import context
+from aqg.wire.bitpack import pack
+from aqg.wire.hints import direction_of, make_hints
 
-NUM_CLIENTS = 10
-STEP_SIZE = 0.02
-L2 = 0.01
-MAX_WIDTH = 4
-HISTORY = 10
-MAX_STALENESS = 100
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from aqg.data import Dataset
+
+NUM_SAMPLES = 40
+NUM_ROUNDS = {"softmax": 1500, "mlp": 300}
+KEEP_EVERY = 10
+"""One training image in this many."""
 
 
 @dataclass(frozen=True)
@@ -31,153 +49,179 @@ class Setting:
     """One run to draw uploads from."""
 
     model: str
-    rule: str
+    recipe: str
     split: str
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.rule}-{self.split}"
+        return f"{self.model}-{self.recipe}-{self.split}"
+
+
+SETTINGS = [
+    Setting(model, recipe, split)
+    for model in ("softmax", "mlp")
+    for recipe in ("lean", "aqg-2", "laq")
+    for split in ("iid", "label")
+]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One upload, with the levels of the same client's upload before it (empty if none)."""
+    """An upload, and what both ends knew before it."""
 
     levels: NDArray[np.uint8]
-    previous: NDArray[np.uint8]
     num_symbols: int
-    round: int
+    reference: NDArray[np.int8]
+    """`make_hints` of ``ref_m`` alone."""
+    direction: NDArray[np.int8]
+    """`direction_of` the upload before it."""
 
 
-SETTINGS = [
-    Setting(model, rule, split)
-    for model in ("softmax", "mlp")
-    for rule in ("lean", "aqg-2", "laq")
-    for split in ("iid", "one-digit")
-]
-
-
-def load_clients(
-    folder: Path, split: str, per_client: int
-) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """Return ``per_client`` training images and labels for each of ten clients."""
-    with gzip.open(folder / "mnist" / "train-images-idx3-ubyte.gz") as file:
-        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
-    with gzip.open(folder / "mnist" / "train-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8).astype(np.int64)
-    clients = []
-    for m in range(NUM_CLIENTS):
-        if split == "one-digit":
-            chosen = np.flatnonzero(labels == m)[:per_client]
-        else:
-            chosen = np.arange(m * 6000, m * 6000 + per_client)
-        clients.append((images[chosen].astype(np.float32) / np.float32(255), labels[chosen]))
-    return clients
-
-
-def layer_shapes(model: str) -> list[tuple[int, int]]:
-    return [(784, 10)] if model == "softmax" else [(784, 200), (200, 10)]
-
-
-def initial_parameters(model: str, seed: int) -> NDArray[np.float32]:
-    """Glorot-uniform weights and zero biases, each layer as weights (inputs, outputs) then bias."""
-    rng = np.random.default_rng(seed)
-    parts = []
-    for inputs, outputs in layer_shapes(model):
-        bound = np.sqrt(6 / (inputs + outputs))
-        parts += [rng.uniform(-bound, bound, inputs * outputs), np.zeros(outputs)]
-    return np.concatenate(parts).astype(np.float32)
-
-
-def gradient(
-    theta: NDArray[np.float32], x: NDArray[np.float32], y: NDArray[np.int64], model: str
-) -> NDArray[np.float32]:
-    """Gradient of mean cross-entropy + L2/2 ‖θ‖² of softmax regression or a ReLU network."""
-    layers, at = [], 0
-    for inputs, outputs in layer_shapes(model):
-        weights = theta[at : at + inputs * outputs].reshape(inputs, outputs)
-        at += inputs * outputs
-        layers.append((weights, theta[at : at + outputs]))
-        at += outputs
-    activations = [x]
-    for i, (weights, bias) in enumerate(layers):
-        z = activations[-1] @ weights + bias
-        activations.append(np.maximum(z, 0) if i + 1 < len(layers) else z)
-    logits = activations[-1] - activations[-1].max(axis=1, keepdims=True)
-    p = np.exp(logits)
-    p /= p.sum(axis=1, keepdims=True)
-    p[np.arange(len(y)), y] -= 1
-    back = p / np.float32(len(y))
-    parts: list[NDArray[np.float32]] = []
-    for i in reversed(range(len(layers))):
-        parts = [(activations[i].T @ back).ravel(), back.sum(axis=0), *parts]
-        if i:
-            back = (back @ layers[i][0].T) * (activations[i] > 0)
-    return np.concatenate(parts) + np.float32(L2) * theta
-
-
-def quantize(delta: NDArray[np.float32], grid: Grid, width: int) -> tuple[NDArray[np.uint8], float]:
-    """Return levels and step of ``delta`` on ``grid``."""
-    step = grid_step(grid, width, float(np.abs(delta).max()), float(np.abs(delta).mean()))
-    top = num_levels(grid, width) - 1
-    if width == 1 and grid is Grid.MIDTREAD:
-        return (delta >= 0).astype(np.uint8), step
-    levels = np.floor(delta.astype(np.float64) / step + top / 2 + 0.5)
-    return np.clip(levels, 0, top).astype(np.uint8), step
-
-
-def values_of(levels, grid, width, step, dtype):
-    scale, offset, unit = affine(grid, width, step)
-    return (levels.astype(np.int32) * scale - offset).astype(dtype) * dtype(unit)
-
-
-def generate(setting: Setting, folder: Path, rounds: int, per_client: int) -> list[Sample]:
-    """Run the algorithm and return every upload."""
-    clients = load_clients(folder, setting.split, per_client)
-    grid = Grid.MIDTREAD if setting.rule == "lean" else Grid.MIDRISE
-    theta = initial_parameters(setting.model, seed=1)
-    reference = np.zeros((NUM_CLIENTS, len(theta)), np.float32)
-    stored_errors = np.zeros((NUM_CLIENTS, MAX_WIDTH + 1))
-    silent = np.zeros(NUM_CLIENTS, int)
-    last = [np.zeros(0, np.uint8)] * NUM_CLIENTS
-    moves: list[float] = []
+def simulate(setting: Setting, dataset: Dataset) -> list[Sample]:
+    """Run the reference simulator and return every upload."""
+    (config,) = resolve(
+        {
+            "recipe": setting.recipe,
+            "dataset": "mnist",
+            "partition": setting.split,
+            "model": setting.model,
+            "dtype": "float32",
+        }
+    )
+    simulation = make_simulation(config, make_problem(config, dataset))
+    num_params = len(simulation.parameters)
+    directions = [np.zeros(num_params, np.int8) for _ in simulation.clients]
     samples = []
-    for k in range(rounds):
-        recent = moves[-HISTORY:]
-        if setting.rule == "lean":
-            movement = sum(recent) / len(recent) if recent else 0.0
-        else:
-            movement = sum(recent) / HISTORY
-        movement /= STEP_SIZE**2 * NUM_CLIENTS**2
-        for m, (x, y) in enumerate(clients):
-            delta = gradient(theta, x, y, setting.model) - reference[m]
-            coded: dict[int, Any] = {b: quantize(delta, grid, b) for b in range(1, MAX_WIDTH + 1)}
-            values = {b: values_of(q, grid, b, s, np.float32) for b, (q, s) in coded.items()}
-            errors = np.zeros(MAX_WIDTH + 1)
-            for b, value in values.items():
-                errors[b] = np.square(value - delta, dtype=np.float64).sum()
-            forced = silent[m] >= MAX_STALENESS
-            if setting.rule == "lean":
-                width = 0
-                if np.square(delta, dtype=np.float64).sum() > movement or forced:
-                    good = [b for b in coded if errors[b] <= 0.5 * movement]
-                    width = good[0] if good else MAX_WIDTH
-            else:
-                size = np.square(values[MAX_WIDTH], dtype=np.float64).sum()
-                slack = 3 * (stored_errors[m] + errors)
-                width = 0
-                if size >= movement + slack[MAX_WIDTH] or forced:
-                    full = setting.rule == "laq" or size >= movement + slack[1]
-                    width = MAX_WIDTH if full else (MAX_WIDTH + 1) // 2
-            silent[m] = 0 if width else silent[m] + 1
-            if width:
-                levels = coded[width][0]
-                reference[m] += values[width]
-                stored_errors[m] = errors
-                samples.append(Sample(levels, last[m], num_levels(grid, width), k))
-                last[m] = levels
-        change = np.float32(STEP_SIZE) * reference.sum(axis=0)
-        if not np.isfinite(change).all():
-            break
-        theta = theta - change
-        moves.append(float(np.square(change, dtype=np.float64).sum()))
+    for _ in range(NUM_ROUNDS[setting.model]):
+        broadcast = simulation.server.broadcast()
+        for client in simulation.clients:
+            mirror = simulation.server.state.mirrors[client.index]
+            message = simulation.server.receive(client.index, client.step(broadcast))
+            if not isinstance(message, Upload):
+                continue
+            num_symbols = num_levels(message.grid, message.width)
+            hints = make_hints(mirror, message.step)
+            samples.append(Sample(message.levels, num_symbols, hints, directions[client.index]))
+            directions[client.index] = direction_of(message.levels, num_symbols)
+        simulation.server.step()
     return samples
+
+
+def sampled_uploads(setting: Setting, dataset: Callable[[], Dataset]) -> list[Sample]:
+    """Return the setting's uploads, from the temporary directory if they are there."""
+    path = Path(tempfile.gettempdir()) / f"aqg-uploads-{setting}.npz"
+    if not path.exists():
+        everything = simulate(setting, dataset())
+        chosen = np.unique(np.linspace(0, len(everything) - 1, NUM_SAMPLES).astype(int))
+        samples = [everything[i] for i in chosen]
+        np.savez_compressed(
+            path,
+            levels=np.stack([s.levels for s in samples]),
+            num_symbols=np.array([s.num_symbols for s in samples]),
+            reference=np.stack([s.reference for s in samples]),
+            direction=np.stack([s.direction for s in samples]),
+        )
+    with np.load(path) as stored:
+        columns = [stored[name] for name in ("levels", "num_symbols", "reference", "direction")]
+    return [Sample(q, int(k), r, d) for q, k, r, d in zip(*columns, strict=True)]
+
+
+def thinned_mnist(data_dir: Path | None) -> Dataset:
+    """Return MNIST with one training image in `KEEP_EVERY`."""
+    dataset = load_dataset("mnist", data_dir)
+    return replace(
+        dataset,
+        features=dataset.features[::KEEP_EVERY],
+        labels=dataset.labels[::KEEP_EVERY],
+    )
+
+
+def packed(sample: Sample) -> bytes:
+    return pack(sample.levels, (sample.num_symbols - 1).bit_length()).tobytes()
+
+
+def zero_order_bytes(sample: Sample) -> float:
+    share = np.bincount(sample.levels) / len(sample.levels)
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum() * len(sample.levels) / 8)
+
+
+def zstd_bytes(data: bytes) -> int:
+    return len(zstandard.ZstdCompressor(level=19).compress(data))
+
+
+def context_bytes(sample: Sample, hints: NDArray[np.int8] | None = None) -> int:
+    return context.encoded_size(sample.levels, sample.num_symbols, hints=hints)
+
+
+def context_bytes_without_lags(sample: Sample) -> int:
+    nothing = np.empty(0, np.int8), np.empty(0, np.uint8)
+    return 2 + context._run(sample.levels, sample.num_symbols, 1, 2, *nothing, decoding=False)
+
+
+CODERS: dict[str, Callable[[Sample], float]] = {
+    "raw": lambda s: len(packed(s)),
+    "n·H0/8": zero_order_bytes,
+    "zlib-9": lambda s: min(len(zlib.compress(d, 9)) for d in (packed(s), s.levels.tobytes())),
+    "zstd-19": lambda s: zstd_bytes(s.levels.tobytes()),
+    "zstd-19, packed": lambda s: zstd_bytes(packed(s)),
+    "context": context_bytes,
+}
+VARIANTS: dict[str, Callable[[Sample], float]] = {
+    "no lags": context_bytes_without_lags,
+    "context": context_bytes,
+    "+ last upload": lambda s: context_bytes(s, s.direction),
+    "+ ref_m": lambda s: context_bytes(s, s.reference),
+    "+ both": lambda s: context_bytes(s, s.reference + s.direction),
+}
+
+
+def print_sizes(
+    coders: dict[str, Callable[[Sample], float]], uploads: dict[Setting, list[Sample]]
+) -> None:
+    print("| upload | " + " | ".join(coders) + " |")
+    print("|---" * (len(coders) + 1) + "|")
+    for setting, samples in uploads.items():
+        sizes = [np.mean([coder(s) for s in samples]) for coder in coders.values()]
+        print(f"| {setting} | " + " | ".join(f"{size:.0f}" for size in sizes) + " |", flush=True)
+
+
+def fastest(function: Callable[[], object], repeats: int = 9) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def print_speeds(uploads: dict[Setting, list[Sample]]) -> None:
+    print("| upload | encode | decode | (million symbols per second, the slower half left out) |")
+    print("|---|---|---|---|")
+    for setting, samples in uploads.items():
+        speeds = []
+        for sample in samples[:: len(samples) // 5]:
+            n, k, levels = len(sample.levels), sample.num_symbols, sample.levels
+            payload = context.encode(levels, k)
+            encoding = fastest(lambda levels=levels, k=k: context.encode(levels, k))
+            decoding = fastest(lambda payload=payload, n=n, k=k: context.decode(payload, n, k))
+            speeds.append((n / encoding / 1e6, n / decoding / 1e6))
+        encode_speed, decode_speed = np.median(speeds, axis=0)
+        print(f"| {setting} | {encode_speed:.0f} | {decode_speed:.0f} | |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--setting", nargs="*", choices=[str(s) for s in SETTINGS])
+    arguments = parser.parse_args()
+    chosen = [s for s in SETTINGS if not arguments.setting or str(s) in arguments.setting]
+    uploads = {s: sampled_uploads(s, lambda: thinned_mnist(arguments.data_dir)) for s in chosen}
+    print_sizes(CODERS, uploads)
+    print()
+    print_sizes(VARIANTS, uploads)
+    print()
+    print_speeds(uploads)
+
+
+if __name__ == "__main__":
+    main()

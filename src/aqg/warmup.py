@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from aqg.core.grids import Grid
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, quantize
+
+if TYPE_CHECKING:
+    from aqg.core.types import FloatArray
 
 
 def warm_up() -> None:
@@ -15,8 +20,9 @@ def warm_up() -> None:
     The first call after an install compiles for some seconds; numba keeps the result on disk, and
     later calls load it.
     """
-    for dtype in (np.float32, np.float64):
-        vector = np.array([1.0, -0.5, 0.0], dtype)
+    dtypes: tuple[type[np.floating[Any]], ...] = (np.float32, np.float64)
+    for dtype in dtypes:
+        vector: FloatArray = np.array([1.0, -0.5, 0.0], dtype)
         for grid in Grid:
             measure(vector, grid, max_width=2)
             for width in (4, 12):

@@ -42,7 +42,7 @@ def test_a_bad_gradient_is_reported_and_changes_nothing(name, bad):
 def test_a_gradient_of_another_precision_is_refused():
     recipe = make_recipe("lean")
     state = init_client(recipe, SIZE, np.dtype("float64"))
-    with pytest.raises(GradientError, match="float32.*float64"):
+    with pytest.raises(GradientError, match=r"float32.*float64"):
         client_step(recipe, state, np.zeros(SIZE, np.float32), 0.0, (0, 0, 1))
 
 

@@ -14,13 +14,14 @@ from aqg.core.recipes import RECIPES, make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
+
 from tests.problems import tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
 
 
-# Clients that disagree make the sum of signs a biased direction: SignSGD ends near the minimum only.
+# Clients that disagree make the sum of signs a biased direction: SignSGD only comes near.
 GAPS = {"signsgd": 0.1}
 
 
@@ -122,8 +123,7 @@ def test_qsgd_is_unbiased():
     quantizer = Stochastic()
     innovation = quantizer.measure(vector)
     draws = [
-        quantizer.quantize(vector, innovation, 4, (0, 0, k)).values(np.float64)
-        for k in range(4000)
+        quantizer.quantize(vector, innovation, 4, (0, 0, k)).values(np.float64) for k in range(4000)
     ]
     step = quantizer.quantize(vector, innovation, 4, (0, 0, 0)).step
     # The standard error of the mean is at most step/2/sqrt(4000); five of them is a wide net.

@@ -84,7 +84,7 @@ def client_step(
     delta = innovation_target(recipe, state, gradient)
     innovation = recipe.quantizer.measure(delta)
     if not innovation.in_range:
-        return state, Skip(fault=_describe_fault(gradient))
+        return state, Skip(fault=describe_fault(gradient))
 
     decision = recipe.policy.decide(innovation, movement, state.stored_errors)
     stale = state.silent_rounds >= recipe.max_staleness
@@ -105,7 +105,8 @@ def client_step(
     ), upload
 
 
-def _describe_fault(gradient: FloatArray) -> str:
+def describe_fault(gradient: FloatArray) -> str:
+    """Say why a gradient cannot be quantized."""
     num_bad = int(np.count_nonzero(~np.isfinite(gradient)))
     if num_bad:
         return f"gradient has {num_bad} non-finite values of {gradient.size}"

@@ -6,12 +6,11 @@ Settings come from four places, the later winning: the dataset's defaults, a TOM
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
-
-import tomli_w
 
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.recipes import make_recipe
@@ -160,7 +159,8 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
     settings = {k: v for k, v in asdict(configs[0]).items() if v is not None and v != ()}
     if len(configs) > 1:
         settings["recipe"] = [config.recipe for config in configs]
-    return tomli_w.dumps(settings)
+    # Texts, numbers and lists of them are written alike in JSON and TOML.
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -55,17 +55,18 @@ def _draw_curves(axes: Sequence[Axes], index: int, result: Result, minimum: floa
     losses = np.array(trace.losses)
     heights = losses if minimum is None else losses - minimum
     heights = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
-    style = {
-        "color": _COLORS[index % len(_COLORS)],
-        "linestyle": _STYLES[index // len(_COLORS) % len(_STYLES)],
-        "label": result.config.recipe,
-        "linewidth": 1.6,
-    }
+    color = _COLORS[index % len(_COLORS)]
     for axis, x in (
         (axes[0], [cost.rounds for cost in trace.costs]),
         (axes[1], [max(cost.uploads, 1) for cost in trace.costs]),
         (axes[2], [max(cost.upload_bytes, 1) for cost in trace.costs]),
     ):
-        axis.plot(x, heights, **style)
-    if trace.costs:
-        axes[2].plot(max(trace.costs[-1].upload_bytes, 1), heights[-1], "o", color=style["color"])
+        axis.plot(
+            x,
+            heights,
+            color=color,
+            linestyle=_STYLES[index // len(_COLORS) % len(_STYLES)],
+            label=result.config.recipe,
+            linewidth=1.6,
+        )
+        axis.plot(x[-1], heights[-1], "o", color=color, markersize=4)
