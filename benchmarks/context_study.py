@@ -24,9 +24,11 @@ import zstandard
 
 from aqg.core.grids import num_levels
 from aqg.core.messages import Upload
+from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset
 from aqg.experiments.config import resolve
-from aqg.experiments.setup import make_problem, make_simulation
+from aqg.experiments.setup import make_problem
+from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import context
 from aqg.wire.bitpack import pack
 from aqg.wire.hints import direction_of, make_hints
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from aqg.data import Dataset
 
 NUM_SAMPLES = 40
+MODELS = {"softmax": "softmax", "mlp": "mlp:200"}
 NUM_ROUNDS = {"softmax": 1500, "mlp": 300}
 KEEP_EVERY = 10
 """One training image in this many."""
@@ -83,11 +86,13 @@ def simulate(setting: Setting, dataset: Dataset) -> list[Sample]:
             "recipe": setting.recipe,
             "dataset": "mnist",
             "partition": setting.split,
-            "model": setting.model,
+            "model": MODELS[setting.model],
             "dtype": "float32",
         }
     )
-    simulation = make_simulation(config, make_problem(config, dataset))
+    simulation = ReferenceSimulation(
+        make_problem(config, dataset), make_recipe(config.recipe), step_size=config.alpha
+    )
     num_params = len(simulation.parameters)
     directions = [np.zeros(num_params, np.int8) for _ in simulation.clients]
     samples = []
@@ -195,8 +200,8 @@ def fastest(function: Callable[[], object], repeats: int = 9) -> float:
 
 
 def print_speeds(uploads: dict[Setting, list[Sample]]) -> None:
-    print("| upload | encode | decode | (million symbols per second, the slower half left out) |")
-    print("|---|---|---|---|")
+    print("| upload | encode, million symbols/s | decode, million symbols/s |")
+    print("|---|---|---|")
     for setting, samples in uploads.items():
         speeds = []
         for sample in samples[:: len(samples) // 5]:
@@ -206,7 +211,7 @@ def print_speeds(uploads: dict[Setting, list[Sample]]) -> None:
             decoding = fastest(lambda payload=payload, n=n, k=k: context.decode(payload, n, k))
             speeds.append((n / encoding / 1e6, n / decoding / 1e6))
         encode_speed, decode_speed = np.median(speeds, axis=0)
-        print(f"| {setting} | {encode_speed:.0f} | {decode_speed:.0f} | |", flush=True)
+        print(f"| {setting} | {encode_speed:.0f} | {decode_speed:.0f} |", flush=True)
 
 
 def main() -> None:

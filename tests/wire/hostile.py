@@ -12,19 +12,21 @@ import zlib
 from random import Random
 
 import numpy as np
-from tests.wire.samples import laplace_upload
 
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.errors import WireError
-from aqg.wire import decode, encode
+from aqg.wire import Known, decode, encode
 from aqg.wire.frame import Mode
+from aqg.wire.hints import make_hints
 from aqg.wire.planes import (
     encode_planes,
     split_dense,
     split_levels,
 )
 from aqg.wire.varint import write_varint
+
+from tests.wire.samples import laplace_upload
 
 Frame = tuple[bytes, int]
 """The bytes, and the length the receiver expects."""
@@ -51,19 +53,32 @@ def good_frames() -> list[Frame]:
     # The context coder often wins: write the rANS sections of the same messages as well.
     for message in messages:
         if isinstance(message, Upload):
+            hinted = encode(message, known=known_for(len(message)))
+            if hinted[0] == 0x20 | Mode.HINTED:
+                frames.append((hinted, len(message)))
             payload = encode_planes(split_levels(message), threads=1)
             body = encode(message)[1:4] + write_varint(len(message)) + payload
-            frames.append((sealed(bytes([0x20 | Mode.CODED]) + body), len(message)))
+            frames.append((sealed(bytes([0x20 | Mode.CODED]) + body, len(message)), len(message)))
         elif isinstance(message, DenseUpload):
             payload = encode_planes(split_dense(message.dense), threads=1)
             body = bytes([0x20 | Mode.DENSE_CODED]) + write_varint(len(message)) + payload
-            frames.append((sealed(body), len(message)))
+            frames.append((sealed(body, len(message)), len(message)))
     return frames
 
 
-def sealed(body: bytes) -> bytes:
+def known_for(length: int) -> Known:
+    """Return a reference for frames that need one; it makes hints of every class."""
+    return Known(np.sin(np.arange(length, dtype=np.float32)) ** 5 / 8)
+
+
+def sealed(body: bytes, length: int) -> bytes:
     """Append the checksum a forger would append."""
-    return body + struct.pack("<I", zlib.crc32(body))
+    checksum = zlib.crc32(body)
+    if len(body) >= 4 and body[0] == 0x20 | Mode.HINTED:
+        (step,) = struct.unpack("<f", b"\0\0" + body[2:4])
+        hints = make_hints(known_for(length).reference, step if step > 0 else 0.0)
+        checksum ^= zlib.crc32(hints)
+    return body + struct.pack("<I", checksum)
 
 
 def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:
@@ -76,7 +91,7 @@ def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:
         length = random.choice([0, 1, length + 1, max(0, length - 1), 2 * length, 1000])
     if random.random() < 0.1:
         return bytes(body), length
-    return sealed(bytes(body)), length
+    return sealed(bytes(body), length), length
 
 
 def _flip(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
@@ -162,7 +177,7 @@ def attack(count: int, seed: int) -> collections.Counter[str]:
     for _ in range(count):
         data, length = mutate(frames[random.randrange(len(frames))], frames, random)
         try:
-            message = decode(data, length)
+            message = decode(data, length, known=known_for(length))
         except WireError:
             outcomes["refused"] += 1
             continue

@@ -13,21 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from aqg.core.grids import Grid, num_levels
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.errors import MessageError, WireError
+from aqg.wire import Known, decode, encode, encoded_size
+from aqg.wire.bitpack import packed_size
+from aqg.wire.frame import Mode
+from aqg.wire.planes import BLOCK_LENGTH, BLOCKED_LENGTH
+from aqg.wire.varint import MAX_BYTES, read_varint, varint_size, write_varint
+
 from tests.wire.samples import (
     laplace_upload,
     measured_entropy,
     messages,
     uploads,
 )
-
-from aqg.core.grids import Grid, num_levels
-from aqg.core.messages import DenseUpload, Message, Skip, Upload
-from aqg.errors import MessageError, WireError
-from aqg.wire import decode, encode, encoded_size
-from aqg.wire.bitpack import packed_size
-from aqg.wire.frame import Mode
-from aqg.wire.planes import BLOCK_LENGTH, BLOCKED_LENGTH
-from aqg.wire.varint import MAX_BYTES, read_varint, varint_size, write_varint
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -118,6 +119,37 @@ def test_large_uploads_are_coded_in_blocks(width: int, entropy_bits: float) -> N
     assert len(frame) <= 1.01 * length * measured_entropy(upload.levels) / 8
     for threads in (1, 2):
         assert decode(frame, length, threads=threads) == upload
+
+
+@settings(deadline=None, max_examples=100)
+@given(uploads(), st.integers(0, 2**32 - 1), st.booleans())
+def test_what_both_ends_know_makes_no_difference_to_the_message(
+    upload: Upload, seed: int, keeps_direction: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    reference = (random.normal(size=len(upload)) * (upload.step or 1.0)).astype(np.float32)
+    direction = random.integers(-3, 4, len(upload)).astype(np.int8) if keeps_direction else None
+    known = Known(reference, direction)
+    frame = encode(upload, known=known)
+    assert len(frame) == encoded_size(upload, known=known)
+    assert decode(frame, len(upload), known=known) == upload
+
+
+def test_what_both_ends_know_makes_frames_shorter_and_is_checked() -> None:
+    upload = laplace_upload(Grid.MIDTREAD, 4, 7850, 1.5, seed=0)
+    noise = np.random.default_rng(1).normal(size=7850).astype(np.float32) * upload.step
+    known = Known(noise - upload.values(np.float32))
+    frame = encode(upload, known=known)
+    assert mode_of(frame) is Mode.HINTED
+    assert len(frame) < 0.9 * encoded_size(upload)
+    with pytest.raises(WireError, match="which is not given here"):
+        decode(frame, 7850)
+    with pytest.raises(WireError, match="written with another reference"):
+        decode(frame, 7850, known=Known(noise))
+    with pytest.raises(WireError, match="the known reference has 9 values, the upload 7850"):
+        decode(frame, 7850, known=Known(noise[:9]))
+    with pytest.raises(MessageError, match="the known reference has 9 values"):
+        encode(upload, known=Known(noise[:9]))
 
 
 def test_coded_floats_are_shorter_and_exact() -> None:
@@ -240,7 +272,7 @@ import numpy as np
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.jit import HAVE_NUMBA
-from aqg.wire import decode, encode, encoded_size
+from aqg.wire import Known, decode, encode, encoded_size
 assert not HAVE_NUMBA
 golden = pathlib.Path(sys.argv[1])
 for case in json.loads((golden / "frames.json").read_text()):

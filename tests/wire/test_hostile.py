@@ -12,11 +12,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.wire.hostile import attack, good_frames, mutate, sealed
 
 from aqg.errors import WireError
 from aqg.wire import decode
 from aqg.wire.varint import write_varint
+
+from tests.wire.hostile import attack, good_frames, known_for, mutate, sealed
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +54,10 @@ def test_with_bounds_checks_and_resident_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("claimed", [1 << 31, 1 << 40, (1 << 63) - 1])
 def test_a_claimed_size_reserves_nothing(position: int, claimed: int) -> None:
     for data, length in good_frames()[::7]:
-        forged = sealed(data[:position] + write_varint(claimed) + data[position:-4])
+        forged = sealed(data[:position] + write_varint(claimed) + data[position:-4], length)
         tracemalloc.start()
         with contextlib.suppress(WireError):
-            decode(forged, length)
+            decode(forged, length, known=known_for(length))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 1 << 20
@@ -71,8 +72,9 @@ def test_memory_is_bounded_by_the_expected_length() -> None:
             data, length = mutate(random.choice(frames), frames, random)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
+            known = known_for(length)
             with contextlib.suppress(WireError):
-                decode(data, length)
+                decode(data, length, known=known)
             used = tracemalloc.get_traced_memory()[1] - before
             # The constant is for the largest frequency table with its 2^16 slots.
             assert used < 40 * length + 4 * len(data) + (1 << 19)
@@ -85,9 +87,9 @@ def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:
     for data, length in good_frames()[1::12]:
         for end in range(1, len(data)):
             with pytest.raises(WireError):
-                decode(data[:end], length)
+                decode(data[:end], length, known=known_for(length))
         for bit in range(0, 8 * len(data), 3):
             damaged = bytearray(data)
             damaged[bit // 8] ^= 1 << bit % 8
             with pytest.raises(WireError):
-                decode(damaged, length)
+                decode(damaged, length, known=known_for(length))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.wire.samples import laplace_probabilities
 
 from aqg.errors import WireError
 from aqg.wire.rans import STATE_BYTES, coded_size, decode_symbols, encode_symbols, make_ranges
@@ -19,6 +18,8 @@ from aqg.wire.sections import (
     section_size,
 )
 from aqg.wire.tables import Table, choose_table, read_table, table_size, write_table
+
+from tests.wire.samples import laplace_probabilities
 
 
 def information_bytes(symbols: np.ndarray, table: Table) -> float:

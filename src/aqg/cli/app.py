@@ -140,6 +140,18 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Makes a run repeatable.", rich_help_panel=_ALGORITHM)
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fast|reference",
+            help="The fast engine, or the plain one it is tested against.",
+            rich_help_panel=_ALGORITHM,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="Where to compute.", rich_help_panel=_ALGORITHM),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A TOML file with settings.", rich_help_panel=_OUTPUT),
@@ -187,6 +199,8 @@ def run(
         "dropout": dropout,
         "target": target,
         "seed": seed,
+        "engine": engine,
+        "device": device,
     }
     run_command(
         RunOptions(

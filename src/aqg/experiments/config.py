@@ -52,6 +52,8 @@ class RunConfig:
     target: float | None = None
     seed: int = 0
     dtype: str = "float64"
+    engine: str = "fast"
+    device: str = "cpu"
     eval_every: int = 1
     plugins: tuple[str, ...] = ()
 
@@ -59,6 +61,9 @@ class RunConfig:
         _require_choice("dataset", self.dataset, DATASETS)
         _require_choice("scaling", self.scaling, ("mean", "sum"))
         _require_choice("dtype", self.dtype, ("float32", "float64"))
+        _require_choice("engine", self.engine, ("fast", "reference"))
+        if self.engine == "reference" and self.device != "cpu":
+            raise ConfigError(f"device is {self.device!r}; the reference engine runs on cpu only")
         for name in ("clients", "rounds", "max_staleness", "eval_every"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         _require("alpha", self.alpha, math.isfinite(self.alpha) and self.alpha > 0, "above 0")

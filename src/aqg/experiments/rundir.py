@@ -121,7 +121,7 @@ def read_checkpoint(path: Path) -> dict[str, NDArray[Any]] | None:
     if not file.exists():
         return None
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise RunError(

@@ -26,7 +26,7 @@ from aqg.experiments.rundir import (
     write_checkpoint,
 )
 from aqg.experiments.setup import make_simulation
-from aqg.experiments.summary import Summary, Trace, summarize
+from aqg.experiments.summary import Summary, Trace, has_diverged, summarize
 from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def run(
 
     last_saved = time.monotonic()
     accuracy_every = max(1, config.rounds // _ACCURACY_POINTS)
-    diverged = math.isinf(progress.loss)
+    diverged = bool(lines) and has_diverged(progress.loss)
     with _stop_requests() as stop, (directory / ROUNDS).open("a", encoding="utf-8") as file:
         while simulation.next_round <= config.rounds and not diverged:
             number = simulation.next_round
@@ -145,7 +145,7 @@ def run(
             lines.append(line)
             progress.add(line)
             file.write(line.to_json() + "\n")
-            diverged = record.loss is not None and not math.isfinite(record.loss)
+            diverged = record.loss is not None and has_diverged(record.loss)
             if watch is not None:
                 watch(progress)
             if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:

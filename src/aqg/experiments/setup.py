@@ -10,7 +10,7 @@ from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
-from aqg.objectives.optimum import cached_optimum, find_optimum
+from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 
@@ -59,6 +59,8 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
                 f"{config.model} with l2 {config.l2}; use logistic or softmax with l2 above 0"
             )
         return None
+    from aqg.objectives.optimum import cached_optimum, find_optimum  # needs scipy
+
     names = ("dataset", "partition", "model", "clients", "l2", "scaling", "seed")
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source"):
@@ -73,12 +75,10 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
     return cached_optimum(key, compute).value
 
 
-def make_simulation(config: RunConfig, problem: Problem) -> ReferenceSimulation:
+def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | ReferenceSimulation:
     """Return the simulation of one run, at its first round."""
-    return ReferenceSimulation(
-        problem,
-        make_recipe(config.recipe, config.bits, config.max_staleness),
-        step_size=config.alpha,
-        dropout=config.dropout_schedule(),
-        seed=config.seed,
-    )
+    recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
+    dropout = config.dropout_schedule()
+    if config.engine == "reference":
+        return ReferenceSimulation(problem, recipe, config.alpha, dropout, config.seed)
+    return FastSimulation(problem, recipe, config.alpha, dropout, config.seed, device=config.device)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from aqg.experiments.rundir import Line
 
+_DIVERGED_LOSS = 1e20
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -63,6 +65,11 @@ class Trace:
         return self.costs[first] if first < len(self.costs) else None
 
 
+def has_diverged(loss: float) -> bool:
+    """Tell whether a loss is beyond all use, where a run need not go on."""
+    return not loss < _DIVERGED_LOSS
+
+
 @dataclass(frozen=True)
 class Summary:
     """One run's results."""
@@ -81,8 +88,8 @@ class Summary:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss left the numbers."""
-        return not np.isfinite(self.final_loss)
+        """Whether the loss left all use."""
+        return has_diverged(self.final_loss)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints for this run."""

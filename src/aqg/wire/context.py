@@ -26,23 +26,12 @@ learns from it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aqg.errors import WireError
-from aqg.jit import njit
-from aqg.wire.binary import (
-    INITIAL_WEIGHT,
-    LOGISTIC,
-    ODDS_LIMIT,
-    UNKNOWN,
-    Model,
-    code_mixed,
-    code_plain,
-    finish_coder,
-    start_coder,
-)
+from aqg.wire.context_model import MAX_HINT, code_symbols, fresh_model
 from aqg.wire.lags import MAX_NEAR, MAX_RATIO, find_lags
 from aqg.wire.varint import read_varint, varint_size, write_varint
 
@@ -52,56 +41,6 @@ if TYPE_CHECKING:
     Levels = NDArray[np.uint8] | NDArray[np.uint16]
 
 MAX_SYMBOLS = 1 << 16
-MAX_HINT = 63
-PLAIN = 8
-"""Magnitudes below this have a bucket each."""
-NODES = 32
-"""Unary decisions per context: the largest magnitude, 2^15 - 1, is in bucket 31."""
-ACTIVITY_EDGES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 57, 68, 80, 95, 112)
-NUM_ACTIVITIES = len(ACTIVITY_EDGES) + 1
-NUM_COLUMNS = 1024
-PULL_LIMIT = 12
-VALUE_LIMIT = 100
-
-# All estimates live in one array, table after table. For magnitudes:
-AROUND = 0
-SHAPE = AROUND + NUM_ACTIVITIES * NODES
-BEFORE = SHAPE + 64 * NODES
-HINT = BEFORE + 3 * NUM_ACTIVITIES * NODES
-OPEN = HINT + 5 * (MAX_HINT + 1) * NODES
-QUIET = OPEN + 16 * NODES
-# For signs:
-COLUMN = QUIET + 1
-PULL = COLUMN + 2 * NUM_COLUMNS
-SIGNS = PULL + 4 * (2 * PULL_LIMIT + 1)
-SIGN_HINT = SIGNS + 125
-NUM_ESTIMATES = SIGN_HINT + 4 * (MAX_HINT + 1)
-NUM_MIXERS = NODES + 4
-
-ACTIVITY = np.searchsorted(ACTIVITY_EDGES, np.arange(6 * NODES), side="right").astype(np.uint8)
-"""Class of a sum of buckets: exact when small, logarithmic above."""
-
-
-def _initial_estimates() -> NDArray[np.int32]:
-    """Return the estimates before the first symbol: neighbors are alike, the rest is unknown."""
-    estimates = np.full(NUM_ESTIMATES, UNKNOWN, np.int32)
-    sums = np.array([0, *ACTIVITY_EDGES])[:, np.newaxis]
-    odds = 77 * sums - 461 * np.arange(PLAIN) - 254
-    estimates[:SHAPE].reshape(NUM_ACTIVITIES, NODES)[:, :PLAIN] = _confident(odds)
-    pull = np.arange(-PULL_LIMIT, PULL_LIMIT + 1)
-    estimates[PULL:SIGNS].reshape(4, -1)[:] = _confident(64 * pull)
-    return estimates
-
-
-def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return estimates with these log-odds, as sure of them as after two decisions."""
-    probabilities: NDArray[np.int64] = LOGISTIC.astype(np.int64)[
-        odds.clip(-1000, 1000) + ODDS_LIMIT
-    ]
-    return (probabilities << 12) + 2
-
-
-INITIAL_ESTIMATES = _initial_estimates()
 
 
 def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> bytes:
@@ -205,138 +144,6 @@ def _run(
     *,
     decoding: bool,
 ) -> int:
-    weights = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
-    model = Model(INITIAL_ESTIMATES.copy(), weights)
-    return int(_code(symbols, num_symbols, near, near * ratio, hints, model, buffer, decoding))
-
-
-@njit()
-def _bucket_of(magnitude: Any) -> Any:
-    """Return the bucket of a magnitude, and how many of its bits the bucket leaves open."""
-    if magnitude < PLAIN:
-        return magnitude, 0
-    length = 4
-    while magnitude >> length:
-        length += 1
-    return 2 * length + (magnitude >> (length - 2) & 1), length - 2
-
-
-@njit()
-def _clip(value: Any, limit: Any) -> Any:
-    return min(max(value, -limit), limit)
-
-
-@njit()
-def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
-    """Return the slots of the first unary decision at ``k``, and the sum of what is around it."""
-    west = int(buckets[k - near])
-    west_west = int(buckets[k - 2 * near])
-    north_east = int(buckets[k - far + near])
-    around = 2 * west + 2 * int(buckets[k - far]) + int(buckets[k - far - near]) + north_east
-    before = int(buckets[k - 1]) + int(buckets[k - 2]) + int(buckets[k - 3]) + int(buckets[k - 4])
-    a = AROUND + NODES * int(ACTIVITY[around])
-    b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
-    c = BEFORE + NODES * (3 * int(ACTIVITY[before]) + min(west, 2))
-    return a, b, c, around, around + west_west + before == 0
-
-
-@njit()
-def _sign_contexts(
-    values: Any, k: Any, near: Any, far: Any, kind: Any, column: Any, flip: Any
-) -> Any:
-    """Return the slots of the sign at ``k``, seen upside down if ``flip`` is -1."""
-    west = flip * int(values[k - near])
-    west_west = flip * int(values[k - 2 * near])
-    north_east = flip * int(values[k - far + near])
-    pull = 2 * west + flip * (2 * int(values[k - far]) + int(values[k - far - near])) + north_east
-    a = COLUMN + 2 * (column & (NUM_COLUMNS - 1)) + (1 if pull > 0 else 0)
-    b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, PULL_LIMIT) + PULL_LIMIT
-    c = SIGNS + 25 * _clip(west_west, 2) + 5 * _clip(north_east, 2) + _clip(west, 2) + 62
-    return a, b, c
-
-
-@njit()
-def _code(
-    symbols: Any,
-    num_symbols: Any,
-    near: Any,
-    far: Any,
-    hints: Any,
-    model: Any,
-    buffer: Any,
-    decoding: Any,
-) -> Any:
-    """Encode ``symbols`` into ``buffer``, or decode them from it; return the number of bytes.
-
-    The decoder returns -1 if ``buffer`` is not what the encoder writes for any symbols.
-    """
-    # What lies before the first symbol is zero: every index below is at least 0.
-    pad = near + far + 4
-    buckets = np.zeros(pad + len(symbols), np.uint8)
-    values = np.zeros(pad + len(symbols), np.int8)
-    largest = (num_symbols - 1) >> 1
-    last_bucket = _bucket_of(largest)[0]
-    has_zero = num_symbols % 2
-    coder = start_coder(buffer, decoding)
-    column = 0
-    for i in range(len(symbols)):
-        k = pad + i
-        v = 0 if decoding else 2 * int(symbols[i]) - (num_symbols - 1)
-        magnitude = abs(v) >> 1
-        bucket, open_bits = _bucket_of(magnitude)
-        hint = int(hints[i]) if len(hints) else 0
-
-        a, b, c, around, is_quiet = _magnitude_contexts(buckets, k, near, far)
-        if len(hints):
-            b = HINT + NODES * (5 * abs(hint) + min((around + 1) >> 2, 4))
-        node = 0
-        more = 1
-        if is_quiet and hint == 0 and last_bucket > 0:
-            more, coder = code_plain(coder, buffer, decoding, 1 if bucket else 0, model, QUIET)
-            node = more
-        while more and node < last_bucket:
-            more, coder = code_mixed(
-                coder,
-                buffer,
-                decoding,
-                1 if bucket > node else 0,
-                model,
-                node,
-                (a + node, b + node, c + node),
-            )
-            node += more
-        if decoding:
-            magnitude = node
-            if node >= PLAIN:
-                magnitude = 2 + (node & 1)
-                open_bits = (node >> 1) - 2
-        for shift in range(open_bits - 1, -1, -1):
-            slot = OPEN + 16 * node + shift
-            bit, coder = code_plain(coder, buffer, decoding, magnitude >> shift & 1, model, slot)
-            if decoding:
-                magnitude = magnitude << 1 | bit
-        if magnitude > largest:
-            return -1
-
-        if magnitude > 0 or not has_zero:
-            flip = -1 if hint < 0 else 1
-            kind = min(magnitude, 3)
-            a, b, c = _sign_contexts(values, k, near, far, kind, column, flip)
-            if len(hints):
-                a = SIGN_HINT + 4 * abs(hint) + kind
-            positive, coder = code_mixed(
-                coder,
-                buffer,
-                decoding,
-                1 if v * flip > 0 else 0,
-                model,
-                NODES + kind,
-                (a, b, c),
-            )
-            v = (2 * magnitude + 1 - has_zero) * (flip if positive else -flip)
-        if decoding:
-            symbols[i] = (v + num_symbols - 1) >> 1
-        buckets[k] = node
-        values[k] = _clip(v, VALUE_LIMIT)
-        column = column + 1 if column + 1 < near else 0
-    return finish_coder(coder, buffer, decoding)
+    far = near * ratio
+    model = fresh_model()
+    return int(code_symbols(symbols, num_symbols, near, far, hints, model, buffer, decoding))

@@ -6,7 +6,7 @@
     then        width and grid, step        (quantized uploads only)
     then        length, as a varint
     then        payload, as the mode says
-    last 4      CRC-32 of everything before, little-endian
+    last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
 
 A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/wire-format.md``
 describes each byte.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from aqg.errors import MessageError, WireError
 from aqg.jit import HAVE_NUMBA
 from aqg.wire import context
 from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.hints import make_hints
 from aqg.wire.planes import (
     decode_planes,
     dense_alphabets,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.messages import Message
-    from aqg.core.types import Levels
+    from aqg.core.types import FloatArray, Levels
 
 VERSION = 1
 CRC_BYTES = 4
@@ -55,18 +56,35 @@ MIDTREAD_BIT = 0x10
 
 
 class Mode(enum.IntEnum):
-    """How the payload is written. Modes 4..7 are kept for levels, 10..31 for other messages."""
+    """How the payload is written. Modes 5..7 are kept for levels, 10..31 for other messages."""
 
     SKIP = 0
     RAW = 1
     CODED = 2
     CONTEXT = 3
+    HINTED = 4
     DENSE = 8
     DENSE_CODED = 9
 
 
-def encode(message: Message, *, threads: int | None = None) -> bytes:
+class Known(NamedTuple):
+    """What both ends hold before an upload, to the same bits; it lets them write less.
+
+    Attributes:
+        reference: ``ref_m``, to which the upload will be added.
+        direction: `aqg.wire.hints.direction_of` the client's last upload, where it is kept.
+
+    """
+
+    reference: FloatArray
+    direction: NDArray[np.int8] | None = None
+
+
+def encode(message: Message, *, known: Known | None = None, threads: int | None = None) -> bytes:
     """Write ``message`` as one frame, in the mode that makes it shortest.
+
+    A frame written with ``known`` may need the same ``known`` to be read: `decode` notices if it
+    gets another.
 
     Large messages are coded in blocks on up to ``threads`` threads (``None``: one per core); the
     bytes do not depend on it.
@@ -82,17 +100,20 @@ def encode(message: Message, *, threads: int | None = None) -> bytes:
         return bytes([_first_byte(Mode.SKIP)])
     message.validate()
     if isinstance(message, Upload):
-        mode, payload = _encode_levels(message, threads)
+        hints = _hints(known, message.step, len(message))
+        mode, payload = _encode_levels(message, hints, threads)
         head = _upload_head(mode, message)
     else:
+        hints = None
         mode, payload = _encode_dense(message, threads)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
-    return body + struct.pack("<I", zlib.crc32(body))
+    checksum = zlib.crc32(body) ^ (_hints_checksum(hints) if mode is Mode.HINTED else 0)
+    return body + struct.pack("<I", checksum)
 
 
-def encoded_size(message: Message) -> int:
-    """Return ``len(encode(message))`` without building the bytes.
+def encoded_size(message: Message, *, known: Known | None = None) -> int:
+    """Return ``len(encode(message, known=known))`` without building the bytes.
 
     >>> encoded_size(DenseUpload(np.ones(3, np.float32)))
     18
@@ -104,8 +125,11 @@ def encoded_size(message: Message) -> int:
     if isinstance(message, Upload):
         payload = min(packed_size(length, message.width), planes_size(split_levels(message)))
         if _tries_context(message):
-            levels = num_levels(message.grid, message.width)
-            payload = min(payload, context.encoded_size(message.levels, levels))
+            hints = _hints(known, message.step, length)
+            size = context.encoded_size(
+                message.levels, num_levels(message.grid, message.width), hints=hints
+            )
+            payload = min(payload, size)
         head_bytes = UPLOAD_HEAD_BYTES
     else:
         payload = min(4 * length, planes_size(split_dense(message.dense)))
@@ -114,7 +138,11 @@ def encoded_size(message: Message) -> int:
 
 
 def decode(
-    data: bytes | bytearray | memoryview, expected_length: int, *, threads: int | None = None
+    data: bytes | bytearray | memoryview,
+    expected_length: int,
+    *,
+    known: Known | None = None,
+    threads: int | None = None,
 ) -> Message:
     """Read one frame of a message for ``expected_length`` parameters.
 
@@ -131,14 +159,17 @@ def decode(
     if expected_length < 0:
         raise WireError(f"expected_length is {expected_length}; it must not be negative")
     frame = _as_bytes(data)
-    mode = _check_envelope(frame)
+    mode, difference = _check_envelope(frame)
     if mode is Mode.SKIP:
         return Skip()
     body = frame[: len(frame) - CRC_BYTES]
     try:
         if mode in (Mode.DENSE, Mode.DENSE_CODED):
             return _decode_dense(mode, body, expected_length, threads)
-        return _decode_upload(mode, body, expected_length, threads)
+        hints = None
+        if mode is Mode.HINTED:
+            hints = _decode_hints(body, known, expected_length, difference)
+        return _decode_upload(mode, body, hints, expected_length, threads)
     except MessageError as error:
         raise WireError(f"the frame holds no valid message: {error}") from error
 
@@ -154,14 +185,19 @@ def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
     return frame
 
 
-def _check_envelope(frame: NDArray[np.uint8]) -> Mode:
-    """Check checksum, version and mode: what every version of the format keeps in its place."""
+def _check_envelope(frame: NDArray[np.uint8]) -> tuple[Mode, int]:
+    """Check checksum, version and mode: what every version of the format keeps in its place.
+
+    Return the mode and, where hints are part of the checksum, what theirs must be.
+    """
     first = int(frame[0])
     is_short = len(frame) == 1
+    difference = 0
     if not is_short:
         stored = int.from_bytes(frame[-CRC_BYTES:].tobytes(), "little")
         computed = zlib.crc32(frame[: max(0, len(frame) - CRC_BYTES)].data)
-        if stored != computed:
+        difference = stored ^ computed
+        if difference and first != _first_byte(Mode.HINTED):
             raise WireError(f"the checksum is {computed:08x} where the frame says {stored:08x}")
     version = first >> 5
     if version != VERSION:
@@ -172,20 +208,51 @@ def _check_envelope(frame: NDArray[np.uint8]) -> Mode:
         raise WireError(f"mode {first & 0x1F} is unknown in version {VERSION}") from None
     if is_short != (mode is Mode.SKIP):
         raise WireError(f"a frame of mode {mode.name} cannot have {len(frame)} bytes")
-    return mode
+    return mode, difference
 
 
 def _tries_context(upload: Upload) -> bool:
     return HAVE_NUMBA and len(upload) <= CONTEXT_LENGTH
 
 
-def _encode_levels(upload: Upload, threads: int | None) -> tuple[Mode, bytes]:
+def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | None:
+    if known is None:
+        return None
+    if len(known.reference) != length:
+        raise MessageError(
+            f"the known reference has {len(known.reference)} values, the upload {length}"
+        )
+    return make_hints(known.reference, step, known.direction)
+
+
+def _hints_checksum(hints: NDArray[np.int8] | None) -> int:
+    return 0 if hints is None else zlib.crc32(np.ascontiguousarray(hints).data)
+
+
+def _decode_hints(
+    body: NDArray[np.uint8], known: Known | None, length: int, checksum: int
+) -> NDArray[np.int8] | None:
+    """Return the hints for the step in the frame, if they are those it was written with."""
+    if known is None:
+        raise WireError("the frame was written with what both ends know, which is not given here")
+    if len(body) < UPLOAD_HEAD_BYTES:
+        raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
+    hints = _hints(known, _read_step(body), length)
+    if _hints_checksum(hints) != checksum:
+        raise WireError("the frame is damaged, or was written with another reference")
+    return hints
+
+
+def _encode_levels(
+    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
+) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
     if _tries_context(upload):
-        coded = context.encode(upload.levels, num_levels(upload.grid, upload.width))
+        bound = num_levels(upload.grid, upload.width)
+        coded = context.encode(upload.levels, bound, hints=hints)
         if len(coded) < len(best):
-            best, mode = coded, Mode.CONTEXT
+            best, mode = coded, Mode.CONTEXT if hints is None else Mode.HINTED
     if packed_size(len(upload), upload.width) <= len(best):
         best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
     return mode, best
@@ -198,7 +265,13 @@ def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes
     return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
 
 
-def _decode_upload(mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
+def _decode_upload(
+    mode: Mode,
+    body: NDArray[np.uint8],
+    hints: NDArray[np.int8] | None,
+    length: int,
+    threads: int | None,
+) -> Upload:
     if len(body) < UPLOAD_HEAD_BYTES:
         raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
     shape = int(body[1])
@@ -215,7 +288,7 @@ def _decode_upload(mode: Mode, body: NDArray[np.uint8], length: int, threads: in
         planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
         levels = join_levels(planes, width)
     else:
-        levels = context.decode(payload, length, num_levels(grid, width))
+        levels = context.decode(payload, length, num_levels(grid, width), hints=hints)
     upload = Upload(levels, step, width, grid)
     upload.validate()
     return upload

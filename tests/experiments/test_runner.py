@@ -1,0 +1,142 @@
+"""Run directories: complete, resumable after any crash, and repeatable."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from aqg.errors import ConfigError, RunError
+from aqg.experiments import runner
+from aqg.experiments.config import read_settings, resolve
+from aqg.experiments.rundir import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.experiments.setup import build_problem, find_minimum
+from aqg.experiments.summary import Cost, Trace
+
+SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return resolve(SETTINGS)[0]
+
+
+@pytest.fixture(scope="module")
+def problem(config):
+    return build_problem(config)
+
+
+class StopAfter(Exception):  # noqa: N818
+    """Stands for a crash."""
+
+
+def crash_after(number):
+    def watch(progress):
+        if progress.round == number:
+            raise StopAfter
+
+    return watch
+
+
+def run_whole(config, problem, directory):
+    runner.create_run(directory, config)
+    return runner.run(config, problem, find_minimum(config, problem), directory)
+
+
+def test_a_run_directory_is_complete(config, problem, tmp_path):
+    result = run_whole(config, problem, tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == sorted([CONFIG, ROUNDS, CHECKPOINT, SUMMARY])
+    lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, 31))
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert summary["upload_bytes"] == sum(line["upload_bytes"] for line in lines)
+    assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
+    minimum = find_minimum(config, problem)
+    assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
+    assert resolve(read_settings(tmp_path / "run" / CONFIG)) == (config,)
+
+
+@pytest.mark.parametrize("crash", [1, 13, 30])
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
+    config = resolve({**SETTINGS, "engine": engine})[0]
+    whole = run_whole(config, problem, tmp_path / "whole")
+    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    directory = tmp_path / "broken"
+    runner.create_run(directory, config)
+    with pytest.raises(StopAfter):
+        runner.run(config, problem, None, directory, crash_after(crash))
+    # The crash came after the line was written and before the checkpoint: cut it mid-line too.
+    text = (directory / ROUNDS).read_text()
+    (directory / ROUNDS).write_text(text[:-7])
+    minimum = find_minimum(config, problem)
+    resumed = runner.run(config, problem, minimum, directory)
+    assert resumed.summary == whole.summary
+    assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
+    with (
+        np.load(directory / CHECKPOINT) as left,
+        np.load(tmp_path / "whole" / CHECKPOINT) as right,
+    ):
+        assert all(np.array_equal(left[key], right[key]) for key in right)
+
+
+def test_resume_refuses_another_config(config, problem, tmp_path):
+    run_whole(config, problem, tmp_path / "run")
+    assert runner.read_configs(tmp_path / "run", {}) == (config,)
+    assert runner.read_configs(tmp_path / "run", {"rounds": 30}) == (config,)
+    with pytest.raises(ConfigError, match=r"with rounds 31: the run has rounds 30"):
+        runner.read_configs(tmp_path / "run", {"rounds": 31})
+    with pytest.raises(ConfigError, match=r"with recipe gd: the run has recipe lean"):
+        runner.read_configs(tmp_path / "run", {"recipe": "gd"})
+    with pytest.raises(RunError, match="is not a run directory"):
+        runner.read_configs(tmp_path, {})
+
+
+def test_damaged_files_are_named(config, problem, tmp_path):
+    run_whole(config, problem, tmp_path / "run")
+    (tmp_path / "run" / ROUNDS).write_text("")
+    with pytest.raises(RunError, match="holds 0 rounds, but the checkpoint is at round 30"):
+        runner.run(config, problem, None, tmp_path / "run")
+    (tmp_path / "run" / CHECKPOINT).write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(RunError, match="is damaged"):
+        runner.run(config, problem, None, tmp_path / "run")
+
+
+def test_output_directories_are_new_or_empty(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(RunError, match="is not empty"):
+        create_directory(tmp_path / "full")
+    with pytest.raises(RunError, match="cannot be made: Not a directory"):
+        create_directory(tmp_path / "full" / "file" / "deeper")
+
+
+def test_a_diverging_run_ends_early_and_says_so(tmp_path):
+    config = resolve({"recipe": "gd", "rounds": 400, "alpha": 1e6, "l2": 1.0})[0]
+    result = run_whole(config, build_problem(config), tmp_path / "run")
+    assert result.summary.diverged
+    assert result.summary.rounds < 400
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert summary["diverged"] is True
+    assert summary["test_accuracy"] is not None
+    again = runner.run(config, build_problem(config), None, tmp_path / "run")
+    assert again.summary.rounds == result.summary.rounds
+
+
+def test_a_target_counts_only_when_the_loss_stays():
+    costs = tuple(Cost(k, 10 * k, 20 * k, 30 * k) for k in range(6))
+    trace = Trace(costs, (5.0, 0.9, 2.0, 0.8, 1.0, 0.7), (None,) * 6)
+    assert trace.cost_to_stay_below(1.0) == costs[3]
+    assert trace.cost_to_stay_below(0.75) == costs[5]
+    assert trace.cost_to_stay_below(0.5) is None
+    assert trace.cost_to_stay_below(9.0) == costs[0]
+    lost = Trace(costs[:2], (0.5, float("nan")), (None,) * 2)
+    assert lost.cost_to_stay_below(1.0) is None
+
+
+def test_a_target_needs_a_known_minimum():
+    config = resolve({"recipe": "lean", "model": "mlp:5", "target": 1e-3})[0]
+    with pytest.raises(ConfigError, match=r"f\* is unknown for mlp:5"):
+        find_minimum(config, build_problem(config))
