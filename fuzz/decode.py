@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["aqg.wire", "aqg.core.messages"]):
     from aqg.errors import WireError
     from aqg.wire import decode, encode, encoded_size
 
-from tests.wire.hostile import known_for, sealed
+    from tests.wire.hostile import known_for, sealed
 
 
 def test_one_input(data: bytes) -> None:

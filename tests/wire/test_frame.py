@@ -23,6 +23,7 @@ from aqg.wire.frame import Mode
 from aqg.wire.planes import BLOCK_LENGTH, BLOCKED_LENGTH
 from aqg.wire.varint import MAX_BYTES, read_varint, varint_size, write_varint
 
+from tests.wire.golden.make import golden_known
 from tests.wire.samples import (
     laplace_upload,
     measured_entropy,
@@ -250,7 +251,8 @@ def golden_cases() -> list[dict[str, object]]:
 def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -> None:
     frame = (GOLDEN / f"{case['name']}.bin").read_bytes()
     assert mode_of(frame).name == case["mode"]
-    message = decode(frame, int(str(case["length"])))
+    length = int(str(case["length"]))
+    message = decode(frame, length, known=golden_known(length))
     content = b""
     if isinstance(message, Upload):
         assert (message.width, str(message.grid), message.step) == (
@@ -272,12 +274,14 @@ import numpy as np
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.jit import HAVE_NUMBA
-from aqg.wire import Known, decode, encode, encoded_size
+from aqg.wire import decode, encode, encoded_size
+from tests.wire.golden.make import golden_known
 assert not HAVE_NUMBA
 golden = pathlib.Path(sys.argv[1])
 for case in json.loads((golden / "frames.json").read_text()):
     if case["length"] <= 60_000:
-        message = decode((golden / (case["name"] + ".bin")).read_bytes(), case["length"])
+        frame = (golden / (case["name"] + ".bin")).read_bytes()
+        message = decode(frame, case["length"], known=golden_known(case["length"]))
         frame = encode(message)
         assert len(frame) == encoded_size(message)
         assert decode(frame, case["length"]) == message
@@ -288,6 +292,7 @@ print("ok")
 def test_without_numba_every_frame_is_still_read() -> None:
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", NO_NUMBA, str(GOLDEN)],
+        cwd=GOLDEN.parents[2],
         capture_output=True,
         text=True,
         check=False,

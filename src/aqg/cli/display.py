@@ -122,4 +122,5 @@ def _table(*columns: str) -> Table:
 def _saving(size: int, baseline: int) -> str:
     if size == baseline or size == 0:
         return "-"
-    return f"{baseline / size:.3g}×"
+    ratio = baseline / size
+    return f"{ratio:.3g}×" if ratio >= 1 else f"{ratio:.1g}×"

@@ -22,14 +22,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 1000},
+    "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
     "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
     "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
 }
-ALPHA_DEFAULTS: dict[tuple[str, str], float] = {
+STEP_SIZES: dict[tuple[str, str], float] = {
+    ("digits", "mean"): 0.1,
+    ("digits", "sum"): 0.0007,
+    ("mnist", "mean"): 0.02,
+    ("mnist", "sum"): 3e-6,
     ("heterogeneous", "mean"): 0.008,
     ("heterogeneous", "sum"): 0.0015,
 }
+"""For the default number of clients."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
     _require_choice("dataset", dataset, DATASETS)
     merged: dict[str, Any] = {"dataset": dataset, **DATASET_DEFAULTS[dataset], **settings}
     merged.setdefault("recipe", "lean,gd,laq")
-    merged.setdefault("alpha", ALPHA_DEFAULTS.get((dataset, merged.get("scaling", "mean")), 0.02))
+    merged.setdefault("alpha", _default_step_size(merged))
     recipes = merged.pop("recipe")
     names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
     names = [name.strip() for name in names]
@@ -114,6 +119,17 @@ def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
     typed = {name: _typed(name, value) for name, value in merged.items()}
     load_plugins(typed.get("plugins", ()))
     return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
+
+
+def _default_step_size(settings: Mapping[str, Any]) -> float:
+    """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
+    dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
+    _require_choice("scaling", scaling, ("mean", "sum"))
+    step_size = STEP_SIZES[dataset, scaling]
+    clients = _typed("clients", settings["clients"])
+    if scaling == "sum" or clients < 1:
+        return step_size
+    return step_size * DATASET_DEFAULTS[dataset]["clients"] / clients
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:

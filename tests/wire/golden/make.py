@@ -68,11 +68,7 @@ def main() -> None:
         if not isinstance(message, Skip):
             case["length"] = len(message)
         cases.append(case | {"content_crc32": zlib.crc32(content)})
-        print(
-            f"{name:16} {len(frame):6} bytes, {case['mode']}, head {frame[8]:08b}"
-            if len(frame) > 8
-            else name
-        )
+        print(f"{name:16} {case['mode']:12} {len(frame):6} bytes")
     (HERE / "frames.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 
