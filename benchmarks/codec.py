@@ -24,7 +24,7 @@ import zstandard
 from aqg.core.grids import Grid, level_dtype, num_levels
 from aqg.core.innovation import measure
 from aqg.core.kernels import quantize
-from aqg.core.messages import Upload
+from aqg.core.messages import DenseUpload, Upload
 from aqg.wire import decode, encode, warm_up
 from aqg.wire.bitpack import pack, pack_numpy, unpack, unpack_numpy
 from aqg.wire.frame import Mode
@@ -286,6 +286,29 @@ def client_lines(lengths: list[int]) -> list[list[str]]:
     return lines
 
 
+def dense_lines(lengths: list[int]) -> list[list[str]]:
+    """Measure frames of normally distributed float32 values."""
+    lines = []
+    for length in lengths:
+        message = DenseUpload(np.random.default_rng(0).normal(size=length).astype(np.float32))
+        memcpy = time_memcpy(message.dense)
+        frame = encode(message, threads=1)
+        if decode(frame, length, threads=1) != message:
+            raise AssertionError("a dense upload does not survive the wire")
+        encode_seconds = best_time(lambda message=message: encode(message, threads=1))
+        decode_seconds = best_time(lambda frame=frame, n=length: decode(frame, n, threads=1))
+        ratios = (encode_seconds / memcpy, decode_seconds / memcpy)
+        lines.append(
+            [
+                f"{length}",
+                f"{len(frame)}",
+                f"{len(frame) / length:.3f}",
+                *(f"{r:.1f}" for r in ratios),
+            ]
+        )
+    return lines
+
+
 FIRST_CALL = """
 import time
 start = time.perf_counter()
@@ -348,8 +371,9 @@ def draw(rows: list[Row], path: Path) -> None:
     ticks = [1, 1.5, 2, 4, 8, 16]
     sizes.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
     sizes.minorticks_off()
+    sizes.set_ylim(0.9, 120)
     sizes.grid(alpha=0.3)
-    sizes.legend(fontsize=8)
+    sizes.legend(fontsize=8, ncols=3, loc="upper right")
 
     longest = 10_000_000 if any(row.length == 10_000_000 for row in shown) else shown[-1].length
     last = [row for row in shown if row.length == longest]
@@ -397,6 +421,8 @@ def main() -> None:
     print_table([format_row(row) for row in rows], HEADINGS)
     headings = ("n", "memcpy µs", "statistics", "quantize", "pack", "all three ×memcpy")
     print_table(client_lines(lengths), headings)
+    headings = ("n", "dense bytes", "bytes/n", "encode ×memcpy", "decode ×memcpy")
+    print_table(dense_lines(lengths), headings)
     headings = ("import s", "first call s", "all other kernels s", "import + first call s")
     print_table([first_call_line()], headings)
     if constriction is None:

@@ -10,9 +10,9 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def main() -> None:
-    """Write every ninth good frame, none of them above 1 KB."""
+    """Write every twelfth good frame, none of them above 1 KB."""
     for index, (frame, length) in enumerate(good_frames()):
-        if index % 9 == 0 and len(frame) < 1000:
+        if index % 12 == 0 and len(frame) < 1000:
             head = bytes([length & 255, length >> 8, 1])
             (CORPUS / f"seed-{index:03}").write_bytes(head + frame)
 

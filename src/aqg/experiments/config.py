@@ -126,10 +126,11 @@ def _default_step_size(settings: Mapping[str, Any]) -> float:
     dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
     _require_choice("scaling", scaling, ("mean", "sum"))
     step_size = STEP_SIZES[dataset, scaling]
-    clients = _typed("clients", settings["clients"])
+    clients: int = _typed("clients", settings["clients"])
     if scaling == "sum" or clients < 1:
         return step_size
-    return step_size * DATASET_DEFAULTS[dataset]["clients"] / clients
+    default_clients: int = DATASET_DEFAULTS[dataset]["clients"]
+    return step_size * default_clients / clients
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:

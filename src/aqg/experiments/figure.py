@@ -56,11 +56,12 @@ def _draw_curves(axes: Sequence[Axes], index: int, result: Result, minimum: floa
     heights = losses if minimum is None else losses - minimum
     heights = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
     color = _COLORS[index % len(_COLORS)]
-    for axis, x in (
-        (axes[0], [cost.rounds for cost in trace.costs]),
-        (axes[1], [max(cost.uploads, 1) for cost in trace.costs]),
-        (axes[2], [max(cost.upload_bytes, 1) for cost in trace.costs]),
-    ):
+    rounds = np.array([cost.rounds for cost in trace.costs], np.float64)
+    uploads = np.array([cost.uploads for cost in trace.costs], np.float64)
+    num_bytes = np.array([cost.upload_bytes for cost in trace.costs], np.float64)
+    uploads[uploads == 0] = np.nan  # a logarithmic axis has no zero
+    num_bytes[num_bytes == 0] = np.nan
+    for axis, x in zip(axes, (rounds, uploads, num_bytes), strict=True):
         axis.plot(
             x,
             heights,

@@ -16,13 +16,14 @@ import numpy as np
 
 from aqg.core.client import describe_fault
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.messages import Skip
+from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.mirror import Memory
 from aqg.core.server import amplification
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
 from aqg.wire import encoded_size
+from aqg.wire.memory import known, next_direction
 
 if TYPE_CHECKING:
     from aqg.core.innovation import Innovation
@@ -75,6 +76,7 @@ class FastSimulation:
                 total=np.zeros(num_params),
                 history=(),
                 mirrors=np.zeros((num_clients, num_mirrored), problem.dtype),
+                directions=np.zeros((num_clients, num_mirrored), np.int8),
                 residuals=np.zeros((num_clients, num_residual), problem.dtype),
                 stored_errors=np.zeros((num_clients, recipe.quantizer.num_errors)),
                 silent_rounds=np.zeros(num_clients, np.int64),
@@ -88,6 +90,7 @@ class FastSimulation:
         self._total = put(state.total)
         self._history = state.history
         self._mirrors = put(state.mirrors)
+        self._directions = state.directions.copy()
         self._residuals = put(state.residuals)
         self._stored_errors = state.stored_errors.copy()
         self._silent_rounds = state.silent_rounds.copy()
@@ -165,13 +168,23 @@ class FastSimulation:
         row = self.backend.get(delta)
         key = (self.seed, client, self.next_round)
         upload = recipe.quantizer.quantize(row, innovation, width, key)
+        num_bytes = self._frame_size(client, upload)
         self.backend.advance(recipe.memory, self._mirrors, self._total, client, upload)
         if recipe.memory is Memory.FEEDBACK:
             residual = row - upload.values(row.dtype.type)
             self.backend.store(self._residuals, np.array([client]), residual[None])
         self._stored_errors[client] = innovation.errors
         self._silent_rounds[client] = 0
-        return encoded_size(upload)
+        return num_bytes
+
+    def _frame_size(self, client: int, upload: Upload | DenseUpload) -> int:
+        """Return the length of the frame that client and server would exchange."""
+        if isinstance(upload, DenseUpload):
+            return encoded_size(upload)
+        shared = known(self.backend.get(self._mirrors[client]), self._directions[client])
+        num_bytes = encoded_size(upload, known=shared)
+        self._directions[client] = next_direction(self._directions[client], upload)
+        return num_bytes
 
     def _step(self) -> None:
         direction = self._total * amplification(self.recipe, self.dropout.rate)
@@ -197,6 +210,7 @@ class FastSimulation:
             total=get(self._total).copy(),
             history=self._history,
             mirrors=get(self._mirrors).copy(),
+            directions=self._directions.copy(),
             residuals=get(self._residuals).copy(),
             stored_errors=self._stored_errors.copy(),
             silent_rounds=self._silent_rounds.copy(),

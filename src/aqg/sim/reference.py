@@ -16,6 +16,7 @@ from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
 from aqg.wire import decode, encode
+from aqg.wire.memory import initial_direction, known, next_direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +40,7 @@ class Client:
         self.samples = samples
         self.seed = seed
         self.state = init_client(recipe, objective.num_params, samples.features.dtype)
+        self.direction = initial_direction(self.state.mirror)
         self.loss = np.nan
         self.fault: str | None = None
 
@@ -48,6 +50,7 @@ class Client:
             broadcast.parameters, self.samples.features, self.samples.labels
         )
         self.loss = float(loss)
+        shared = known(self.state.mirror, self.direction)
         self.state, message = client_step(
             self.recipe,
             self.state,
@@ -56,7 +59,8 @@ class Client:
             key=(self.seed, self.index, broadcast.round),
         )
         self.fault = getattr(message, "fault", None)
-        return encode(message)
+        self.direction = next_direction(self.direction, message)
+        return encode(message, known=shared)
 
     def evaluate(self, parameters: FloatArray) -> float:
         """Return ``f_m(θ)``."""
@@ -78,6 +82,7 @@ class Server:
         self.step_size = step_size
         self.dropout_rate = dropout_rate
         self.state = server_rules.init_server(recipe, initial_params, num_clients)
+        self.directions = [initial_direction(mirror) for mirror in self.state.mirrors]
 
     def broadcast(self) -> Broadcast:
         """Return ``θ^k`` and the movement scalar."""
@@ -85,7 +90,9 @@ class Server:
 
     def receive(self, client: int, frame: bytes) -> Message:
         """Decode one client's frame and move its ``ref_m``."""
-        message = decode(frame, len(self.state.parameters))
+        shared = known(self.state.mirrors[client], self.directions[client])
+        message = decode(frame, len(self.state.parameters), known=shared)
+        self.directions[client] = next_direction(self.directions[client], message)
         self.state = server_rules.receive(self.recipe, self.state, client, message)
         return message
 
@@ -167,6 +174,7 @@ class ReferenceSimulation:
             total=server.total,
             history=server.history,
             mirrors=np.stack(server.mirrors),
+            directions=np.stack(self.server.directions),
             residuals=np.stack([client.residual for client in clients]),
             stored_errors=np.stack([client.stored_errors for client in clients]),
             silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
@@ -177,8 +185,10 @@ class ReferenceSimulation:
         self.server.state = server_rules.ServerState(
             state.round, state.parameters, tuple(state.mirrors), state.total, state.history
         )
+        self.server.directions = list(state.directions)
         for client in self.clients:
             m = client.index
+            client.direction = state.directions[m]
             client.state = ClientState(
                 mirror=state.mirrors[m],
                 residual=state.residuals[m],

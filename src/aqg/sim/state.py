@@ -25,6 +25,8 @@ class SimulationState(NamedTuple):
         total: the server's running sum ``Σ_m ref_m``, ``(n,)``.
         history: ``‖direction‖²/M²`` of the last steps, newest first.
         mirrors: ``ref_m``, ``(M, n)``, or ``(M, 0)`` where the recipe keeps none.
+        directions: which way each coordinate went in the last upload, ``(M, n)`` or ``(M, 0)``;
+            both ends of the wire remember it.
         residuals: error feedback, ``(M, n)`` or ``(M, 0)``.
         stored_errors: ``‖ε̂_b‖²`` at each client's last upload, ``(M, b_max)``.
         silent_rounds: rounds since each client spoke, ``(M,)``.
@@ -36,6 +38,7 @@ class SimulationState(NamedTuple):
     total: Float64Array
     history: tuple[float, ...]
     mirrors: FloatArray
+    directions: NDArray[np.int8]
     residuals: FloatArray
     stored_errors: Float64Array
     silent_rounds: IntArray
@@ -56,6 +59,7 @@ class SimulationState(NamedTuple):
             total=arrays["total"],
             history=tuple(arrays["history"].tolist()),
             mirrors=arrays["mirrors"],
+            directions=arrays["directions"],
             residuals=arrays["residuals"],
             stored_errors=arrays["stored_errors"],
             silent_rounds=arrays["silent_rounds"],

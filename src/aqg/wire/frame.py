@@ -222,7 +222,8 @@ def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | 
         raise MessageError(
             f"the known reference has {len(known.reference)} values, the upload {length}"
         )
-    return make_hints(known.reference, step, known.direction)
+    hints = make_hints(known.reference, step, known.direction)
+    return hints if hints.any() else None  # before the first upload nothing is known
 
 
 def _hints_checksum(hints: NDArray[np.int8] | None) -> int:
