@@ -20,7 +20,7 @@ from aqg.experiments.config import RunConfig, resolve
 from aqg.experiments.rundir import SUMMARY, read_lines
 from aqg.experiments.runner import create_run, run, slug
 from aqg.experiments.setup import build_problem, find_minimum
-from aqg.experiments.summary import Trace
+from aqg.experiments.summary import Trace, has_diverged
 
 Expected = tuple[float, int | None, int | None, int | None]
 """Residual to reach, and the rounds, uploads and bits per parameter it took."""
@@ -259,8 +259,9 @@ def network_table(results: Results) -> None:
     for (split, recipe), expected in NETWORK_EXPECTED.items():
         trace, row = results.trace("network", split, recipe, 0.0)
         final = trace.losses[-1]
+        shown = "diverged" if has_diverged(final) else f"{final:.4f}"
         print(
-            f"| {split} | {recipe} | {final:.4f} | {expected} | {row['uploads']} "
+            f"| {split} | {recipe} | {shown} | {expected} | {row['uploads']} "
             f"| {row['bits_per_param']} | {row['upload_bytes']:,} |"
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import aqg.wire
 from aqg.core.grids import Grid, level_dtype, num_levels
 from aqg.core.messages import DenseUpload, Upload
-from aqg.wire import decode, encode, encoded_size, warm_up
+from aqg.wire import Known, decode, encode, encoded_size, warm_up
 
 def compiled():
     names = [m.name for m in pkgutil.iter_modules(aqg.wire.__path__)]
@@ -42,6 +42,8 @@ for width in range(1, 17):
             assert len(frame) == encoded_size(message)
             for kind in (bytes, bytearray, memoryview):
                 assert decode(kind(frame), length) == message
+            known = Known(spread.astype(np.float32))
+            assert decode(encode(message, known=known), length, known=known) == message
 dense = DenseUpload(random.normal(size=1000).astype(np.float32))
 assert decode(encode(dense), 1000) == dense
 after = compiled()

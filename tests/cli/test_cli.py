@@ -1,0 +1,170 @@
+"""The command line as a user meets it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from aqg.core.recipes import RECIPES
+
+QUICK = ("--rounds", "25")
+
+
+def aqg(*arguments, cwd, env=None, check=True):
+    done = subprocess.run(
+        [sys.executable, "-m", "aqg", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "100", **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_first_run(tmp_path):
+    done = aqg("run", *QUICK, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    for word in ("lean", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "bytes"):
+        assert word in done.stdout
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert f"runs/{directory.name}" in done.stdout
+    assert (directory / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    for recipe in ("lean", "gd", "laq"):
+        files = {path.name for path in (directory / recipe).iterdir()}
+        assert files == {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}
+    # The run repeats from its own directory, to the last byte.
+    aqg("run", "--config", directory / "config.toml", "--out", tmp_path / "again", cwd=tmp_path)
+    for recipe in ("lean", "gd", "laq"):
+        first = (directory / recipe / "rounds.jsonl").read_text()
+        assert (tmp_path / "again" / recipe / "rounds.jsonl").read_text() == first
+
+
+def test_json_is_one_object_on_stdout(tmp_path):
+    options = ("--recipe", "lean,gd", "--target", "0.6", "--dropout", "0.1", "--out", "x")
+    done = aqg("run", *QUICK, *options, "--json", cwd=tmp_path)
+    runs = json.loads(done.stdout)["runs"]
+    assert [run["recipe"] for run in runs] == ["lean", "gd"]
+    for run in runs:
+        assert run["rounds"] == 25
+        assert run["upload_bytes"] > 0
+        assert 0 < run["test_accuracy"] <= 1
+        assert run["residual"] > 0
+        target = run["target"]
+        assert 0 < target["reached_round"] <= 25
+        assert 0 < target["upload_bytes"] < run["upload_bytes"]
+        assert target["uploads"] * 32 >= target["bits_per_param"]
+    unreached = aqg("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json", cwd=tmp_path)
+    assert set(json.loads(unreached.stdout)["runs"][0]["target"].values()) == {1e-9, None}
+    plain = aqg("run", *QUICK, "--recipe", "gd", "--model", "mlp:4", "--json", cwd=tmp_path)
+    (run,) = json.loads(plain.stdout)["runs"]
+    assert run["residual"] is None
+    assert "target" not in run
+
+
+def test_engines_and_options_agree(tmp_path):
+    options = ("--recipe", "aqg-2", "--partition", "dirichlet:0.5", "--bits", 3, "--l2", 0.05)
+    fast = aqg("run", *QUICK, *options, "--json", cwd=tmp_path)
+    reference = aqg("run", *QUICK, *options, "--engine", "reference", "--json", cwd=tmp_path)
+    assert fast.stdout == reference.stdout
+
+
+def test_listings(tmp_path):
+    recipes = aqg("recipes", cwd=tmp_path).stdout
+    assert all(name in recipes for name in RECIPES)
+    assert "[xi=1] [eta=0.5]" in recipes
+    datasets = aqg("datasets", cwd=tmp_path).stdout
+    assert all(name in datasets for name in ("digits", "mnist", "heterogeneous"))
+    assert aqg("--version", cwd=tmp_path).stdout.startswith("aqg ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "nope"), "unknown recipe 'nope'; choose from"),
+        (("--dataset", "nope"), "unknown dataset 'nope'; choose from digits, mnist"),
+        (("--set", "nope=1"), "unknown setting 'nope'; choose from"),
+        (("--clients", "2000", "--partition", "iid"), "2000"),
+        (("--clients", "5"), "5"),
+        (("--partition", "source"), "source"),
+        (("--rounds", "-5"), "rounds is -5; it must be at least 1"),
+        (("--rounds", "many"), "many"),
+        (("--dropout", "1"), "dropout is 1.0; it must be at least 0 and below 1"),
+        (("--model", "logistic"), "logistic"),
+        (("--model", "transformer"), "transformer"),
+        (("--target", "1e-3", "--model", "mlp:3"), "f* is unknown for mlp:3"),
+        (("--out", "/proc/nowhere"), "'/proc/nowhere' cannot be made"),
+        (("--resume", "nowhere"), "'nowhere' is not a run directory"),
+        (("--config", "nowhere.toml"), "'nowhere.toml' cannot be read"),
+        (("--nope",), "--nope"),
+        (("--device", "cuda:99"), "cuda:99"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path):
+    done = aqg("run", *options, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("aqg: error: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corrupted_cache_file_is_named(tmp_path):
+    data = tmp_path / "data" / "mnist"
+    data.mkdir(parents=True)
+    (data / "train-images-idx3-ubyte.gz").write_bytes(b"not what it should be")
+    work = tmp_path / "work"
+    work.mkdir()
+    environment = {"AQG_DATA_DIR": str(tmp_path / "data")}
+    done = aqg("run", "--dataset", "mnist", cwd=work, env=environment, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "train-images-idx3-ubyte.gz" in line
+    assert list(work.iterdir()) == []
+
+
+def test_an_occupied_directory_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    done = aqg("run", *QUICK, "--out", "out", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "'out' is not empty" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path):
+    options = ("--recipe", "lean,laq", "--rounds", "1500", "--dropout", "0.2")
+    aqg("run", *options, "--out", "whole", cwd=tmp_path)
+    command = [sys.executable, "-m", "aqg", "run", *options, "--out", "cut"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = tmp_path / "cut" / "lean" / "rounds.jsonl"
+        deadline = time.monotonic() + 120
+        while not (lines.exists() and lines.stat().st_size > 2000):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "aqg run --resume cut" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "cut" / "lean" / "summary.json").exists()
+    changed = aqg("run", "--resume", "cut", "--alpha", "0.01", cwd=tmp_path, check=False)
+    assert changed.returncode == 2
+    assert "cannot resume 'cut' with alpha 0.01: the run has alpha 0.1" in changed.stderr
+    aqg("run", "--resume", "cut", cwd=tmp_path)
+    for recipe in ("lean", "laq"):
+        for name in ("rounds.jsonl", "summary.json"):
+            expected = (tmp_path / "whole" / recipe / name).read_text()
+            assert (tmp_path / "cut" / recipe / name).read_text() == expected
