@@ -9,6 +9,7 @@ import numpy as np
 from aqg.core.grids import Grid
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, quantize
+from aqg.wire import warm_up as warm_up_wire
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
@@ -28,3 +29,4 @@ def warm_up() -> None:
             for width in (4, 12):
                 levels = quantize(vector, grid, width, step=1.0)
                 add_levels(vector, levels, np.zeros(np.iinfo(levels.dtype).max + 1, dtype))
+    warm_up_wire()

@@ -1,31 +1,39 @@
-"""``aqg recipes`` and ``aqg datasets``."""
+"""``aqg recipes`` and ``aqg datasets``: one line for each, never wrapped."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from aqg.core.recipes import RECIPES
 from aqg.data import DATASETS
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 def list_recipes() -> None:
     """Print name, summary and options of every recipe."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for entry in RECIPES.values():
-        options = " ".join(f"[{name}={value:g}]" for name, value in entry.options.items())
-        suffix = f"  {options}" if options else ""
-        table.add_row(entry.name, entry.summary + suffix.replace("[", r"\["))
-    Console().print(table)
+    _print_lines(
+        (
+            entry.name,
+            entry.summary
+            + "".join(f" [{name}={value:g}]" for name, value in entry.options.items()),
+        )
+        for entry in RECIPES.values()
+    )
 
 
 def list_datasets() -> None:
     """Print name and summary of every dataset."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for info in DATASETS.values():
-        table.add_row(info.name, info.summary)
-    Console().print(table)
+    _print_lines((info.name, info.summary) for info in DATASETS.values())
+
+
+def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    console = Console()
+    for name, summary in rows:
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)

@@ -17,6 +17,7 @@ from aqg.experiments.config import RunConfig, parse_assignment, read_settings, r
 from aqg.experiments.figure import draw_comparison
 from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, create_directory, write_atomically
 from aqg.experiments.setup import build_problem, find_minimum
+from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def run_command(options: RunOptions) -> None:
     console = Console(stderr=options.as_json)
     plan = _plan(options)
     config = plan.runs[0][0]
+    check_device(config.device)
     with console.status("Preparing kernels (compiled once, then cached) ..."):
         warm_up()
     with console.status(f"Loading {config.dataset} ..."):

@@ -66,24 +66,33 @@ class Backend(Protocol):
         """Return the parameters after the step, and ``‖direction‖²``."""
 
 
-def make_backend(problem: Problem, device: str) -> Backend:
-    """Return the backend for ``"cpu"`` (NumPy), ``"cuda"``, or ``"torch:DEVICE"``."""
+def check_device(device: str) -> None:
+    """Raise `ConfigError` if ``device`` is not one that `make_backend` can use here."""
     if device == "cpu":
-        return NumpyBackend(problem)
+        return
     try:
         import torch
     except ImportError:
         raise ConfigError(
             f"device {device!r} needs torch; install with: pip install 'aqg[torch]'"
         ) from None
-    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, but torch sees no GPU here; use cpu")
+    try:
+        torch.empty(1, device=device.removeprefix("torch:"))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device {device!r} cannot be used: {reason}") from None
+
+
+def make_backend(problem: Problem, device: str) -> Backend:
+    """Return the backend for ``"cpu"`` (NumPy), ``"cuda"``, or ``"torch:DEVICE"``."""
+    if device == "cpu":
+        return NumpyBackend(problem)
+    check_device(device)
     from aqg.sim.torch_backend import TorchBackend
 
-    try:
-        return TorchBackend(problem, device.removeprefix("torch:"))
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} cannot be used: {error}") from None
+    return TorchBackend(problem, device.removeprefix("torch:"))
 
 
 class NumpyBackend:
