@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.client import ClientState
+from aqg.core.optimizers import OptimizerState
 from aqg.core.server import ServerState
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def server_to_arrays(state: ServerState) -> dict[str, NDArray[Any]]:
         "mirrors": np.stack(state.mirrors),
         "total": state.total,
         "history": np.array(state.history, np.float64),
+        "momentum": state.optimizer.momentum,
+        "variance": state.optimizer.variance,
     }
 
 
@@ -56,4 +59,5 @@ def server_from_arrays(arrays: Arrays) -> ServerState:
         mirrors=tuple(np.array(mirror) for mirror in arrays["mirrors"]),
         total=np.array(arrays["total"]),
         history=tuple(arrays["history"].tolist()),
+        optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
     )

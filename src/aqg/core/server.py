@@ -8,6 +8,7 @@ import numpy as np
 
 from aqg.core.messages import Broadcast, Message, Skip
 from aqg.core.mirror import advance, empty_mirror
+from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class ServerState(NamedTuple):
         total: ``Σ_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the sum
             of this round's uploads.
         history: ``‖direction‖²/M²`` of the last steps, newest first.
+        optimizer: what the server optimizer remembers.
 
     """
 
@@ -33,9 +35,18 @@ class ServerState(NamedTuple):
     mirrors: tuple[FloatArray, ...]
     total: Float64Array
     history: tuple[float, ...]
+    optimizer: OptimizerState
 
 
-def init_server(recipe: Recipe, parameters: FloatArray, num_clients: int) -> ServerState:
+_PLAIN = SGD()
+
+
+def init_server(
+    recipe: Recipe,
+    parameters: FloatArray,
+    num_clients: int,
+    optimizer: ServerOptimizer = _PLAIN,
+) -> ServerState:
     """Return the state before the first round, with every ``ref_m`` zero."""
     mirror = empty_mirror(recipe.memory, len(parameters), parameters.dtype)
     return ServerState(
@@ -44,6 +55,7 @@ def init_server(recipe: Recipe, parameters: FloatArray, num_clients: int) -> Ser
         mirrors=(mirror,) * num_clients,
         total=np.zeros(len(parameters)),
         history=(),
+        optimizer=optimizer.init(len(parameters)),
     )
 
 
@@ -52,9 +64,12 @@ def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
     return Broadcast(state.round, state.parameters, recipe.movement.of(state.history))
 
 
-def receive(recipe: Recipe, state: ServerState, client: int, message: Message) -> ServerState:
+def receive(
+    recipe: Recipe, state: ServerState, client: int, message: Message, weight: float = 1.0
+) -> ServerState:
     """Take one client's message: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it.
 
+    With a ``weight`` other than 1, the same in every round, the sum is ``Σ_m weight_m·ref_m``.
     The whole message is checked before anything changes; a bad one raises `MessageError`.
     """
     if isinstance(message, Skip):
@@ -66,21 +81,31 @@ def receive(recipe: Recipe, state: ServerState, client: int, message: Message) -
         )
     message.validate()
     if not recipe.memory.keeps_mirror:
-        return state._replace(total=state.total + message.values(np.float64))
+        return state._replace(total=state.total + weight * message.values(np.float64))
     old = state.mirrors[client]
     new = advance(recipe.memory, old, message)
     mirrors = (*state.mirrors[:client], new, *state.mirrors[client + 1 :])
     change = new.astype(np.float64) - old
-    return state._replace(mirrors=mirrors, total=state.total + change)
+    return state._replace(mirrors=mirrors, total=state.total + weight * change)
 
 
 def finish_round(
-    recipe: Recipe, state: ServerState, step_size: float, dropout_rate: float = 0.0
+    recipe: Recipe,
+    state: ServerState,
+    step_size: float,
+    dropout_rate: float = 0.0,
+    sampled: float = 1.0,
+    optimizer: ServerOptimizer = _PLAIN,
 ) -> ServerState:
-    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2."""
-    direction = state.total * amplification(recipe, dropout_rate)
+    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2.
+
+    Another optimizer than `SGD` turns the sum into another vector first. The movement comes from
+    the sum itself: that is what the clients' vectors are errors of.
+    """
+    direction = state.total * amplification(recipe, dropout_rate, sampled)
+    optimizer_state, update = optimizer.step(state.optimizer, direction)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
-        parameters = state.parameters - (step_size * direction).astype(state.parameters.dtype)
+        parameters = state.parameters - (step_size * update).astype(state.parameters.dtype)
         step = float(direction @ direction) / len(state.mirrors) ** 2
     return ServerState(
         round=state.round + 1,
@@ -88,9 +113,15 @@ def finish_round(
         mirrors=state.mirrors,
         total=state.total if recipe.memory.keeps_mirror else np.zeros_like(state.total),
         history=recipe.movement.extend(state.history, step),
+        optimizer=optimizer_state,
     )
 
 
-def amplification(recipe: Recipe, dropout_rate: float) -> float:
-    """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG."""
-    return 1.0 / (1.0 - dropout_rate) if recipe.amplify_dropouts else 1.0
+def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:
+    """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG.
+
+    Where the server keeps no ``ref_m`` and asks only the fraction ``sampled`` of the clients, the
+    sum over these is divided by it: an unbiased estimate of the sum over all.
+    """
+    factor = 1.0 / (1.0 - dropout_rate) if recipe.amplify_dropouts else 1.0
+    return factor if recipe.memory.keeps_mirror else factor / sampled

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 Array: TypeAlias = Any
@@ -32,13 +35,17 @@ class Objective(ABC):
     share one floating dtype, which is that of the results as well.
 
     Attributes:
-        name: the form `make_objective` takes.
+        name: the form `make_objective` takes, or what `from_module` was told.
         layout: the tensors ``θ`` is made of.
         num_params: the length of ``θ``.
         l2: the weight λ of the regularizer.
         convex: whether ``f_m`` is strongly convex, with modulus ``l2``.
+        stackable: whether a client's numbers on NumPy are the same to the last bit, alone or
+            stacked with others.
 
     """
+
+    stackable: bool = True
 
     def __init__(self, name: str, layout: Layout, l2: float, *, convex: bool) -> None:
         self.name = name
@@ -49,6 +56,43 @@ class Objective(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}, {self.num_params} parameters, l2={self.l2}>"
+
+    @staticmethod
+    def from_module(
+        module: torch.nn.Module,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        *,
+        input_shape: tuple[int, ...] | None = None,
+        l2: float = 0.0,
+        scaling: Scaling = "mean",
+        name: str = "module",
+        reset: bool = False,
+    ) -> Objective:
+        """Make an objective of any torch module; the module is copied and never changed.
+
+        Args:
+            module: takes a batch of samples, returns one row of outputs for each.
+            loss: the mean loss of a batch, from outputs and labels; by default cross-entropy.
+            input_shape: the shape of a sample as the module sees it, such as ``(1, 28, 28)``;
+                by default a sample is its row of features.
+            l2: the weight λ of the regularizer.
+            scaling: ``"mean"``, or ``"sum"`` for ``n`` times the mean over ``n`` samples.
+            name: how messages call it.
+            reset: start from parameters that the layers' ``reset_parameters`` draw from the seed,
+                and not, whatever the seed, from those the module has now.
+
+        """
+        from aqg.objectives.module import ModuleObjective  # needs torch
+
+        return ModuleObjective(
+            module,
+            loss,
+            input_shape=input_shape,
+            l2=l2,
+            scaling=scaling,
+            name=name,
+            reset=reset,
+        )
 
     @abstractmethod
     def init_params(self, seed: int) -> NDArray[np.float64]:
@@ -108,6 +152,11 @@ def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str
         raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
     if num_classes < 2:
         raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
+    check_loss_settings(l2, scaling)
+
+
+def check_loss_settings(l2: float, scaling: str) -> None:
+    """Raise unless ``l2`` and ``scaling`` are ones an objective can have."""
     if not (math.isfinite(l2) and l2 >= 0):
         raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
     if scaling not in get_args(Scaling):

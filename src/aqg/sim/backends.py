@@ -40,6 +40,12 @@ class Backend(Protocol):
     def losses_and_gradients(self, params: Array, clients: IntArray) -> tuple[Float64Array, Array]:
         """Return the loss and the gradient of each of these clients."""
 
+    def samples(self, client: int) -> tuple[Array, Array]:
+        """Return a client's features and labels."""
+
+    def stack(self, rows: list[Array]) -> Array:
+        """Return vectors as the rows of one array."""
+
     def subtract(self, rows: Array, table: Array, clients: IntArray) -> Array:
         """Return ``rows - table[clients]``; may overwrite ``rows``."""
 
@@ -59,11 +65,15 @@ class Backend(Protocol):
         total: Array,
         client: int,
         upload: Upload | DenseUpload,
+        weight: float,
     ) -> None:
-        """Move a client's mirror by its upload, and the sum with it, in place."""
+        """Move a client's mirror by its upload, and the weighted sum with it, in place."""
 
-    def descend(self, params: Array, direction: Array, step_size: float) -> tuple[Array, float]:
-        """Return the parameters after the step, and ``‖direction‖²``."""
+    def descend(self, params: Array, update: Array, step_size: float) -> Array:
+        """Return the parameters after the step."""
+
+    def squared_norm(self, direction: Array) -> float:
+        """Return ``‖direction‖²``."""
 
 
 def check_device(device: str) -> None:
@@ -150,6 +160,14 @@ class NumpyBackend:
                 yield slice(position, stop), features[members], labels[members]
             position = stop
 
+    def samples(self, client: int) -> tuple[FloatArray, IntArray]:
+        """Return the very arrays of the problem."""
+        return self._clients[client]
+
+    def stack(self, rows: list[FloatArray]) -> FloatArray:
+        """Copy into one array."""
+        return np.stack(rows)
+
     def subtract(self, rows: FloatArray, table: FloatArray, clients: IntArray) -> FloatArray:
         """Subtract in place."""
         return np.subtract(rows, table[_as_slice(clients)], out=rows)
@@ -173,23 +191,26 @@ class NumpyBackend:
         total: Float64Array,
         client: int,
         upload: Upload | DenseUpload,
+        weight: float,
     ) -> None:
         """Take the same step as the state machines of client and server."""
         if not memory.keeps_mirror:
-            total += upload.values(np.float64)
+            total += weight * upload.values(np.float64)
             return
         old = mirrors[client]
         new = advance(memory, old, upload)
-        total += new.astype(np.float64) - old
+        total += weight * (new.astype(np.float64) - old)
         mirrors[client] = new
 
-    def descend(
-        self, params: FloatArray, direction: Float64Array, step_size: float
-    ) -> tuple[FloatArray, float]:
+    def descend(self, params: FloatArray, update: Float64Array, step_size: float) -> FloatArray:
         """Take the step in the precision of the parameters."""
         with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
-            stepped = params - (step_size * direction).astype(params.dtype)
-            return stepped, float(direction @ direction)
+            return params - (step_size * update).astype(params.dtype)
+
+    def squared_norm(self, direction: Float64Array) -> float:
+        """Return ``‖direction‖²``."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(direction @ direction)
 
 
 def _as_slice(clients: IntArray) -> slice | IntArray:
@@ -202,6 +223,8 @@ def _as_slice(clients: IntArray) -> slice | IntArray:
 def _stack_small_clients(problem: Problem) -> dict[int, tuple[int, FloatArray, IntArray]]:
     """Stack neighbors with equally many samples; map each member to its stack's first client."""
     stacks: dict[int, tuple[int, FloatArray, IntArray]] = {}
+    if not problem.objective.stackable:
+        return stacks
     clients = problem.clients
     start = 0
     while start < len(clients):

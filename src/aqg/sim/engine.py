@@ -18,10 +18,12 @@ from aqg.core.client import describe_fault
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.mirror import Memory
+from aqg.core.optimizers import OptimizerState
 from aqg.core.server import amplification
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
 from aqg.wire import encoded_size
 from aqg.wire.memory import known, next_direction
 
@@ -45,6 +47,8 @@ class FastSimulation:
         seed: makes stochastic recipes repeatable.
         device: ``"cpu"``, or a torch device such as ``"cuda"``.
         block_bytes: the most memory one block of gradients may take.
+        training: what clients compute, who is asked, how they are weighted, and the server's
+            optimizer; the paper's by default.
 
     """
 
@@ -57,18 +61,22 @@ class FastSimulation:
         seed: int = 0,
         device: str = "cpu",
         block_bytes: int = 1 << 26,
+        training: Training | None = None,
     ) -> None:
         self.problem = problem
         self.recipe = recipe
         self.step_size = step_size
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
+        self.training = training if training is not None else Training()
+        self._weights = self.training.client_weights(problem)
         num_params = len(problem.initial_params)
         self.backend: Backend = make_backend(problem, device)
         self._block_size = max(1, block_bytes // (num_params * problem.dtype.itemsize))
         num_mirrored = num_params if recipe.memory.keeps_mirror else 0
         num_residual = num_params if recipe.memory is Memory.FEEDBACK else 0
         num_clients = problem.num_clients
+        optimizer_state = self.training.optimizer.init(num_params)
         self._load(
             SimulationState(
                 round=1,
@@ -80,6 +88,8 @@ class FastSimulation:
                 residuals=np.zeros((num_clients, num_residual), problem.dtype),
                 stored_errors=np.zeros((num_clients, recipe.quantizer.num_errors)),
                 silent_rounds=np.zeros(num_clients, np.int64),
+                momentum=optimizer_state.momentum,
+                variance=optimizer_state.variance,
             )
         )
 
@@ -94,6 +104,7 @@ class FastSimulation:
         self._residuals = put(state.residuals)
         self._stored_errors = state.stored_errors.copy()
         self._silent_rounds = state.silent_rounds.copy()
+        self._optimizer_state = OptimizerState(put(state.momentum), put(state.variance))
 
     @property
     def parameters(self) -> FloatArray:
@@ -107,6 +118,7 @@ class FastSimulation:
         num_clients = self.problem.num_clients
         movement = self.recipe.movement.of(self._history)
         away = self.dropout.dropped(number, num_clients)
+        away |= self.training.unsampled(number, num_clients, self.seed)
         widths = np.where(away, DROPPED, 0)
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
@@ -114,17 +126,35 @@ class FastSimulation:
         present = np.flatnonzero(~away)
         for start in range(0, len(present), self._block_size):
             block = present[start : start + self._block_size]
-            losses[block], gradients = self.backend.losses_and_gradients(self._params, block)
+            losses[block], gradients = self._train(block)
             upload_bytes += self._hear(block, gradients, movement, widths, faults)
         loss = None
         if evaluate:
-            absent = np.flatnonzero(away)
-            losses[absent] = self.backend.losses(self._params, absent)
-            loss = float(np.mean(losses))
+            known = ~away & self.training.local.sees_all_samples
+            unknown = np.flatnonzero(~known)
+            losses[unknown] = self.backend.losses(self._params, unknown)
+            loss = float(np.mean(self._weights * losses))
         self._step()
         record = RoundRecord(number, loss, tuple(widths.tolist()), upload_bytes, tuple(faults))
         self.next_round = number + 1
         return record
+
+    def _train(self, block: IntArray) -> tuple[Float64Array, FloatArray]:
+        """Return each client's loss and the vector it would send: its (pseudo-)gradient."""
+        local = self.training.local
+        if local.is_one_gradient:
+            return self.backend.losses_and_gradients(self._params, block)
+        results = [
+            local.update(
+                self.problem.objective,
+                self._params,
+                *self.backend.samples(client),
+                (self.seed, client, self.next_round),
+            )
+            for client in block.tolist()
+        ]
+        losses = np.array([float(loss) for loss, _ in results])
+        return losses, self.backend.stack([update for _, update in results])
 
     def _hear(
         self,
@@ -169,7 +199,8 @@ class FastSimulation:
         key = (self.seed, client, self.next_round)
         upload = recipe.quantizer.quantize(row, innovation, width, key)
         num_bytes = self._frame_size(client, upload)
-        self.backend.advance(recipe.memory, self._mirrors, self._total, client, upload)
+        weight = float(self._weights[client])
+        self.backend.advance(recipe.memory, self._mirrors, self._total, client, upload, weight)
         if recipe.memory is Memory.FEEDBACK:
             residual = row - upload.values(row.dtype.type)
             self.backend.store(self._residuals, np.array([client]), residual[None])
@@ -187,19 +218,22 @@ class FastSimulation:
         return num_bytes
 
     def _step(self) -> None:
-        direction = self._total * amplification(self.recipe, self.dropout.rate)
-        self._params, step = self.backend.descend(self._params, direction, self.step_size)
+        num_clients = self.problem.num_clients
+        sampled = self.training.num_sampled(num_clients) / num_clients
+        direction = self._total * amplification(self.recipe, self.dropout.rate, sampled)
+        optimizer = self.training.optimizer
+        self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
+        self._params = self.backend.descend(self._params, update, self.step_size)
+        step = self.backend.squared_norm(direction)
         if not self.recipe.memory.keeps_mirror:
             self._total = self._total * 0.0
-        self._history = self.recipe.movement.extend(
-            self._history, step / self.problem.num_clients**2
-        )
+        self._history = self.recipe.movement.extend(self._history, step / num_clients**2)
 
     def loss(self) -> float:
         """Return the loss of the current model."""
         clients = np.arange(self.problem.num_clients)
         losses: Float64Array = self.backend.losses(self._params, clients)
-        return float(np.mean(losses))
+        return float(np.mean(self._weights * losses))
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
@@ -214,6 +248,8 @@ class FastSimulation:
             residuals=get(self._residuals).copy(),
             stored_errors=self._stored_errors.copy(),
             silent_rounds=self._silent_rounds.copy(),
+            momentum=get(self._optimizer_state.momentum).copy(),
+            variance=get(self._optimizer_state.variance).copy(),
         )
 
     def restore(self, state: SimulationState) -> None:

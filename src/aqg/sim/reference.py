@@ -13,8 +13,10 @@ import numpy as np
 from aqg.core import server as server_rules
 from aqg.core.client import ClientState, client_step, init_client
 from aqg.core.dropouts import BernoulliDropout, Dropout
+from aqg.core.optimizers import OptimizerState
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
 from aqg.wire import decode, encode
 from aqg.wire.memory import initial_direction, known, next_direction
 
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aqg.core.messages import Broadcast, Message
+    from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
+    from aqg.core.types import Float64Array, FloatArray
     from aqg.objectives.base import Objective
+    from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem, Samples
 
 
@@ -32,13 +36,20 @@ class Client:
     """Client ``m``: holds its samples and its state, answers a broadcast with a frame."""
 
     def __init__(
-        self, index: int, recipe: Recipe, objective: Objective, samples: Samples, seed: int
+        self,
+        index: int,
+        recipe: Recipe,
+        objective: Objective,
+        samples: Samples,
+        seed: int,
+        local: LocalTraining,
     ) -> None:
         self.index = index
         self.recipe = recipe
         self.objective = objective
         self.samples = samples
         self.seed = seed
+        self.local = local
         self.state = init_client(recipe, objective.num_params, samples.features.dtype)
         self.direction = initial_direction(self.state.mirror)
         self.loss = np.nan
@@ -46,17 +57,12 @@ class Client:
 
     def step(self, broadcast: Broadcast) -> bytes:
         """Compute ``g_m^k``, choose a width, and return the frame to send."""
-        loss, gradient = self.objective.losses_and_gradients(
-            broadcast.parameters, self.samples.features, self.samples.labels
-        )
+        key = (self.seed, self.index, broadcast.round)
+        loss, gradient = self.local.update(self.objective, broadcast.parameters, *self.samples, key)
         self.loss = float(loss)
         shared = known(self.state.mirror, self.direction)
         self.state, message = client_step(
-            self.recipe,
-            self.state,
-            gradient,
-            broadcast.movement,
-            key=(self.seed, self.index, broadcast.round),
+            self.recipe, self.state, gradient, broadcast.movement, key
         )
         self.fault = getattr(message, "fault", None)
         self.direction = next_direction(self.direction, message)
@@ -64,7 +70,7 @@ class Client:
 
     def evaluate(self, parameters: FloatArray) -> float:
         """Return ``f_m(θ)``."""
-        return float(self.objective.losses(parameters, self.samples.features, self.samples.labels))
+        return float(self.objective.losses(parameters, *self.samples))
 
 
 class Server:
@@ -74,14 +80,19 @@ class Server:
         self,
         recipe: Recipe,
         initial_params: FloatArray,
-        num_clients: int,
+        weights: Float64Array,
         step_size: float,
         dropout_rate: float,
+        sampled: float,
+        optimizer: ServerOptimizer,
     ) -> None:
         self.recipe = recipe
+        self.weights = weights
         self.step_size = step_size
         self.dropout_rate = dropout_rate
-        self.state = server_rules.init_server(recipe, initial_params, num_clients)
+        self.sampled = sampled
+        self.optimizer = optimizer
+        self.state = server_rules.init_server(recipe, initial_params, len(weights), optimizer)
         self.directions = [initial_direction(mirror) for mirror in self.state.mirrors]
 
     def broadcast(self) -> Broadcast:
@@ -93,13 +104,19 @@ class Server:
         shared = known(self.state.mirrors[client], self.directions[client])
         message = decode(frame, len(self.state.parameters), known=shared)
         self.directions[client] = next_direction(self.directions[client], message)
-        self.state = server_rules.receive(self.recipe, self.state, client, message)
+        weight = float(self.weights[client])
+        self.state = server_rules.receive(self.recipe, self.state, client, message, weight)
         return message
 
     def step(self) -> None:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m``."""
         self.state = server_rules.finish_round(
-            self.recipe, self.state, self.step_size, self.dropout_rate
+            self.recipe,
+            self.state,
+            self.step_size,
+            self.dropout_rate,
+            self.sampled,
+            self.optimizer,
         )
 
 
@@ -113,14 +130,25 @@ class ReferenceSimulation:
         step_size: float,
         dropout: Dropout | None = None,
         seed: int = 0,
+        training: Training | None = None,
     ) -> None:
         self.problem = problem
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
+        self.seed = seed
+        self.training = training if training is not None else Training()
+        num_clients = problem.num_clients
+        self.weights = self.training.client_weights(problem)
         self.server = Server(
-            recipe, problem.initial_params, problem.num_clients, step_size, self.dropout.rate
+            recipe,
+            problem.initial_params,
+            self.weights,
+            step_size,
+            self.dropout.rate,
+            self.training.num_sampled(num_clients) / num_clients,
+            self.training.optimizer,
         )
         self.clients = [
-            Client(index, recipe, problem.objective, samples, seed)
+            Client(index, recipe, problem.objective, samples, seed, self.training.local)
             for index, samples in enumerate(problem.clients)
         ]
 
@@ -137,12 +165,14 @@ class ReferenceSimulation:
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
         broadcast = self.server.broadcast()
-        dropped = self.dropout.dropped(broadcast.round, len(self.clients))
+        num_clients = len(self.clients)
+        away = self.dropout.dropped(broadcast.round, num_clients)
+        away |= self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
         upload_bytes = 0
         for client in self.clients:
-            if dropped[client.index]:
+            if away[client.index]:
                 widths.append(DROPPED)
                 continue
             frame = client.step(broadcast)
@@ -153,8 +183,9 @@ class ReferenceSimulation:
                 faults.append((client.index, client.fault))
         loss = None
         if evaluate:
-            loss = _mean(
-                client.evaluate(broadcast.parameters) if dropped[client.index] else client.loss
+            known = ~away & self.training.local.sees_all_samples
+            loss = self._weighted_mean(
+                client.loss if known[client.index] else client.evaluate(broadcast.parameters)
                 for client in self.clients
             )
         self.server.step()
@@ -162,7 +193,10 @@ class ReferenceSimulation:
 
     def loss(self) -> float:
         """Return the loss of the current model."""
-        return _mean(client.evaluate(self.parameters) for client in self.clients)
+        return self._weighted_mean(client.evaluate(self.parameters) for client in self.clients)
+
+    def _weighted_mean(self, losses: Iterable[float]) -> float:
+        return float(np.mean(self.weights * np.fromiter(losses, np.float64)))
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
@@ -178,12 +212,19 @@ class ReferenceSimulation:
             residuals=np.stack([client.residual for client in clients]),
             stored_errors=np.stack([client.stored_errors for client in clients]),
             silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
+            momentum=server.optimizer.momentum,
+            variance=server.optimizer.variance,
         )
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
         self.server.state = server_rules.ServerState(
-            state.round, state.parameters, tuple(state.mirrors), state.total, state.history
+            round=state.round,
+            parameters=state.parameters,
+            mirrors=tuple(state.mirrors),
+            total=state.total,
+            history=state.history,
+            optimizer=OptimizerState(state.momentum, state.variance),
         )
         self.server.directions = list(state.directions)
         for client in self.clients:
@@ -195,7 +236,3 @@ class ReferenceSimulation:
                 stored_errors=state.stored_errors[m],
                 silent_rounds=int(state.silent_rounds[m]),
             )
-
-
-def _mean(losses: Iterable[float]) -> float:
-    return float(np.mean(np.fromiter(losses, np.float64)))

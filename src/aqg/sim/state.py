@@ -30,6 +30,8 @@ class SimulationState(NamedTuple):
         residuals: error feedback, ``(M, n)`` or ``(M, 0)``.
         stored_errors: ``‖ε̂_b‖²`` at each client's last upload, ``(M, b_max)``.
         silent_rounds: rounds since each client spoke, ``(M,)``.
+        momentum: of the server optimizer, ``(n,)`` or ``(0,)``.
+        variance: of the server optimizer, ``(n,)`` or ``(0,)``.
 
     """
 
@@ -42,6 +44,8 @@ class SimulationState(NamedTuple):
     residuals: FloatArray
     stored_errors: Float64Array
     silent_rounds: IntArray
+    momentum: Float64Array
+    variance: Float64Array
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
@@ -63,4 +67,6 @@ class SimulationState(NamedTuple):
             residuals=arrays["residuals"],
             stored_errors=arrays["stored_errors"],
             silent_rounds=arrays["silent_rounds"],
+            momentum=arrays["momentum"],
+            variance=arrays["variance"],
         )

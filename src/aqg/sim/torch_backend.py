@@ -75,6 +75,14 @@ class TorchBackend:
             gradients = torch.stack([gradient for _, gradient in pairs])
         return self.get(losses.double()), gradients
 
+    def samples(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return a client's features and labels."""
+        return self._features[client], self._labels[client]
+
+    def stack(self, rows: list[Tensor]) -> Tensor:
+        """Copy into one tensor."""
+        return torch.stack(rows)
+
     def subtract(self, rows: Tensor, table: Tensor, clients: IntArray) -> Tensor:
         """Subtract."""
         return rows - self._rows(table, clients)
@@ -104,22 +112,26 @@ class TorchBackend:
         total: Tensor,
         client: int,
         upload: Upload | DenseUpload,
+        weight: float,
     ) -> None:
         """Take the same step as the state machines: exact values, one rounding."""
         if not memory.keeps_mirror:
-            total += self.put(upload.values(np.float64))
+            total += weight * self.put(upload.values(np.float64))
             return
         dtype = np.dtype(str(mirrors.dtype).removeprefix("torch.")).type
         values = self.put(upload.values(dtype))
         old = mirrors[client]
         new = old + values if memory is Memory.INNOVATION else values
-        total += new.double() - old.double()
+        total += weight * (new.double() - old.double())
         mirrors[client] = new
 
-    def descend(self, params: Tensor, direction: Tensor, step_size: float) -> tuple[Tensor, float]:
+    def descend(self, params: Tensor, update: Tensor, step_size: float) -> Tensor:
         """Take the step in the precision of the parameters."""
-        stepped = params - (step_size * direction).to(params.dtype)
-        return stepped, float(direction @ direction)
+        return params - (step_size * update).to(params.dtype)
+
+    def squared_norm(self, direction: Tensor) -> float:
+        """Return ``‖direction‖²``."""
+        return float(direction @ direction)
 
     def _rows(self, table: Tensor, clients: IntArray) -> Tensor:
         if len(clients) == len(table):
