@@ -60,8 +60,7 @@ def run_command(options: RunOptions) -> None:
         problem = build_problem(config, options.data_dir)
     with console.status("Finding the minimum of the loss (once, then cached) ..."):
         minimum = find_minimum(config, problem)
-    if options.resume is None:
-        _create(plan)
+    _create(plan, resume=options.resume is not None)
 
     results = []
     names = [run_config.recipe for run_config, _ in plan.runs]
@@ -117,8 +116,12 @@ def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) ->
     return _Plan(directory, runs, is_batch)
 
 
-def _create(plan: _Plan) -> None:
-    create_directory(plan.directory)
-    write_atomically(plan.directory / CONFIG, to_toml(tuple(c for c, _ in plan.runs)).encode())
+def _create(plan: _Plan, resume: bool) -> None:
+    """Make the directories; on resume, only those that an early crash left out."""
+    if not resume:
+        create_directory(plan.directory)
+        text = to_toml(tuple(config for config, _ in plan.runs))
+        write_atomically(plan.directory / CONFIG, text.encode())
     for config, directory in plan.runs:
-        runner.create_run(directory, config)
+        if not (directory / CONFIG).exists():
+            runner.create_run(directory, config)

@@ -10,16 +10,19 @@ import json
 import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
+from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.data import DATASETS, parse_partition
 from aqg.errors import ConfigError
+from aqg.sim.local import LocalTraining
+from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
@@ -61,6 +64,13 @@ class RunConfig:
     device: str = "cpu"
     eval_every: int = 1
     plugins: tuple[str, ...] = ()
+    batch_size: int | None = None
+    local_steps: int = 1
+    local_epochs: int | None = None
+    local_rate: float = 0.1
+    weighting: str = "equal"
+    participation: float = 1.0
+    optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
         _require_choice("dataset", self.dataset, DATASETS)
@@ -80,6 +90,17 @@ class RunConfig:
         make_recipe(self.recipe, self.bits, self.max_staleness)
         parse_partition(self.partition)
         self.dropout_schedule()
+        self.training()
+        if self.scaling == "sum" and self.batch_size is not None:
+            raise ConfigError(
+                f"batch_size is {self.batch_size} with scaling sum: a sum over a batch does not "
+                "estimate the sum over all samples; use scaling mean"
+            )
+        if self.scaling == "sum" and self.weighting == "samples":
+            raise ConfigError(
+                "weighting is samples with scaling sum, which weights clients by their samples "
+                "already; use scaling mean or weighting equal"
+            )
 
     def dropout_schedule(self) -> Dropout:
         """Return who is away when."""
@@ -89,6 +110,11 @@ class RunConfig:
         for client, _, _ in self.absences:
             _require("absent client", client, client < self.clients, f"below {self.clients}")
         return ScriptedDropout(tuple(Absence(*absence) for absence in self.absences), random)
+
+    def training(self) -> Training:
+        """Return what clients compute, who is asked, how they count, and the server's step."""
+        local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
+        return Training(local, make_optimizer(self.optimizer), self.weighting, self.participation)
 
 
 SETTINGS = tuple(field.name for field in fields(RunConfig))
@@ -188,22 +214,27 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
 def _typed(name: str, value: Any) -> Any:
     """Check a value's type, letting whole numbers stand for floats."""
     hint = get_type_hints(RunConfig)[name]
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+    if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
         return value
     if hint in (float, float | None) and isinstance(value, int | float) and value is not True:
         return float(value)
     if hint is str and isinstance(value, str):
         return value
-    if hint == float | None and value is None:
+    if hint in (float | None, int | None) and value is None:
         return None
     if name == "plugins" and isinstance(value, list | tuple):
-        return tuple(str(item) for item in value)
+        return tuple(str(Path(item).resolve()) for item in value)
     if name == "absences" and isinstance(value, list | tuple):
         rows = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in value)
         if all(isinstance(row, tuple) and [type(x) for x in row] == [int] * 3 for row in rows):
             return rows
         raise ConfigError(f"absences is {value!r}; each must be [client, first round, last round]")
-    wanted = {int: "a whole number", str: "a text", tuple[str, ...]: "a list of texts"}
+    wanted = {
+        int: "a whole number",
+        int | None: "a whole number",
+        str: "a text",
+        tuple[str, ...]: "a list of texts",
+    }
     raise ConfigError(f"{name} is {value!r}; it must be {wanted.get(hint, 'a number')}")
 
 
