@@ -1,0 +1,529 @@
+"""Torch modules as objectives: right gradients of any module, which is itself left alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, DataError
+from aqg.objectives import Objective, make_objective
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.reference import ReferenceSimulation
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+IMAGE = (1, 8, 8)
+NUM_PIXELS = 64
+RELATIVE = {"float64": 1e-12, "float32": 1e-4}
+"""How far stacked clients may be from single ones, against the largest entry."""
+
+
+def make_cnn() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def cnn_objective(l2: float = 0.0, scaling: str = "mean") -> Objective:
+    return Objective.from_module(make_cnn(), input_shape=IMAGE, l2=l2, scaling=scaling)
+
+
+def make_samples(
+    num_features: int, leading: tuple[int, ...] = (), dtype: str = "float64"
+) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(1)
+    features = random.normal(size=(*leading, 9, num_features)).astype(dtype)
+    return features, random.integers(0, 3, (*leading, 9))
+
+
+def assert_close(found, expected, dtype: str) -> None:
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=RELATIVE[dtype] * scale)
+
+
+class Branching(nn.Module):
+    """Asks for the value of a tensor, which vmap cannot give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        return outputs if inputs.sum() > 0 else 2 * outputs
+
+
+class Counting(nn.Module):
+    """Writes to its buffers, in place and by assignment, and uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.scale = self.scale * 2
+        return self.linear(inputs) * self.scale * self.calls
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return nn.functional.dropout(self.linear(inputs), 0.5, training=self.training)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(2, 4, batch_first=True, **options)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.head(self.cells(inputs.reshape(len(inputs), 3, 2))[0][:, -1])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs).tanh())
+
+
+def from_torch_layout(flat: np.ndarray, sizes: list[tuple[int, int]]) -> np.ndarray:
+    """Turn weights of linear layers from ``(out, in)`` to ``(in, out)``."""
+    pieces, start = [], 0
+    for num_in, num_out in sizes:
+        weight = flat[..., start : start + num_in * num_out]
+        weight = weight.reshape(*flat.shape[:-1], num_out, num_in).swapaxes(-1, -2)
+        pieces.append(weight.reshape(*flat.shape[:-1], -1))
+        start += num_in * num_out
+        pieces.append(flat[..., start : start + num_out])
+        start += num_out
+    return np.concatenate(pieces, axis=-1)
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+@pytest.mark.parametrize("leading", [(), (4,), (2, 2)])
+@pytest.mark.parametrize("model", ["softmax", "mlp:5"])
+def test_equals_the_closed_form(model: str, leading: tuple[int, ...], scaling: str) -> None:
+    sizes = [(6, 3)] if model == "softmax" else [(6, 5), (5, 3)]
+    layers = [nn.Linear(*size) for size in sizes]
+    module = layers[0] if len(layers) == 1 else nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    objective = Objective.from_module(module, l2=0.1, scaling=scaling)
+    closed = make_objective(model, 6, 3, l2=0.1, scaling=scaling)
+    params = objective.init_params(0)
+    expected_params = from_torch_layout(params, sizes)
+    features, labels = make_samples(6, leading)
+
+    losses, gradients = objective.losses_and_gradients(params, features, labels)
+    expected_losses, expected = closed.losses_and_gradients(expected_params, features, labels)
+    assert np.shape(losses) == leading
+    assert gradients.shape == (*leading, objective.num_params)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+    np.testing.assert_allclose(from_torch_layout(gradients, sizes), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(objective.losses(params, features, labels), losses, rtol=1e-12)
+    np.testing.assert_array_equal(
+        objective.predict(params, features), closed.predict(expected_params, features)
+    )
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling: str) -> None:
+    objective = cnn_objective(l2=0.1, scaling=scaling)
+    features, labels = make_samples(NUM_PIXELS)
+    params = objective.init_params(0)
+    loss, gradient = objective.losses_and_gradients(params, features, labels)
+
+    module = make_cnn().double()
+    outputs = module(torch.from_numpy(features).reshape(-1, *IMAGE))
+    reduction = {"reduction": scaling}
+    by_hand = nn.functional.cross_entropy(outputs, torch.from_numpy(labels), **reduction)
+    by_hand = by_hand + 0.05 * sum(value.square().sum() for value in module.parameters())
+    by_hand.backward()
+    expected = torch.cat([value.grad.reshape(-1) for value in module.parameters()])
+    assert loss == pytest.approx(by_hand.item(), rel=1e-12)
+    assert_close(gradient, expected.numpy(), "float64")
+
+    direction = np.random.default_rng(3).normal(size=len(params)) * 1e-5
+    after = objective.losses(params + direction, features, labels)
+    before = objective.losses(params - direction, features, labels)
+    assert (after - before) / 2 == pytest.approx(gradient @ direction, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_results_are_of_the_kind_and_precision_that_came_in(kind: str, dtype: str) -> None:
+    objective = cnn_objective(l2=0.1)
+    features, labels = make_samples(NUM_PIXELS, (2,), dtype)
+    params = objective.init_params(0).astype(dtype)
+    arrays = params, features, labels
+    if kind == "torch":
+        arrays = tuple(map(torch.from_numpy, arrays))
+    losses, gradients = objective.losses_and_gradients(*arrays)
+    predicted = objective.predict(*arrays[:2])
+    array_type = np.ndarray if kind == "numpy" else torch.Tensor
+    for result in losses, gradients, predicted, objective.losses(*arrays):
+        assert isinstance(result, array_type)
+    assert losses.dtype == gradients.dtype == arrays[0].dtype
+    assert np.shape(predicted) == labels.shape
+    if kind == "torch":
+        assert not gradients.requires_grad
+    loss, gradient = objective.losses_and_gradients(params, features[0], labels[0])
+    assert isinstance(loss, np.floating)
+    assert gradient.dtype == dtype
+
+
+MODULES = {
+    "cnn": lambda: (make_cnn(), IMAGE),
+    "group norm": lambda: (
+        nn.Sequential(nn.Linear(6, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)),
+        None,
+    ),
+    "batch statistics": lambda: (
+        nn.Sequential(
+            nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)
+        ),
+        None,
+    ),
+    "recurrent": lambda: (Recurrent(), None),
+    "branching": lambda: (Branching(), None),
+    "counting": lambda: (Counting(), None),
+    "tied": lambda: (Tied(), None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", MODULES)
+def test_stacked_clients_equal_single_ones_up_to_rounding(name: str, dtype: str, caplog) -> None:
+    caplog.set_level(logging.INFO, logger="aqg")
+    module, shape = MODULES[name]()
+    objective = Objective.from_module(module, input_shape=shape, l2=0.1)
+    features, labels = make_samples(NUM_PIXELS if shape else 6, (4,), dtype)
+    params = objective.init_params(0).astype(dtype)
+    losses, gradients = objective.losses_and_gradients(params, features, labels)
+    singles = [
+        objective.losses_and_gradients(params, *samples)
+        for samples in zip(features, labels, strict=True)
+    ]
+    assert_close(losses, np.array([loss for loss, _ in singles]), dtype)
+    assert_close(gradients, np.array([gradient for _, gradient in singles]), dtype)
+    assert_close(objective.losses(params, features, labels), losses, dtype)
+    if name not in ("recurrent", "branching"):
+        assert not caplog.records  # vmap did it
+    np.testing.assert_array_equal(
+        objective.predict(params, features)[2], objective.predict(params, features[2])
+    )
+
+
+def test_many_large_clients_go_through_in_several_stacks() -> None:
+    random = np.random.default_rng(1)
+    features = random.normal(size=(5, 2, 1 << 19))  # 8 MiB each: two to a stack
+    labels = random.integers(0, 2, (5, 2))
+    objective = Objective.from_module(nn.Linear(1 << 19, 2))
+    params = objective.init_params(0)
+    losses, gradients = objective.losses_and_gradients(params, features, labels)
+    for client in range(5):
+        loss, gradient = objective.losses_and_gradients(params, features[client], labels[client])
+        assert loss == pytest.approx(losses[client], rel=1e-12)
+        assert_close(gradients[client], gradient, "float64")
+
+
+def test_where_vmap_fails_a_loop_takes_over_once_and_for_all(caplog) -> None:
+    caplog.set_level(logging.INFO, logger="aqg")
+    objective = Objective.from_module(Branching())
+    features, labels = make_samples(6, (4,))
+    features[1] = -np.abs(features[1])  # the other branch
+    params = objective.init_params(0)
+    for _ in range(2):
+        losses, gradients = objective.losses_and_gradients(params, features, labels)
+        for client in range(4):
+            alone = objective.losses_and_gradients(params, features[client], labels[client])
+            assert losses[client] == alone[0]
+            np.testing.assert_array_equal(gradients[client], alone[1])
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "<ModuleObjective 'module', 21 parameters, l2=0.0> goes through clients one by one, "
+        "because vmap failed"
+    ]
+
+
+def test_a_fault_of_the_module_is_no_reason_to_loop(caplog) -> None:
+    caplog.set_level(logging.INFO, logger="aqg")
+    objective = Objective.from_module(nn.Linear(6, 3))
+    params = objective.init_params(0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        objective.losses(params, *make_samples(5, (4,)))
+    objective.losses(params, *make_samples(6, (4,)))
+    assert not caplog.records
+
+
+def test_no_clients_have_no_losses() -> None:
+    objective = cnn_objective(l2=0.1)
+    features, labels = make_samples(NUM_PIXELS, (0,))
+    losses, gradients = objective.losses_and_gradients(objective.init_params(0), features, labels)
+    assert losses.shape == (0,)
+    assert gradients.shape == (0, objective.num_params)
+
+
+@pytest.mark.parametrize("name", ["cnn", "counting", "recurrent"])
+def test_the_callers_module_is_left_alone(name: str) -> None:
+    module, shape = MODULES[name]()
+    before = copy.deepcopy(module.state_dict())
+    random_state = torch.get_rng_state()
+    objective = Objective.from_module(module, input_shape=shape, reset=True)
+    features, labels = make_samples(NUM_PIXELS if shape else 6, (2,))
+    params = objective.init_params(7)
+    first = objective.losses_and_gradients(params, features, labels)
+    objective.predict(params, features)
+    again = objective.losses_and_gradients(params, features, labels)
+    np.testing.assert_array_equal(first[1], again[1])  # nothing carried over from call to call
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(value.grad is None for value in module.parameters())
+    assert all(value.dtype == before[key].dtype for key, value in module.state_dict().items())
+    with torch.no_grad():
+        for value in module.parameters():
+            value.zero_()
+    np.testing.assert_array_equal(
+        objective.losses_and_gradients(params, features, labels)[1], first[1]
+    )
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    module = make_cnn()
+    module[0].requires_grad_(False)
+    objective = Objective.from_module(module, input_shape=IMAGE)
+    assert [name for name, _ in objective.layout] == ["2.weight", "2.bias", "5.weight", "5.bias"]
+    features, labels = make_samples(NUM_PIXELS)
+    _, gradient = objective.losses_and_gradients(objective.init_params(0), features, labels)
+    full = cnn_objective()
+    _, expected = full.losses_and_gradients(full.init_params(0), features, labels)
+    assert_close(gradient, expected[30:], "float64")
+
+
+def test_tied_weights_count_once() -> None:
+    module = Tied()
+    objective = Objective.from_module(module)
+    assert objective.layout == (("first.weight", (6, 6)),)
+    features, labels = make_samples(6)
+    _, gradient = objective.losses_and_gradients(objective.init_params(0), features, labels)
+    module.double()
+    outputs = module(torch.from_numpy(features))
+    nn.functional.cross_entropy(outputs, torch.from_numpy(labels)).backward()
+    assert_close(gradient, module.first.weight.grad.numpy().ravel(), "float64")
+
+
+def test_own_loss_and_single_output() -> None:
+    def squared_hinge(outputs, labels):
+        margins = outputs[:, 0] * (2 * labels - 1)
+        return (1 - margins).clamp(min=0).square().mean()
+
+    objective = Objective.from_module(nn.Linear(2, 1, bias=False), squared_hinge)
+    features, labels = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([1, 0], np.uint8)
+    loss, gradient = objective.losses_and_gradients(np.array([0.5, 0.5]), features, labels)
+    assert loss == (0.25 + 2.25) / 2
+    np.testing.assert_array_equal(gradient, [-0.5, 1.5])
+    np.testing.assert_array_equal(objective.predict(np.array([0.5, -0.5]), features), [1, 0])
+
+
+def test_starts_from_the_modules_own_parameters() -> None:
+    module = make_cnn()
+    expected = torch.cat([value.detach().reshape(-1) for value in module.parameters()])
+    objective = Objective.from_module(module, input_shape=IMAGE)
+    for seed in 0, 1:
+        params = objective.init_params(seed)
+        assert params.dtype == np.float64
+        np.testing.assert_array_equal(params, expected.double().numpy())
+
+
+def test_reset_draws_parameters_from_the_seed_as_the_layers_do() -> None:
+    objective = Objective.from_module(make_cnn(), input_shape=IMAGE, reset=True)
+    np.testing.assert_array_equal(objective.init_params(5), objective.init_params(5))
+    assert (objective.init_params(5) != objective.init_params(6)).any()
+    last_layer = objective.init_params(9)[-51:]
+    assert 0.8 / np.sqrt(16) < np.abs(last_layer).max() <= 1 / np.sqrt(16)
+
+
+def test_read_only_and_strided_arrays() -> None:
+    objective = cnn_objective()
+    params = objective.init_params(0)
+    features, labels = make_samples(NUM_PIXELS)
+    expected = objective.losses_and_gradients(params, features, labels)[1]
+    for array in params, features, labels:
+        array.flags.writeable = False
+    backwards = np.ascontiguousarray(features[::-1])[::-1]
+    for same in features, backwards, np.asfortranarray(features):
+        found = objective.losses_and_gradients(params, same, labels)[1]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    objective = cnn_objective()
+    features, labels = make_samples(NUM_PIXELS)
+    starts = [objective.init_params(0) * scale for scale in range(8)]
+
+    def gradient(params: np.ndarray) -> np.ndarray:
+        return objective.losses_and_gradients(params, features, labels)[1]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, params in zip(pool.map(gradient, starts), starts, strict=True):
+            np.testing.assert_array_equal(found, gradient(params))
+
+
+def test_batch_norm_in_evaluation_mode_uses_its_statistics() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    module[1].running_mean += 1
+    module.eval()
+    objective = Objective.from_module(module)
+    features, labels = make_samples(6)
+    loss = objective.losses(objective.init_params(0), features, labels)
+    outputs = module.double()(torch.from_numpy(features))
+    expected = nn.functional.cross_entropy(outputs, torch.from_numpy(labels)).item()
+    assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_layers_with_random_or_hidden_results_are_refused() -> None:
+    nested = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.25)))
+    with pytest.raises(ConfigError, match=r"layer '1\.1', Dropout\(p=0\.25.*drops out at random"):
+        Objective.from_module(nested)
+    with pytest.raises(ConfigError, match=r"layer 'cells', LSTM.*drops out at random"):
+        Objective.from_module(Recurrent(num_layers=2, dropout=0.5))
+    for norm in nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True):
+        with pytest.raises(ConfigError, match=r"layer '1', .*updates running statistics"):
+            Objective.from_module(nn.Sequential(nn.Linear(6, 4), norm))
+
+
+@pytest.mark.parametrize("leading", [(), (4,)])
+def test_randomness_inside_forward_is_refused(leading: tuple[int, ...]) -> None:
+    objective = Objective.from_module(FunctionalDropout(), name="noisy")
+    params = objective.init_params(0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="noisy draws random numbers in its forward pass"):
+            objective.losses_and_gradients(params, *make_samples(6, leading))
+    calm = Objective.from_module(FunctionalDropout().eval())
+    calm.losses_and_gradients(params, *make_samples(6, leading))
+
+
+def test_bad_settings_are_named() -> None:
+    linear = nn.Linear(6, 3)
+    with pytest.raises(ConfigError, match=r"module is a str, not a torch\.nn\.Module"):
+        Objective.from_module("cnn")
+    with pytest.raises(ConfigError, match="l2 -1 is not a finite number of at least 0"):
+        Objective.from_module(linear, l2=-1)
+    with pytest.raises(ConfigError, match="scaling 'max' is not one of mean, sum"):
+        Objective.from_module(linear, scaling="max")
+    for shape in (), (1, 0):
+        with pytest.raises(ConfigError, match="is not a tuple of integers above 0"):
+            Objective.from_module(linear, input_shape=shape)
+    with pytest.raises(ConfigError, match="ReLU has 0 parameters that require a gradient"):
+        Objective.from_module(nn.ReLU())
+    with pytest.raises(ConfigError, match="parameter 'weight' has no values yet"):
+        Objective.from_module(nn.Linear(6, 3, device="meta"))
+    with pytest.raises(ConfigError, match=r"parameter 'weight' is torch\.complex64"):
+        Objective.from_module(nn.Linear(6, 3, dtype=torch.complex64))
+    layer = nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0)
+    with pytest.raises(ConfigError, match=r"self_attn \(MultiheadAttention\) has none"):
+        Objective.from_module(layer, reset=True)
+    linear.result = linear.weight * 2  # torch cannot copy what was computed
+    with pytest.raises(ConfigError, match="Linear cannot be copied"):
+        Objective.from_module(linear)
+
+
+def test_bad_arguments_are_named() -> None:
+    objective = cnn_objective()
+    params = objective.init_params(0)
+    features, labels = make_samples(NUM_PIXELS)
+    with pytest.raises(ConfigError, match="seed -1 is not"):
+        objective.init_params(-1)
+    with pytest.raises(ConfigError, match=r"parameters have shape \(3,\); module needs"):
+        objective.losses(params[:3], features, labels)
+    with pytest.raises(ConfigError, match=r"module needs \(\.\.\., samples, 64\)"):
+        objective.predict(params, features[:, :9])
+    with pytest.raises(ConfigError, match="parameters are float32 and features float64"):
+        objective.losses(params.astype(np.float32), features, labels)
+    with pytest.raises(ConfigError, match=r"labels have shape \(3,\)"):
+        objective.losses_and_gradients(params, features, labels[:3])
+    with pytest.raises(DataError, match="a client has 0 samples"):
+        objective.losses(params, features[:0], labels[:0])
+    unreduced = nn.CrossEntropyLoss(reduction="none")
+    objective = Objective.from_module(nn.Linear(6, 3), unreduced)
+    for leading in (), (2,):
+        with pytest.raises(ConfigError, match=r"loss has shape \(9,\); it must be one number"):
+            objective.losses(objective.init_params(0), *make_samples(6, leading))
+
+
+def image_problem(dtype: str = "float64", unequal: bool = False) -> Problem:
+    """Three kinds of noisy stripes, five clients with their own mixture."""
+    random = np.random.default_rng(2)
+    rows, columns = np.indices(IMAGE[1:])
+    kinds = np.stack([rows % 4 < 2, columns % 4 < 2, (rows + columns) % 4 < 2]).astype(float)
+    clients = []
+    for client in range(5):
+        size = 16 + (3 * client if unequal else 0)
+        labels = random.choice(3, size, p=np.roll([0.6, 0.3, 0.1], client))
+        features = kinds[labels].reshape(size, -1) + 0.3 * random.standard_normal(
+            (size, NUM_PIXELS)
+        )
+        clients.append(Samples(features.astype(dtype), labels))
+    objective = cnn_objective(l2=0.001)
+    return Problem(objective, tuple(clients), objective.init_params(0).astype(dtype), clients[0])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("name", ["lean", "gd", "onebit"])
+def test_fast_equals_reference_bit_for_bit(name: str, unequal: bool, dtype: str) -> None:
+    problem = image_problem(dtype, unequal)
+    arguments = (problem, make_recipe(name), 0.02, BernoulliDropout(0.3, seed=8), 4)
+    reference = ReferenceSimulation(*arguments)
+    fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
+    for _ in range(25):
+        assert fast.run_round() == reference.run_round()
+    expected = reference.state().to_arrays()
+    for key, value in fast.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+def test_torch_backend_takes_the_same_decisions() -> None:
+    problem = image_problem()
+    arguments = (problem, make_recipe("lean"), 0.02)
+    cpu, other = FastSimulation(*arguments), FastSimulation(*arguments, device="torch:cpu")
+    for _ in range(25):
+        assert other.run_round().widths == cpu.run_round().widths
+    assert_close(other.parameters, cpu.parameters, "float64")
+
+
+def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes() -> None:
+    problem = image_problem()
+    losses, sizes = {}, {}
+    for name in "gd", "lean":
+        simulation = FastSimulation(problem, make_recipe(name), 0.04)
+        start = simulation.loss()
+        sizes[name] = sum(simulation.run_round(evaluate=False).upload_bytes for _ in range(200))
+        losses[name] = simulation.loss()
+        assert losses[name] < start / 10
+        assert problem.test_accuracy(simulation.parameters) == 1.0
+    assert losses["lean"] < 1.1 * losses["gd"]
+    assert sizes["lean"] < sizes["gd"] / 10
