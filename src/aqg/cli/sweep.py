@@ -1,0 +1,171 @@
+"""``aqg sweep``: expand, run across cores, show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from aqg.cli.sweep_display import Overview, sweep_table
+from aqg.errors import ConfigError
+from aqg.experiments import runner
+from aqg.experiments.config import read_settings
+from aqg.experiments.rundir import create_directory
+from aqg.experiments.sweep import (
+    GRID,
+    TABLE,
+    Sweep,
+    SweepRun,
+    collect,
+    create_sweep,
+    expand,
+    open_sweep,
+    read_summary,
+    unfinished,
+    write_results,
+)
+from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
+from aqg.experiments.workers import Done, Event, Workers, default_jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from aqg.errors import AqgError
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The command line of ``aqg sweep``."""
+
+    grid: Path | None = None
+    out: Path | None = None
+    resume: Path | None = None
+    jobs: int | None = None
+    data_dir: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to run, and where; ``grid_file`` is the content to store in a new directory."""
+
+    directory: Path
+    sweep: Sweep
+    grid_file: bytes | None
+
+
+def sweep_command(options: SweepOptions) -> int:
+    """Run what is not finished yet, show and save the results; return the exit code."""
+    console = Console(stderr=options.as_json)
+    plan = _plan(options)
+    workers = Workers(default_jobs() if options.jobs is None else options.jobs)
+    runs = by_problem(unfinished(plan.sweep, plan.directory))
+    console.print(_announce(plan, len(runs), workers.jobs), highlight=False, soft_wrap=True)
+    failures = _run(console, plan, runs, workers, options.data_dir) if runs else {}
+
+    rows = collect(plan.sweep, plan.directory, failures)
+    write_results(plan.directory, rows)
+    if options.as_json:
+        sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
+    else:
+        if not console.is_terminal:
+            console.width = max(console.width, 160)  # a file has no edge to wrap at
+        console.print(sweep_table(plan.sweep.varying, rows))
+        if "seed" in plan.sweep.varying:
+            console.print("Means over seeds, and smallest..largest.\n", style="dim")
+        console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
+        console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
+    if failures:
+        print(
+            f"aqg: error: {len(failures)} of {len(rows)} runs failed: {', '.join(failures)}; "
+            f"try them again with: aqg sweep --resume {plan.directory}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _plan(options: SweepOptions) -> _Plan:
+    """Check every setting before anything is touched."""
+    document = read_settings(options.grid) if options.grid is not None else None
+    if options.resume is not None:
+        if options.out is not None:
+            raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
+        return _Plan(options.resume, open_sweep(options.resume, document), None)
+    if options.grid is None or document is None:
+        raise ConfigError("name a grid file, or a sweep's directory with --resume")
+    sweep = expand(document)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    directory = options.out or Path("runs") / f"{options.grid.stem}-{stamp}"
+    if directory.exists():
+        create_directory(directory)  # refuses an occupied one now, not after the preparations
+    return _Plan(directory, sweep, options.grid.read_bytes())
+
+
+def _announce(plan: _Plan, num_left: int, jobs: int) -> str:
+    total = len(plan.sweep.runs)
+    text = f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(plan.sweep.varying)})"
+    if num_left < total:
+        text += f", {total - num_left} finished before"
+    if num_left:
+        text += f", {min(jobs, num_left)} at a time"
+    return f"{text}, in {plan.directory}"
+
+
+def _run(
+    console: Console,
+    plan: _Plan,
+    runs: list[SweepRun],
+    workers: Workers,
+    data_dir: Path | None,
+) -> dict[str, AqgError]:
+    directory = plan.directory
+    try:
+        with workers:
+            with _preparation(console) as show:
+                minima = prepare(workers, runs, data_dir, show)
+            if plan.grid_file is not None:
+                create_sweep(directory, plan.grid_file)
+            left = {run.name for run in runs}
+            bytes_before = sum(
+                read_summary(directory / run.name)["upload_bytes"]
+                for run in plan.sweep.runs
+                if run.name not in left
+            )
+            with Overview(console, runs, len(plan.sweep.runs), bytes_before) as overview:
+                return run_all(workers, runs, minima, directory, data_dir, overview.show)
+    except runner.Interrupted:
+        raise runner.Interrupted(_how_to_go_on(plan)) from None
+
+
+@contextmanager
+def _preparation(console: Console) -> Iterator[Callable[[Event, int], None]]:
+    """Show how far the preparations are."""
+    text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
+    num_done = 0
+    with console.status(text) as status:
+
+        def show(event: Event, num_tasks: int) -> None:
+            nonlocal num_done
+            if isinstance(event, Done):
+                num_done += 1
+                status.update(f"{text} {num_done} of {num_tasks}")
+
+        yield show
+
+
+def _how_to_go_on(plan: _Plan) -> str:
+    if not (plan.directory / GRID).exists():
+        return "stopped before the first run; nothing was written"
+    num_left = len(unfinished(plan.sweep, plan.directory))
+    total = len(plan.sweep.runs)
+    return (
+        f"stopped with {total - num_left} of {total} runs finished; everything is saved. "
+        f"Go on with: aqg sweep --resume {plan.directory}"
+    )

@@ -1,0 +1,197 @@
+"""A sweep as people see it: the live overview, and the table at the end."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from aqg.cli.display import format_bytes
+from aqg.experiments.workers import Done, Event, Failed, Reported, Started, Stopping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from aqg.experiments.sweep import SweepRun
+
+    Row = Mapping[str, Any]
+
+
+class Overview:
+    """Shows what happens to ``runs``, the part of a sweep of ``total`` that was left to do.
+
+    On a terminal: one bar for the sweep, and a line per run under way. Elsewhere: a line per run
+    that has ended.
+    """
+
+    def __init__(
+        self, console: Console, runs: Sequence[SweepRun], total: int, bytes_before: int
+    ) -> None:
+        self._console = console
+        self._runs = runs
+        self._total = total
+        self._num_ended = total - len(runs)
+        self._bytes_before = bytes_before
+        self._bytes: dict[int, int] = {}
+        self._lines: dict[int, TaskID] = {}
+        self._sweep_bar = Progress(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("runs"),
+            TextColumn("{task.fields[size]}", style="cyan"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._sweep = self._sweep_bar.add_task(
+            "sweep", total=total, completed=self._num_ended, size=format_bytes(bytes_before)
+        )
+        self._run_lines = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[size]}", style="cyan"),
+            console=console,
+        )
+        self._live = Live(Group(self._sweep_bar, self._run_lines), console=console)
+
+    def __enter__(self) -> Overview:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        """Bring the picture up to date."""
+        match event:
+            case Started(index):
+                config = self._runs[index].config
+                self._lines[index] = self._run_lines.add_task(
+                    self._runs[index].name, total=config.rounds, loss="-", size="-"
+                )
+            case Reported(index, progress):
+                loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
+                size = format_bytes(progress.upload_bytes)
+                self._run_lines.update(
+                    self._lines[index], completed=progress.round, loss=loss, size=size
+                )
+                self._count_bytes(index, progress.upload_bytes)
+            case Done(index, summary):
+                self._count_bytes(index, summary["upload_bytes"])
+                self._end(index, _in_one_line(summary))
+            case Failed(index, error):
+                self._end(index, f"failed: {error}", failed=True)
+            case Stopping():
+                self._say("Stopping after the current rounds; Ctrl-C once more stops at once.")
+
+    def _count_bytes(self, index: int, upload_bytes: int) -> None:
+        self._bytes[index] = upload_bytes
+        size = format_bytes(self._bytes_before + sum(self._bytes.values()))
+        self._sweep_bar.update(self._sweep, size=size)
+
+    def _end(self, index: int, result: str, failed: bool = False) -> None:
+        self._num_ended += 1
+        self._sweep_bar.update(self._sweep, completed=self._num_ended)
+        self._run_lines.remove_task(self._lines.pop(index))
+        if failed or not self._console.is_terminal:
+            self._say(f"[{self._num_ended}/{self._total}] {self._runs[index].name}: {result}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_one_line(summary: Row) -> str:
+    loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
+    size = format_bytes(summary["upload_bytes"])
+    return f"{loss}, {summary['uploads']:,} uploads, {size}"
+
+
+def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Return one row per combination of the settings that vary, except for the seed.
+
+    A cell holds the mean over the seeds and, below, the smallest and the largest value.
+    """
+    names = [name for name in varying if name != "seed"]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
+    with_target = any("target" in row for row in rows)
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, style="bold")
+    for column in ("runs", "final loss", "test acc", "uploads", "bytes"):
+        table.add_column(column, justify="right")
+    if with_target:
+        table.add_column("bytes to target", justify="right")
+    for group in groups.values():
+        table.add_row(
+            *(str(group[0]["settings"][name]) for name in names),
+            *_results(group),
+            *([_target_cost(group)] if with_target else []),
+        )
+    return table
+
+
+def _results(group: Sequence[Row]) -> list[str]:
+    done = [row for row in group if "error" not in row]
+    if not done:
+        return [f"0 of {len(group)}", "failed", "-", "-", "-"]
+    num_diverged = sum(row["diverged"] for row in done)
+    loss = _spread([row["final_loss"] for row in done if not row["diverged"]], "{:.6f}".format)
+    if num_diverged:
+        loss = f"diverged\n({num_diverged} of {len(done)})"
+    return [
+        str(len(group)) if len(done) == len(group) else f"{len(done)} of {len(group)}",
+        loss,
+        _spread([row["test_accuracy"] for row in done], "{:.1%}".format),
+        _spread([row["uploads"] for row in done], "{:,.0f}".format),
+        _spread([row["upload_bytes"] for row in done], _size),
+    ]
+
+
+def _target_cost(group: Sequence[Row]) -> str:
+    targets = [row["target"] for row in group if "target" in row]
+    reached = [t["upload_bytes"] for t in targets if t["upload_bytes"] is not None]
+    if not reached:
+        return "not reached" if targets else "-"
+    if len(reached) < len(targets):
+        return f"{_spread(reached, _size)}\n{len(reached)} of {len(targets)} reached"
+    return _spread(reached, _size)
+
+
+def _size(mean: float) -> str:
+    return format_bytes(round(mean))
+
+
+def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+    r"""Write the mean and, where values differ, the smallest and the largest.
+
+    >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
+    '3.0\n1.0..6.0'
+    >>> _spread([2.0], "{:.1f}".format), _spread([None], "{:.1f}".format)
+    ('2.0', '-')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = write(sum(known) / len(known))
+    low, high = write(min(known)), write(max(known))
+    return mean if low == high else f"{mean}\n{low}..{high}"

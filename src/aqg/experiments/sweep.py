@@ -1,0 +1,225 @@
+"""Sweeps: every combination of some settings' values, each in a run directory of its own.
+
+A grid file holds settings as ``aqg run`` knows them, and a table ``[grid]`` of settings with lists
+of values; the product of the lists is run. A sweep's directory holds
+
+================ ==========================================================================
+``sweep.toml``   the grid file as given
+``NAME/``        one run directory per combination, named after the settings that vary
+``summary.csv``  one row per run, once the sweep is complete: settings that vary, and results
+``summary.json`` the same as JSON
+================ ==========================================================================
+
+A run with a ``summary.json`` of its own is finished and never touched again; the others go on from
+their checkpoints.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import AqgError, ConfigError, RunError
+from aqg.experiments import runner
+from aqg.experiments.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.experiments.rundir import CONFIG, SUMMARY, create_directory, write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+GRID = "sweep.toml"
+TABLE = "summary.csv"
+_MAX_NAME_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One combination: its directory's name and its config."""
+
+    name: str
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All combinations, in the order of the grid: the last setting changes fastest."""
+
+    varying: tuple[str, ...]
+    runs: tuple[SweepRun, ...]
+
+    def settings_of(self, run: SweepRun) -> dict[str, Any]:
+        """Return the values of the settings that vary."""
+        return {name: getattr(run.config, name) for name in self.varying}
+
+
+def expand(document: Mapping[str, Any]) -> Sweep:
+    """Make the sweep that a grid file's content describes; every config is checked.
+
+    >>> sweep = expand({"rounds": 50, "grid": {"recipe": ["lean", "gd"], "dropout": [0, 0.5]}})
+    >>> [run.name for run in sweep.runs][:3]
+    ['recipe-lean_dropout-0.0', 'recipe-lean_dropout-0.5', 'recipe-gd_dropout-0.0']
+    """
+    fixed = {key: value for key, value in document.items() if key != "grid"}
+    grid = document.get("grid")
+    if not isinstance(grid, dict) or not grid:
+        raise ConfigError("the grid file has no table [grid] with lists of values")
+    for key in (*fixed, *grid):
+        if key not in SETTINGS:
+            raise ConfigError(f"unknown setting {key!r}; choose from {', '.join(SETTINGS)}, grid")
+    for key, values in grid.items():
+        _check_values(key, values)
+        if key in fixed:
+            raise ConfigError(f"{key} is both fixed ({fixed[key]!r}) and in [grid]; keep one")
+    configs = [
+        _resolve_one({**fixed, **dict(zip(grid, values, strict=True))})
+        for values in product(*grid.values())
+    ]
+    varying = tuple(grid)
+    names = _names([{key: getattr(config, key) for key in varying} for config in configs])
+    return Sweep(varying, tuple(map(SweepRun, names, configs)))
+
+
+def _check_values(key: str, values: object) -> None:
+    if not isinstance(values, list):
+        raise ConfigError(f"{key} in [grid] is {values!r}; it must be a list of values")
+    if not values:
+        raise ConfigError(f"{key} in [grid] is []; it must have at least 1 value")
+    for position, value in enumerate(values):
+        if value in values[:position]:
+            raise ConfigError(f"{key} in [grid] has {value!r} twice; values must differ")
+
+
+def _resolve_one(settings: Mapping[str, Any]) -> RunConfig:
+    configs = resolve(settings)
+    if len(configs) > 1:
+        names = json.dumps([config.recipe for config in configs])
+        raise ConfigError(f"a run has 1 recipe, not {len(configs)}; use recipe = {names} in [grid]")
+    return configs[0]
+
+
+def _names(combinations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name each combination so that it can be read, fits a file system and is unique."""
+    plain = ["_".join(f"{key}-{_safe(c[key])}" for key in c) for c in combinations]
+    counts = Counter(name.lower() for name in plain)  # some file systems ignore case
+    names = []
+    for name, combination in zip(plain, combinations, strict=True):
+        if len(name) > _MAX_NAME_LENGTH or counts[name.lower()] > 1:
+            digest = hashlib.sha256(json.dumps(combination).encode()).hexdigest()[:12]
+            name = f"{name[: _MAX_NAME_LENGTH - 13]}-{digest}"
+        names.append(name)
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise ConfigError(f"two combinations in [grid] are the same run, {twice}")
+    return names
+
+
+def _safe(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-")
+
+
+def create_sweep(directory: Path, grid_file: bytes) -> None:
+    """Make a sweep's directory; its runs' directories appear as they start."""
+    create_directory(directory)
+    write_atomically(directory / GRID, grid_file)
+
+
+def open_sweep(directory: Path, document: Mapping[str, Any] | None = None) -> Sweep:
+    """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
+    if not (directory / GRID).is_file():
+        raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
+    stored = read_settings(directory / GRID)
+    if document is not None and document != stored:
+        before, after = _flat(stored), _flat(document)
+        key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
+        raise ConfigError(
+            f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
+            f"the sweep has {key} {before.get(key, 'missing')}; drop the file, or start a new sweep"
+        )
+    return expand(stored)
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    grid = document.get("grid")
+    if not isinstance(grid, dict):
+        return dict(document)
+    top = {key: value for key, value in document.items() if key != "grid"}
+    return {**top, **{f"grid.{key}": value for key, value in grid.items()}}
+
+
+def unfinished(sweep: Sweep, directory: Path) -> list[SweepRun]:
+    """Return the runs that are still to do; those that were begun must match their config."""
+    for run in sweep.runs:
+        _check_unchanged(directory / run.name, run.config)
+    return [run for run in sweep.runs if not (directory / run.name / SUMMARY).exists()]
+
+
+def _check_unchanged(directory: Path, config: RunConfig) -> None:
+    if not (directory / CONFIG).exists():
+        return
+    (stored,) = runner.read_configs(directory, {})
+    if stored != config:
+        before, after = asdict(stored), asdict(config)
+        key = next(key for key in before if before[key] != after[key])
+        raise ConfigError(
+            f"cannot resume {str(directory)!r} with {key} {after[key]}: "
+            f"the run has {key} {before[key]}; start a new sweep"
+        )
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Return a finished run's results."""
+    path = directory / SUMMARY
+    try:
+        summary: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{str(path)!r} is damaged ({error}); delete it and resume") from None
+    return summary
+
+
+def collect(
+    sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
+) -> list[dict[str, Any]]:
+    """Return one object per run: name, settings that vary, and results or the error."""
+    rows = []
+    for run in sweep.runs:
+        row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
+        if run.name in failures:
+            row["error"] = str(failures[run.name])
+        else:
+            row.update(read_summary(directory / run.name))
+        rows.append(row)
+    return rows
+
+
+def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``summary.json`` and ``summary.csv``."""
+    text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
+    write_atomically(directory / SUMMARY, text.encode())
+    table = [_flat_row(row) for row in rows]
+    columns = dict.fromkeys(column for row in table for column in row)
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(buffer, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    write_atomically(directory / TABLE, buffer.getvalue().encode())
+
+
+def _flat_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {"name": row["name"]}
+    for key, value in row["settings"].items():
+        flat[key] = json.dumps(value) if isinstance(value, tuple) else value
+    for key, value in row.items():
+        if key == "target":
+            flat.update((f"target_{name}", number) for name, number in value.items())
+        elif key != "settings":
+            flat[key] = value
+    return flat

@@ -1,0 +1,254 @@
+"""``aqg sweep`` as a user meets it: files, tables, Ctrl-C, and going on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aqg.cli.run import RunOptions, run_command
+from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.cli.sweep_display import sweep_table
+from aqg.errors import AqgError
+from aqg.experiments import runner
+from aqg.experiments.setup import build_problem, find_minimum
+from aqg.experiments.sweep import create_sweep, open_sweep
+
+TEXT = """
+rounds = 200
+dropout = 0.2
+[grid]
+recipe = ["lean"]
+seed = [0, 1, 2]
+"""
+NAMES = [f"recipe-lean_seed-{seed}" for seed in (0, 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a directory with a grid file and what its sweep must give, run by run, in here."""
+    directory = tmp_path_factory.mktemp("sweep")
+    (directory / "grid.toml").write_text(TEXT)
+    create_sweep(directory / "whole", TEXT.encode())
+    for run in open_sweep(directory / "whole").runs:
+        problem = build_problem(run.config)
+        minimum = find_minimum(run.config, problem)
+        runner.create_run(directory / "whole" / run.name, run.config)
+        runner.run(run.config, problem, minimum, directory / "whole" / run.name)
+    assert sweep_command(SweepOptions(resume=directory / "whole")) == 0
+    return directory
+
+
+def start(*arguments, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", "aqg", "sweep", *arguments],
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+def is_running(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_lines_table_and_results(whole, capsys):
+    # Finished: shown again at once, and no file of a run is touched.
+    times = {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")}
+    assert sweep_command(SweepOptions(resume=whole / "whole")) == 0
+    assert {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")} == times
+    shown = capsys.readouterr().out
+    assert "3 runs (recipe × seed), 3 finished before, in " in shown
+    for word in ("recipe", "runs", "final loss", "test acc", "uploads", "bytes", ".."):
+        assert word in shown
+    assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
+    assert (whole / "whole" / "sweep.toml").read_text() == TEXT
+    assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
+        [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
+    )
+
+
+def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
+    assert sweep_command(SweepOptions(resume=whole / "whole", as_json=True)) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["name"] for run in runs] == NAMES
+    assert runs[1]["settings"] == {"recipe": "lean", "seed": 1}
+    flags = {"recipe": "lean", "seed": 1, "dropout": 0.2, "rounds": 200}
+    run_command(RunOptions(flags, out=whole / "alone", as_json=True))
+    (alone,) = json.loads(capsys.readouterr().out)["runs"]
+    assert {key: runs[1][key] for key in alone} == alone
+    lines = (whole / "alone" / "lean" / "rounds.jsonl").read_text()
+    assert (whole / "whole" / NAMES[1] / "rounds.jsonl").read_text() == lines
+
+
+def test_interrupted_then_killed_then_resumed_ends_the_same(whole):
+    directory = whole / "cut"
+    process = start("grid.toml", "--out", "cut", "--jobs", "1", cwd=whole)
+    try:
+        wait_for(process, (directory / NAMES[1] / "rounds.jsonl").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "aqg sweep --resume cut" in errors
+    assert "1 of 3 runs finished" in errors
+    assert "Traceback" not in errors
+    first = directory / NAMES[0] / "summary.json"
+    written = first.stat().st_mtime_ns
+    assert (directory / NAMES[1] / "checkpoint.npz").exists()
+    assert not (directory / NAMES[1] / "summary.json").exists()
+    assert not (directory / "summary.json").exists()
+
+    process = start("--resume", "cut", "--jobs", "1", cwd=whole)
+    try:
+        wait_for(process, (directory / NAMES[2] / "rounds.jsonl").exists)
+    finally:
+        process.kill()
+        process.communicate()
+    assert not (directory / "summary.json").exists()
+
+    assert sweep_command(SweepOptions(resume=directory, jobs=1)) == 0
+    assert first.stat().st_mtime_ns == written
+    for path in (whole / "whole").rglob("*.*"):
+        if path.is_file() and path.name != "checkpoint.npz":
+            assert (directory / path.relative_to(whole / "whole")).read_bytes() == path.read_bytes()
+
+
+SLEEPER = """
+import os, time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from aqg.core.policies import Always
+from aqg.core.recipes import make_recipe, register
+
+class Sleepy(Always):
+    def decide(self, innovation, movement, stored_errors):
+        Path("pid").write_text(str(os.getpid()) + " ")
+        time.sleep(300)
+
+@register("sleepy", "never ends a round")
+def _sleepy(bits):
+    return replace(make_recipe("gd"), policy=Sleepy(32))
+"""
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    (tmp_path / "plugin.py").write_text(SLEEPER)
+    (tmp_path / "grid.toml").write_text('plugins = ["plugin.py"]\n[grid]\nrecipe = ["sleepy"]\n')
+    process = start("grid.toml", "--out", "out", cwd=tmp_path)
+    try:
+        wait_for(process, lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        worker = int((tmp_path / "pid").read_text())
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the round
+            process.wait(0.5)
+        assert is_running(worker)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not is_running(worker)
+
+
+def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
+    (tmp_path / "plugin.py").write_text(SLEEPER.replace("time.sleep(300)", "raise KeyError(3)"))
+    grid = f'rounds = 3\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\nrecipe = ["sleepy", "gd"]\n'
+    (tmp_path / "grid.toml").write_text(grid)
+    with contextlib.chdir(tmp_path):
+        assert sweep_command(SweepOptions(Path("grid.toml"), Path("out"), jobs=1)) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("aqg: error: 1 of 2 runs failed: recipe-sleepy; ")
+    assert "recipe-sleepy: failed: KeyError: 3" in captured.out
+    assert "0 of 1" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (TEXT, {"jobs": 0}, "jobs is 0; it must be at least 1"),
+        (TEXT, {"resume": Path("x"), "out": Path("y")}, "--resume and --out exclude each other"),
+        (TEXT, {"resume": Path("nowhere")}, "'nowhere' is not a sweep's directory"),
+        (TEXT, {"out": Path("full")}, "'full' is not empty"),
+        (TEXT, {"grid": None}, "name a grid file"),
+        ("seed = [", {}, "is not valid TOML"),
+        ("nope = 1\n[grid]\nseed = [1]", {}, "unknown setting 'nope'"),
+        ("[grid]\nseed = 1", {}, "seed in [grid] is 1; it must be a list"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(text, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grid.toml").write_text(text)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    with pytest.raises(AqgError) as caught:
+        sweep_command(SweepOptions(**{"grid": Path("grid.toml"), **options}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["full", "grid.toml", "thesis.txt"]
+
+
+def test_a_changed_grid_is_refused_with_exit_code_2(whole):
+    (whole / "other.toml").write_text(TEXT.replace("200", "201"))
+    process = start("other.toml", "--resume", "whole", cwd=whole)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("aqg: error: cannot resume 'whole' with rounds 201: the sweep has ")
+    assert len(errors.splitlines()) == 1
+
+
+def test_the_table_tells_diverged_failed_and_unreached_apart():
+    def row(eta, **results):
+        return {"settings": {"recipe": f"lean:eta={eta}", "seed": 0}, **results}
+
+    def result(loss, size, reached):
+        return {
+            "diverged": loss is None,
+            "final_loss": loss,
+            "test_accuracy": 0.5,
+            "uploads": 10,
+            "upload_bytes": size,
+            "target": {"upload_bytes": reached},
+        }
+
+    rows = [
+        row(1, **result(0.25, 100, 50)),
+        row(1, **result(0.75, 300, None)),
+        row(2, **result(None, 100, None)),
+        row(3, error="no"),
+    ]
+    table = sweep_table(("recipe", "seed"), rows)
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns == {
+        "recipe": ["lean:eta=1", "lean:eta=2", "lean:eta=3"],
+        "runs": ["2", "1", "0 of 1"],
+        "final loss": ["0.500000\n0.250000..0.750000", "diverged\n(1 of 1)", "failed"],
+        "test acc": ["50.0%", "50.0%", "-"],
+        "uploads": ["10", "10", "-"],
+        "bytes": ["200 B\n100 B..300 B", "100 B", "-"],
+        "bytes to target": ["50 B\n1 of 2 reached", "not reached", "-"],
+    }
