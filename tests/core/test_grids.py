@@ -75,9 +75,20 @@ def test_midtread_never_increases_the_error(vector, width):
     levels = quantize(vector, Grid.MIDTREAD, width, step)
     exact = vector.astype(np.float64)
     error = value_table(Grid.MIDTREAD, width, step, np.float64)[levels] - exact
-    assert np.linalg.norm(error) <= np.linalg.norm(exact) * (1 + 1e-12)
+    largest = np.abs(exact).max() or 1.0  # scaled to it, squares do not underflow
+    assert np.linalg.norm(error / largest) <= np.linalg.norm(exact / largest) * (1 + 1e-12)
     if width > 1:  # coordinate by coordinate, to the last bit
         assert np.all(np.abs(error) <= np.abs(exact))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-45, 1e-40, 2e-38, 1e-37])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_midtread_contracts_what_is_smaller_than_any_step(scale, width):
+    vector = np.array([1.0, -0.25, 0.5]) * scale
+    step = measure(vector, Grid.MIDTREAD, width).steps[width - 1].item()
+    levels = quantize(vector, Grid.MIDTREAD, width, step)
+    error = value_table(Grid.MIDTREAD, width, step, np.float64)[levels] - vector
+    assert np.linalg.norm(error / scale) <= np.linalg.norm(vector / scale)
 
 
 @given(ANY_VECTOR, WIDTHS)

@@ -27,6 +27,7 @@ app = typer.Typer(
 
 _PROBLEM = "What to learn"
 _ALGORITHM = "How to learn it"
+_TRAINING = "Practical federated training"
 _OUTPUT = "Where results go"
 
 
@@ -152,6 +153,48 @@ def run(
         str | None,
         typer.Option(metavar="cpu|cuda", help="Where to compute.", rich_help_panel=_ALGORITHM),
     ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples per gradient; all of a client's by default.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    local_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps a client takes in a round.", rich_help_panel=_TRAINING),
+    ] = None,
+    local_epochs: Annotated[
+        int | None,
+        typer.Option(
+            help="Passes over its samples instead, in a round.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    local_rate: Annotated[
+        float | None,
+        typer.Option(help="Step size of local steps.", rich_help_panel=_TRAINING),
+    ] = None,
+    weighting: Annotated[
+        str | None,
+        typer.Option(
+            metavar="equal|samples",
+            help="Clients count alike, or by their number of samples.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    participation: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of clients asked in a round, above 0 to 1.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sgd|momentum|adam",
+            help="How the server takes its step.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A TOML file with settings.", rich_help_panel=_OUTPUT),
@@ -201,6 +244,13 @@ def run(
         "seed": seed,
         "engine": engine,
         "device": device,
+        "batch_size": batch_size,
+        "local_steps": local_steps,
+        "local_epochs": local_epochs,
+        "local_rate": local_rate,
+        "weighting": weighting,
+        "participation": participation,
+        "optimizer": optimizer,
     }
     run_command(
         RunOptions(
@@ -225,3 +275,31 @@ def recipes() -> None:
 def datasets() -> None:
     """List the datasets, a line each."""
     list_datasets()
+
+
+@app.command()
+def sweep(
+    grid: Annotated[
+        Path | None, typer.Argument(metavar="GRID.toml", help="Settings, and a table [grid].")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the results (new or empty).")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the sweep in this directory.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time; one per core by default.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Run every combination of the settings listed in a grid file, across cores.
+
+    Ctrl-C saves everything; --resume goes on and repeats nothing that is finished.
+    """
+    from aqg.cli.sweep import SweepOptions, sweep_command  # needs Linux or macOS
+
+    return sweep_command(SweepOptions(grid, out, resume, jobs, data_dir, as_json))

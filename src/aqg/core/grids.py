@@ -107,7 +107,8 @@ def grid_step(grid: Grid, width: int, radius: float, mean_abs: float) -> float:
     if grid is Grid.MIDRISE:
         return round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
     if width == 1:
-        return round_up_to_bfloat16(mean_abs)
+        # Below the smallest step, rounding up would overshoot: nothing is closer than ± that.
+        return round_up_to_bfloat16(mean_abs) if mean_abs >= MIN_STEP else 0.0
     return round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
 
 

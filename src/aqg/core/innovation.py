@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.grids import Grid, grid_step
-from aqg.core.kernels import error_rows, scan_rows
+from aqg.core.grids import MAX_RADIUS, Grid
+from aqg.core.kernels import measure_rows
 
 if TYPE_CHECKING:
-    from aqg.core.types import BoolArray, Float64Array, FloatArray
+    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 
 class Innovation(NamedTuple):
@@ -31,6 +31,16 @@ class Innovation(NamedTuple):
     errors: Float64Array
     quantized_norm: Float64Array
 
+    def of(self, clients: IntArray | int) -> Innovation:
+        """Return the statistics of some clients on the leading axis, or of one."""
+        return Innovation(
+            np.asarray(self.in_range[clients]),
+            np.asarray(self.squared_norm[clients]),
+            self.steps[clients],
+            self.errors[clients],
+            np.asarray(self.quantized_norm[clients]),
+        )
+
 
 def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
@@ -43,24 +53,11 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     """
     leading = delta.shape[:-1]
     rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
-    radius, mean_abs, in_range = scan_rows(rows)
-    steps = np.zeros((len(rows), max_width))
-    for row in np.flatnonzero(in_range):
-        steps[row] = [
-            grid_step(grid, width, float(radius[row]), float(mean_abs[row]))
-            for width in range(1, max_width + 1)
-        ]
-    errors = np.full((len(rows), max_width), np.nan)
-    quantized = np.full(len(rows), np.nan)
-    squared = np.full(len(rows), np.nan)
-    if in_range.all():
-        errors, quantized, squared = error_rows(rows, grid, steps, radius)
-    elif in_range.any():
-        errors[in_range], quantized[in_range], squared[in_range] = error_rows(
-            rows[in_range], grid, steps[in_range], radius[in_range]
-        )
+    radius, steps, errors, quantized, squared = measure_rows(rows, grid, max_width)
+    if len(leading) == 1:  # a block of clients, as the simulator has it
+        return Innovation(radius <= MAX_RADIUS, squared, steps, errors, quantized)
     return Innovation(
-        in_range=in_range.reshape(leading),
+        in_range=(radius <= MAX_RADIUS).reshape(leading),
         squared_norm=squared.reshape(leading),
         steps=steps.reshape(*leading, max_width),
         errors=errors.reshape(*leading, max_width),

@@ -4,21 +4,29 @@ Each public function takes rows ``(num_rows, n)`` so that a simulator can hand i
 once. The compiled loops work in blocks that fit the first-level cache; sums run in the array's own
 precision inside a block and in float64 across blocks.
 
-Only sums may be reordered by the compiler (``reassoc``). `add_levels`, which moves the mirrors,
-allows nothing: its products are exact and its additions round once.
+Only sums may be reordered by the compiler (``reassoc``). `add_levels` and `move_mirror`, which move
+the mirrors, allow nothing: their products are exact and their additions round once.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.grids import MAX_RADIUS, Grid, level_dtype
+from aqg.core.grids import (
+    MAX_RADIUS,
+    MIN_STEP,
+    Grid,
+    grid_step,
+    level_dtype,
+    value_table,
+)
 from aqg.jit import HAVE_NUMBA, njit
 
 if TYPE_CHECKING:
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, Levels
+    from aqg.core.types import Float64Array, FloatArray, Levels
 
 _BLOCK = 1024
 _SUMS = {"reassoc", "contract", "nsz"}
@@ -37,50 +45,25 @@ def inverses_below(steps: Float64Array | np.float64, dtype: np.dtype[Any]) -> Fl
     return below
 
 
-def scan_rows(
-    rows: FloatArray,
-) -> tuple[Float64Array, Float64Array, BoolArray]:
-    """Return radius ``‖Δ‖_∞``, mean of ``|Δ|``, and whether all values are in range, per row.
+def measure_rows(
+    rows: FloatArray, grid: Grid, max_width: int
+) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
+    """Return, per row, what `aqg.core.innovation.Innovation` holds.
 
-    A row with NaN, infinity or a value above `MAX_RADIUS` is not in range; its other results mean
-    nothing.
+    These are the radius ``‖Δ‖_∞``, the step of every width, ``‖ε_b‖²`` for every width,
+    ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``. For a row with NaN, infinity or a value above `MAX_RADIUS` the
+    radius is not at most `MAX_RADIUS`, the steps are zero and the sums NaN.
     """
-    if HAVE_NUMBA:
-        bits = rows.view(f"u{rows.dtype.itemsize}")
-        largest_bits, totals = _scan_rows(rows, bits)
-        radius = largest_bits.astype(bits.dtype).view(rows.dtype).astype(np.float64)
-    else:
-        magnitude = np.abs(rows)
-        radius = magnitude.max(axis=1, initial=0).astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):
-            totals = magnitude.sum(axis=1, dtype=np.float64)
-    return radius, totals / max(rows.shape[1], 1), radius <= MAX_RADIUS
-
-
-def error_rows(
-    rows: FloatArray, grid: Grid, steps: Float64Array, radius: Float64Array
-) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Return ``‖ε_b‖²`` for every width, ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``, per row.
-
-    ``steps`` is ``(num_rows, b_max)``: the step each width would use. Rows must be in range.
-    """
-    exponent = np.zeros(len(rows), np.int64)
-    if rows.dtype == np.float32:
-        # Squares of very small or very large float32 numbers leave its range: work on a copy
-        # scaled by a power of two, which is exact.
-        exponent = np.frexp(radius)[1].astype(np.int64)
-        exponent[np.abs(exponent) < _SAFE_EXPONENT] = 0
-        if exponent.any():
-            rows = np.ldexp(rows, -exponent[:, None]).astype(rows.dtype)
-            steps = np.ldexp(steps, -exponent[:, None])
-    compute = _error_rows if HAVE_NUMBA else error_rows_numpy
-    errors, quantized, squared = compute(
-        rows, grid is Grid.MIDRISE, steps.astype(rows.dtype), inverses_below(steps, rows.dtype)
-    )
+    if not HAVE_NUMBA:
+        return _measure_rows_numpy(rows, grid, max_width)
+    sums = np.empty((len(rows), 3 + 2 * max_width))
+    _measure_rows(rows, rows.view(f"u{rows.dtype.itemsize}"), grid is Grid.MIDRISE, max_width, sums)
     return (
-        np.ldexp(errors, 2 * exponent[:, None]),
-        np.ldexp(quantized, 2 * exponent),
-        np.ldexp(squared, 2 * exponent),
+        sums[:, 0],
+        sums[:, 3 : 3 + max_width],
+        sums[:, 3 + max_width :],
+        sums[:, 1],
+        sums[:, 2],
     )
 
 
@@ -108,81 +91,174 @@ def add_levels(base: FloatArray, levels: Levels, values: FloatArray) -> FloatArr
     return total
 
 
+def move_mirror(
+    mirror: FloatArray, levels: Levels, values: FloatArray, total: Float64Array, weight: float
+) -> None:
+    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
+
+    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
+    """
+    if HAVE_NUMBA:
+        _move_mirror(mirror, levels, values, total, weight)
+        return
+    new = mirror + values[levels]
+    total += weight * (new.astype(np.float64) - mirror)
+    mirror[:] = new
+
+
 @njit(fastmath=_SUMS)
-def _scan_rows(rows: Any, bits: Any) -> Any:
+def _measure_rows(rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any) -> None:
+    """Write radius, ``‖Q_bmax(Δ)‖²``, ``‖Δ‖²``, all steps and all ``‖ε_b‖²`` of every row."""
+    num_rows, n = rows.shape
+    kind = rows.dtype.type
+    scaled = np.empty(min(n, _BLOCK), rows.dtype)
+    inverses = np.empty(max_width, rows.dtype)
+    steps = np.empty(max_width, rows.dtype)
+    for r in range(num_rows):
+        radius, mean_abs = _scan_row(rows[r], bits[r])
+        sums[r, 0] = radius
+        sums[r, 1:3] = 0.0
+        sums[r, 3:] = 0.0
+        if not radius <= MAX_RADIUS:
+            sums[r, 1:3] = np.nan
+            sums[r, 3 + max_width :] = np.nan
+            continue
+        # Squares of very small or very large float32 numbers leave its range: work on a copy
+        # scaled by a power of two, which is exact.
+        exponent = 0
+        if rows.itemsize == 4:
+            exponent = math.frexp(radius)[1]
+            if abs(exponent) < _SAFE_EXPONENT:
+                exponent = 0
+        for b in range(max_width):
+            step = _grid_step(midrise, b + 1, radius, mean_abs)
+            sums[r, 3 + b] = step
+            step = math.ldexp(step, -exponent)
+            steps[b] = step
+            inverses[b] = _inverse_below(step, kind(0))
+        for start in range(0, n, _BLOCK):
+            block = rows[r, start : start + _BLOCK]
+            if exponent != 0:
+                for i in range(block.size):
+                    scaled[i] = math.ldexp(block[i], -exponent)
+                block = scaled[: block.size]
+            _add_block(block, midrise, steps, inverses, sums[r, 1:3], sums[r, 3 + max_width :])
+        if exponent != 0:
+            for i in range(1, 3):
+                sums[r, i] = math.ldexp(sums[r, i], 2 * exponent)
+            for i in range(3 + max_width, 3 + 2 * max_width):
+                sums[r, i] = math.ldexp(sums[r, i], 2 * exponent)
+
+
+@njit(fastmath=_SUMS)
+def _scan_row(row: Any, bits: Any) -> Any:
+    """Return ``‖Δ‖_∞`` and the mean of ``|Δ|``."""
     # Without its sign bit, a float's bit pattern orders as its magnitude does, with infinity above
     # every number and NaN above infinity: one integer maximum finds the radius and any bad value.
-    num_rows, n = rows.shape
-    largest = np.zeros(num_rows, np.uint64)
-    totals = np.zeros(num_rows)
-    magnitude_mask = bits.dtype.type(~(1 << (8 * rows.itemsize - 1)))
-    for r in range(num_rows):
-        row_max = bits.dtype.type(0)
-        for start in range(0, n, _BLOCK):
-            block = rows[r, start : start + _BLOCK]
-            block_bits = bits[r, start : start + _BLOCK]
-            block_max = bits.dtype.type(0)
-            for i in range(block_bits.size):
-                block_max = max(block_max, bits.dtype.type(block_bits[i] & magnitude_mask))
-            row_max = max(row_max, block_max)
-            block_sum = rows.dtype.type(0)
-            for i in range(block.size):
-                block_sum += abs(block[i])
-            totals[r] += block_sum
-        largest[r] = row_max
-    return largest, totals
+    n = len(row)
+    magnitude_mask = bits.dtype.type(~(1 << (8 * row.itemsize - 1)))
+    largest = np.zeros(1, bits.dtype)
+    total = 0.0
+    for start in range(0, n, _BLOCK):
+        block = row[start : start + _BLOCK]
+        block_bits = bits[start : start + _BLOCK]
+        block_max = largest[0]
+        for i in range(block_bits.size):
+            block_max = max(block_max, bits.dtype.type(block_bits[i] & magnitude_mask))
+        largest[0] = block_max
+        block_sum = row.dtype.type(0)
+        for i in range(block.size):
+            block_sum += abs(block[i])
+        total += block_sum
+    return np.float64(largest.view(row.dtype)[0]), total / max(n, 1)
+
+
+@njit()
+def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
+    """Compute `aqg.core.grids.grid_step`."""
+    if midrise:
+        value = 2 * radius / ((1 << width) - 1)
+    elif width == 1:
+        value = mean_abs if mean_abs >= MIN_STEP else 0.0
+    else:
+        value = radius / ((1 << (width - 1)) - 1)
+    if value == 0.0:
+        return 0.0
+    if value <= MIN_STEP:
+        return MIN_STEP
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(math.ceil(math.ldexp(mantissa, 8)), exponent - 8)
+
+
+@njit()
+def _inverse_below(step: Any, zero: Any) -> Any:
+    """Compute `inverses_below` in the precision of ``zero``."""
+    if step == 0.0:
+        return zero
+    return np.nextafter(type(zero)(1.0 / step), zero)
 
 
 @njit(fastmath=_SUMS)
-def _error_rows(rows: Any, midrise: Any, steps: Any, inverses: Any) -> Any:
-    num_rows, n = rows.shape
-    max_width = steps.shape[1]
-    errors = np.zeros((num_rows, max_width))
-    quantized = np.zeros(num_rows)
-    squared = np.zeros(num_rows)
-    zero = rows.dtype.type(0)
-    half = rows.dtype.type(0.5)
-    for r in range(num_rows):
-        for start in range(0, n, _BLOCK):
-            block = rows[r, start : start + _BLOCK]
-            square_sum = zero
-            for i in range(block.size):
-                square_sum += block[i] * block[i]
-            squared[r] += square_sum
-            for b in range(max_width):
-                step = steps[r, b]
-                inverse = inverses[r, b]
-                error_sum = zero
-                if midrise:
-                    for i in range(block.size):
-                        error = (np.floor(block[i] * inverse) + half) * step - block[i]
-                        error_sum += error * error
-                elif b == 0:
-                    for i in range(block.size):
-                        error = step - abs(block[i])
-                        error_sum += error * error
-                else:
-                    for i in range(block.size):
-                        error = np.rint(block[i] * inverse) * step - block[i]
-                        error_sum += error * error
-                errors[r, b] += error_sum
-            if max_width == 0:
-                continue
-            step = steps[r, max_width - 1]
-            inverse = inverses[r, max_width - 1]
-            value_sum = zero
-            if midrise:
-                for i in range(block.size):
-                    value = (np.floor(block[i] * inverse) + half) * step
-                    value_sum += value * value
-            elif max_width == 1:
-                value_sum += step * step * rows.dtype.type(block.size)
-            else:
-                for i in range(block.size):
-                    value = np.rint(block[i] * inverse) * step
-                    value_sum += value * value
-            quantized[r] += value_sum
-    return errors, quantized, squared
+def _add_block(
+    block: Any, midrise: Any, steps: Any, inverses: Any, norms: Any, errors: Any
+) -> None:
+    """Add a block's share of ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``, and of ``‖ε_b‖²`` for every width."""
+    square_sum = block.dtype.type(0)
+    for i in range(block.size):
+        square_sum += block[i] * block[i]
+    norms[1] += square_sum
+    if len(steps) == 0:
+        return
+    last = len(steps) - 1
+    for b in range(last):
+        errors[b] += _error_sum(block, midrise, b + 1, steps[b], inverses[b])
+    error_sum, value_sum = _error_and_value_sums(
+        block, midrise, last + 1, steps[last], inverses[last]
+    )
+    errors[last] += error_sum
+    norms[0] += value_sum
+
+
+@njit(fastmath=_SUMS)
+def _error_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
+    half = block.dtype.type(0.5)
+    error_sum = block.dtype.type(0)
+    if midrise:
+        for i in range(block.size):
+            error = (np.floor(block[i] * inverse) + half) * step - block[i]
+            error_sum += error * error
+    elif width == 1:
+        for i in range(block.size):
+            error = step - abs(block[i])
+            error_sum += error * error
+    else:
+        for i in range(block.size):
+            error = np.rint(block[i] * inverse) * step - block[i]
+            error_sum += error * error
+    return error_sum
+
+
+@njit(fastmath=_SUMS)
+def _error_and_value_sums(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
+    if not midrise and width == 1:
+        values = step * step * block.dtype.type(block.size)
+        return _error_sum(block, midrise, width, step, inverse), values
+    half = block.dtype.type(0.5)
+    error_sum = block.dtype.type(0)
+    value_sum = block.dtype.type(0)
+    if midrise:
+        for i in range(block.size):
+            value = (np.floor(block[i] * inverse) + half) * step
+            error = value - block[i]
+            error_sum += error * error
+            value_sum += value * value
+    else:
+        for i in range(block.size):
+            value = np.rint(block[i] * inverse) * step
+            error = value - block[i]
+            error_sum += error * error
+            value_sum += value * value
+    return error_sum, value_sum
 
 
 @njit()
@@ -205,27 +281,40 @@ def _add_levels(base: Any, levels: Any, values: Any, out: Any) -> Any:
         out[i] = base[i] + values[levels[i]]
 
 
-def error_rows_numpy(
-    rows: FloatArray,
-    midrise: bool,
-    steps: FloatArray,
-    inverses: FloatArray,
-) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Compute the sums of `error_rows` by the plain formulas."""
-    errors = np.empty(steps.shape)
-    value = np.zeros_like(rows)
-    for b in range(steps.shape[1]):
-        step = steps[:, b, None]
-        scaled = rows * inverses[:, b, None]
-        if midrise:
-            value = (np.floor(scaled) + rows.dtype.type(0.5)) * step
-        elif b == 0:
-            value = np.where(rows >= 0, step, -step)
-        else:
-            value = np.rint(scaled) * step
-        errors[:, b] = np.square(value - rows).sum(axis=1, dtype=np.float64)
-    quantized = np.square(value).sum(axis=1, dtype=np.float64)
-    return errors, quantized, np.square(rows).sum(axis=1, dtype=np.float64)
+@njit()
+def _move_mirror(mirror: Any, levels: Any, values: Any, total: Any, weight: Any) -> None:
+    for i in range(len(mirror)):
+        old = mirror[i]
+        new = old + values[levels[i]]
+        mirror[i] = new
+        total[i] += weight * (np.float64(new) - np.float64(old))
+
+
+def _measure_rows_numpy(
+    rows: FloatArray, grid: Grid, max_width: int
+) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
+    """Compute `measure_rows` by the plain formulas, in float64."""
+    magnitude = np.abs(rows)
+    radius = magnitude.max(axis=1, initial=0).astype(np.float64)
+    in_range = radius <= MAX_RADIUS
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean_abs = magnitude.sum(axis=1, dtype=np.float64) / max(rows.shape[1], 1)
+    steps = np.zeros((len(rows), max_width))
+    errors = np.full(steps.shape, np.nan)
+    quantized = np.full(len(rows), np.nan)
+    squared = np.full(len(rows), np.nan)
+    for r in np.flatnonzero(in_range):
+        exact = rows[r].astype(np.float64)
+        squared[r] = np.square(exact).sum()
+        quantized[r] = 0.0
+        for b in range(max_width):
+            step = grid_step(grid, b + 1, float(radius[r]), float(mean_abs[r]))
+            levels = quantize(rows[r], grid, b + 1, step)
+            values = value_table(grid, b + 1, step, np.float64)[levels]
+            steps[r, b] = step
+            errors[r, b] = np.square(values - exact).sum()
+            quantized[r] = np.square(values).sum()
+    return radius, steps, errors, quantized, squared
 
 
 def _quantize_numpy(vector: FloatArray, grid: Grid, width: int, inverse: FloatArray) -> Levels:

@@ -2,7 +2,8 @@
 
 The paper's criteria compare an innovation with ``1/(α²M²) Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``. With
 ``θ^{k+1} = θ^k - α·direction`` each term is ``ξ_d ‖direction^{k-d}‖²/M²``: the step size cancels,
-so the same number serves any server optimizer, and only the server needs the history.
+and only the server needs the history. Server optimizers with momentum shrink the number by their
+`fresh_share`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class ServerState(NamedTuple):
         mirrors: ``ref_m`` of every client.
         total: ``Σ_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the sum
             of this round's uploads.
-        history: ``‖direction‖²/M²`` of the last steps, newest first.
+        history: ``‖direction‖²/M²`` of the last steps, newest first, times `fresh_share`.
         optimizer: what the server optimizer remembers.
 
     """
@@ -99,14 +99,15 @@ def finish_round(
 ) -> ServerState:
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2.
 
-    Another optimizer than `SGD` turns the sum into another vector first. The movement comes from
-    the sum itself: that is what the clients' vectors are errors of.
+    Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
+    from the sum, which has the scale of the clients' vectors, times the optimizer's `fresh_share`.
     """
     direction = state.total * amplification(recipe, dropout_rate, sampled)
     optimizer_state, update = optimizer.step(state.optimizer, direction)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
         parameters = state.parameters - (step_size * update).astype(state.parameters.dtype)
         step = float(direction @ direction) / len(state.mirrors) ** 2
+        step *= optimizer.fresh_share
     return ServerState(
         round=state.round + 1,
         parameters=parameters,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
-from aqg.core.optimizers import make_optimizer
+from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.data import DATASETS, parse_partition
 from aqg.errors import ConfigError
@@ -38,6 +38,8 @@ STEP_SIZES: dict[tuple[str, str], float] = {
     ("heterogeneous", "sum"): 0.0015,
 }
 """For the default number of clients."""
+ADAM_STEP_SIZE = 0.01
+"""Adam's steps have this length per coordinate, whatever the data and the number of clients."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,22 @@ def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
 
 
 def _default_step_size(settings: Mapping[str, Any]) -> float:
+    """Return the step size for the dataset and the optimizer.
+
+    With momentum a direction moves the model by ``α/(1-β)`` in all; the default keeps that as long
+    as without. Where clients are sampled, their directions are old as well, and old directions
+    with momentum oscillate: the step is shortened by the fraction sampled.
+    """
+    optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
+    step_size = _dataset_step_size(settings) * optimizer.fresh_share
+    if isinstance(optimizer, Adam):
+        step_size = ADAM_STEP_SIZE
+    if optimizer.fresh_share < 1:
+        step_size *= _typed("participation", settings.get("participation", 1.0))
+    return step_size
+
+
+def _dataset_step_size(settings: Mapping[str, Any]) -> float:
     """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
     dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
     _require_choice("scaling", scaling, ("mean", "sum"))

@@ -65,12 +65,15 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
+    if config.weighting == "samples":
+        key["weighting"] = config.weighting
 
     def compute() -> Optimum:
-        return find_optimum(
-            problem.objective,
-            [(c.features.astype(np.float64, copy=False), c.labels) for c in problem.clients],
-        )
+        clients = [(c.features.astype(np.float64, copy=False), c.labels) for c in problem.clients]
+        if config.weighting == "samples":  # weighted so, mean losses make that of all samples
+            features, labels = zip(*clients, strict=True)
+            clients = [(np.concatenate(features), np.concatenate(labels))]
+        return find_optimum(problem.objective, clients)
 
     return cached_optimum(key, compute).value
 
@@ -80,5 +83,15 @@ def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | Ref
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
     dropout = config.dropout_schedule()
     if config.engine == "reference":
-        return ReferenceSimulation(problem, recipe, config.alpha, dropout, config.seed)
-    return FastSimulation(problem, recipe, config.alpha, dropout, config.seed, device=config.device)
+        return ReferenceSimulation(
+            problem, recipe, config.alpha, dropout, config.seed, training=config.training()
+        )
+    return FastSimulation(
+        problem,
+        recipe,
+        config.alpha,
+        dropout,
+        config.seed,
+        device=config.device,
+        training=config.training(),
+    )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aqg.objectives.closed_form import ClosedForm, namespace, transpose
 
 if TYPE_CHECKING:
     from aqg.objectives.base import Array, Scaling
+
+_NARROW = 32
+"""Up to this many outputs, BLAS is faster (up to 1.6 times) if they are the rows of the product."""
 
 
 class Softmax(ClosedForm):
@@ -76,5 +81,9 @@ def write_layer_gradients(
     inputs: Array, slopes: Array, weight_gradient: Array, bias_gradient: Array
 ) -> None:
     """Write the gradients of a layer ``inputs @ weight + bias`` whose outputs have these slopes."""
-    namespace(inputs).matmul(transpose(inputs), slopes, out=weight_gradient)
+    xp = namespace(inputs)
+    if xp is np and slopes.shape[-1] <= _NARROW:
+        weight_gradient[...] = transpose(transpose(slopes) @ inputs)
+    else:
+        xp.matmul(transpose(inputs), slopes, out=weight_gradient)
     bias_gradient[...] = slopes.sum(axis=-2)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from aqg.core.grids import value_table
+from aqg.core.innovation import Innovation
+from aqg.core.kernels import move_mirror
+from aqg.core.messages import Upload
 from aqg.core.mirror import Memory, advance
 from aqg.errors import ConfigError
+from aqg.sim.stacks import stack_small_clients
+from aqg.wire.parallel import map_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from aqg.core.innovation import Innovation
-    from aqg.core.messages import DenseUpload, Upload
+    from aqg.core.messages import DenseUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
@@ -21,8 +27,10 @@ if TYPE_CHECKING:
 Array = Any
 """An array of the backend's own kind."""
 
-_STACK_BYTES = 1 << 20
-"""Clients with less data than this are stacked into one product; larger ones gain nothing."""
+_THREAD_BYTES = 1 << 20
+"""Work on less than this is done before a thread has started."""
+_PIECE_BYTES = 1 << 19
+"""Rows handed to a thread at a time: they stay in its cache from one step to the next."""
 
 
 class Backend(Protocol):
@@ -37,37 +45,45 @@ class Backend(Protocol):
     def losses(self, params: Array, clients: IntArray) -> Float64Array:
         """Return the loss of each of these clients."""
 
-    def losses_and_gradients(self, params: Array, clients: IntArray) -> tuple[Float64Array, Array]:
-        """Return the loss and the gradient of each of these clients."""
+    def losses_and_gradients(self, params: Array, clients: IntArray) -> tuple[Array, Array]:
+        """Return the loss and the gradient of each of these clients, both on the device."""
 
     def samples(self, client: int) -> tuple[Array, Array]:
         """Return a client's features and labels."""
 
-    def stack(self, rows: list[Array]) -> Array:
-        """Return vectors as the rows of one array."""
+    def stack(self, rows: tuple[Array, ...]) -> Array:
+        """Return arrays of one shape as the rows of another."""
 
-    def subtract(self, rows: Array, table: Array, clients: IntArray) -> Array:
-        """Return ``rows - table[clients]``; may overwrite ``rows``."""
+    def innovations(
+        self,
+        memory: Memory,
+        quantizer: Quantizer,
+        gradients: Array,
+        held: Array,
+        clients: IntArray,
+    ) -> tuple[Array, Innovation]:
+        """Return the vectors to quantize, and their statistics in NumPy.
 
-    def add(self, rows: Array, table: Array, clients: IntArray) -> Array:
-        """Return ``rows + table[clients]``; may overwrite ``rows``."""
+        ``held`` has a row per client: ``ref_m``, which `Memory.INNOVATION` subtracts, or the
+        residual, which `Memory.FEEDBACK` adds. ``gradients`` may be overwritten.
+        """
+
+    def rows(self, table: Array, indices: IntArray) -> Sequence[FloatArray]:
+        """Return some rows as NumPy vectors."""
 
     def store(self, table: Array, clients: IntArray, rows: Array) -> None:
         """Set ``table[clients] = rows``."""
-
-    def measure(self, quantizer: Quantizer, rows: Array) -> Innovation:
-        """Return the statistics of every row, in NumPy."""
 
     def advance(
         self,
         memory: Memory,
         mirrors: Array,
         total: Array,
-        client: int,
-        upload: Upload | DenseUpload,
-        weight: float,
+        clients: IntArray,
+        uploads: Sequence[Upload | DenseUpload],
+        weights: Float64Array,
     ) -> None:
-        """Move a client's mirror by its upload, and the weighted sum with it, in place."""
+        """Move the clients' mirrors by their uploads, and the weighted sum with them, in place."""
 
     def descend(self, params: Array, update: Array, step_size: float) -> Array:
         """Return the parameters after the step."""
@@ -100,6 +116,10 @@ def make_backend(problem: Problem, device: str) -> Backend:
     if device == "cpu":
         return NumpyBackend(problem)
     check_device(device)
+    if device.startswith("cuda"):
+        from aqg.sim.cuda_backend import CudaBackend
+
+        return CudaBackend(problem, device)
     from aqg.sim.torch_backend import TorchBackend
 
     return TorchBackend(problem, device.removeprefix("torch:"))
@@ -111,7 +131,7 @@ class NumpyBackend:
     def __init__(self, problem: Problem) -> None:
         self._objective = problem.objective
         self._clients = problem.clients
-        self._stacks = _stack_small_clients(problem)
+        self._stacks = stack_small_clients(problem)
 
     def put(self, array: FloatArray) -> FloatArray:
         """Copy."""
@@ -132,9 +152,13 @@ class NumpyBackend:
         self, params: FloatArray, clients: IntArray
     ) -> tuple[Float64Array, FloatArray]:
         """Return the loss and the gradient of each of these clients."""
+        groups = list(self._groups(clients))
+        if len(groups) == 1 and len(clients) > 1:  # the results as they are, without a copy
+            alone, gradients = self._objective.losses_and_gradients(params, *groups[0][1:])
+            return alone.astype(np.float64), gradients
         losses = np.empty(len(clients))
         gradients = np.empty((len(clients), len(params)), params.dtype)
-        for positions, features, labels in self._groups(clients):
+        for positions, features, labels in groups:
             losses[positions], gradients[positions] = self._objective.losses_and_gradients(
                 params, features, labels
             )
@@ -151,56 +175,78 @@ class NumpyBackend:
                 yield position, samples.features, samples.labels
                 position += 1
                 continue
-            start, features, labels = stack
-            stop = position + int(np.searchsorted(clients[position:], start + len(features)))
-            members = clients[position:stop] - start
-            if len(members) == len(features):
-                yield slice(position, stop), features, labels
-            else:
-                yield slice(position, stop), features[members], labels[members]
+            end = stack.first + len(stack.features)
+            stop = len(clients)
+            if clients[-1] >= end:
+                stop = position + int(np.searchsorted(clients[position:], end))
+            members = as_index(clients[position:stop] - stack.first)
+            yield slice(position, stop), stack.features[members], stack.labels[members]
             position = stop
 
     def samples(self, client: int) -> tuple[FloatArray, IntArray]:
         """Return the very arrays of the problem."""
         return self._clients[client]
 
-    def stack(self, rows: list[FloatArray]) -> FloatArray:
+    def stack(self, rows: tuple[FloatArray, ...]) -> FloatArray:
         """Copy into one array."""
         return np.stack(rows)
 
-    def subtract(self, rows: FloatArray, table: FloatArray, clients: IntArray) -> FloatArray:
-        """Subtract in place."""
-        return np.subtract(rows, table[_as_slice(clients)], out=rows)
+    def innovations(
+        self,
+        memory: Memory,
+        quantizer: Quantizer,
+        gradients: FloatArray,
+        held: FloatArray,
+        clients: IntArray,
+    ) -> tuple[FloatArray, Innovation]:
+        """Work in place; large blocks piece by piece, on all cores."""
 
-    def add(self, rows: FloatArray, table: FloatArray, clients: IntArray) -> FloatArray:
-        """Add in place."""
-        return np.add(rows, table[_as_slice(clients)], out=rows)
+        def innovate(piece: slice) -> Innovation:
+            rows = gradients[piece]
+            if memory is Memory.INNOVATION:
+                np.subtract(rows, held[as_index(clients[piece])], out=rows)
+            elif memory is Memory.FEEDBACK:
+                np.add(rows, held[as_index(clients[piece])], out=rows)
+            return quantizer.measure(rows)
+
+        num_rows = len(gradients)
+        if gradients.nbytes < _THREAD_BYTES or num_rows == 1:
+            return gradients, innovate(slice(None))
+        size = max(1, _PIECE_BYTES * num_rows // gradients.nbytes)
+        pieces = [slice(start, start + size) for start in range(0, num_rows, size)]
+        parts = map_threads(innovate, pieces, num_threads())
+        return gradients, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def rows(self, table: FloatArray, indices: IntArray) -> Sequence[FloatArray]:
+        """Return views."""
+        return [table[index] for index in indices]
 
     def store(self, table: FloatArray, clients: IntArray, rows: FloatArray) -> None:
         """Set rows."""
         table[clients] = rows
-
-    def measure(self, quantizer: Quantizer, rows: FloatArray) -> Innovation:
-        """Ask the quantizer."""
-        return quantizer.measure(rows)
 
     def advance(
         self,
         memory: Memory,
         mirrors: FloatArray,
         total: Float64Array,
-        client: int,
-        upload: Upload | DenseUpload,
-        weight: float,
+        clients: IntArray,
+        uploads: Sequence[Upload | DenseUpload],
+        weights: Float64Array,
     ) -> None:
-        """Take the same step as the state machines of client and server."""
-        if not memory.keeps_mirror:
-            total += weight * upload.values(np.float64)
-            return
-        old = mirrors[client]
-        new = advance(memory, old, upload)
-        total += weight * (new.astype(np.float64) - old)
-        mirrors[client] = new
+        """Take the same steps as the state machines of client and server, in the same order."""
+        for client, upload, weight in zip(clients, uploads, weights.tolist(), strict=True):
+            if not memory.keeps_mirror:
+                total += weight * upload.values(np.float64)
+                continue
+            old = mirrors[client]
+            if memory is Memory.INNOVATION and isinstance(upload, Upload):
+                values = value_table(upload.grid, upload.width, upload.step, old.dtype.type)
+                move_mirror(old, upload.levels, values, total, weight)
+                continue
+            new = advance(memory, old, upload)
+            total += weight * (new.astype(np.float64) - old)
+            mirrors[client] = new
 
     def descend(self, params: FloatArray, update: Float64Array, step_size: float) -> FloatArray:
         """Take the step in the precision of the parameters."""
@@ -213,28 +259,16 @@ class NumpyBackend:
             return float(direction @ direction)
 
 
-def _as_slice(clients: IntArray) -> slice | IntArray:
+def as_index(clients: IntArray) -> slice | IntArray:
     """Return consecutive indices as a slice, which indexes without a copy."""
     if len(clients) and int(clients[-1]) - int(clients[0]) == len(clients) - 1:
         return slice(int(clients[0]), int(clients[-1]) + 1)
     return clients
 
 
-def _stack_small_clients(problem: Problem) -> dict[int, tuple[int, FloatArray, IntArray]]:
-    """Stack neighbors with equally many samples; map each member to its stack's first client."""
-    stacks: dict[int, tuple[int, FloatArray, IntArray]] = {}
-    if not problem.objective.stackable:
-        return stacks
-    clients = problem.clients
-    start = 0
-    while start < len(clients):
-        size = len(clients[start].labels)
-        stop = start
-        while stop < len(clients) and len(clients[stop].labels) == size:
-            stop += 1
-        if stop - start > 1 and clients[start].features.nbytes <= _STACK_BYTES:
-            features = np.stack([samples.features for samples in clients[start:stop]])
-            labels = np.stack([samples.labels for samples in clients[start:stop]])
-            stacks.update(dict.fromkeys(range(start, stop), (start, features, labels)))
-        start = stop
-    return stacks
+def num_threads() -> int:
+    """Return how many threads to use: ``OMP_NUM_THREADS``, as for BLAS, or one per core."""
+    try:
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    except (KeyError, ValueError):
+        return os.cpu_count() or 1

@@ -20,20 +20,25 @@ from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.mirror import Memory
 from aqg.core.optimizers import OptimizerState
 from aqg.core.server import amplification
-from aqg.sim.backends import Backend, make_backend
+from aqg.sim.backends import Array, Backend, as_index, make_backend, num_threads
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 from aqg.wire import encoded_size
 from aqg.wire.memory import known, next_direction
+from aqg.wire.parallel import map_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aqg.core.innovation import Innovation
     from aqg.core.recipe import Recipe
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
 
 _SKIP_BYTES = encoded_size(Skip())
+_THREAD_LENGTH = 1 << 15
+"""Uploads with fewer coordinates are sized before a thread has started."""
 
 
 class FastSimulation:
@@ -70,6 +75,7 @@ class FastSimulation:
         self.seed = seed
         self.training = training if training is not None else Training()
         self._weights = self.training.client_weights(problem)
+        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         num_params = len(problem.initial_params)
         self.backend: Backend = make_backend(problem, device)
         self._block_size = max(1, block_bytes // (num_params * problem.dtype.itemsize))
@@ -118,20 +124,22 @@ class FastSimulation:
         num_clients = self.problem.num_clients
         movement = self.recipe.movement.of(self._history)
         away = self.dropout.dropped(number, num_clients)
-        away |= self.training.unsampled(number, num_clients, self.seed)
+        if self._sampled < 1:
+            away = away | self.training.unsampled(number, num_clients, self.seed)
         widths = np.where(away, DROPPED, 0)
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
         upload_bytes = 0
-        present = np.flatnonzero(~away)
+        present = (~away).nonzero()[0]
         for start in range(0, len(present), self._block_size):
             block = present[start : start + self._block_size]
-            losses[block], gradients = self._train(block)
+            block_losses, gradients = self._train(block)
             upload_bytes += self._hear(block, gradients, movement, widths, faults)
+            losses[block] = self.backend.get(block_losses)  # last: a GPU need not be waited for
         loss = None
         if evaluate:
-            known = ~away & self.training.local.sees_all_samples
-            unknown = np.flatnonzero(~known)
+            measured = ~away & self.training.local.sees_all_samples
+            unknown = np.flatnonzero(~measured)
             losses[unknown] = self.backend.losses(self._params, unknown)
             loss = float(np.mean(self._weights * losses))
         self._step()
@@ -139,7 +147,7 @@ class FastSimulation:
         self.next_round = number + 1
         return record
 
-    def _train(self, block: IntArray) -> tuple[Float64Array, FloatArray]:
+    def _train(self, block: IntArray) -> tuple[Array, Array]:
         """Return each client's loss and the vector it would send: its (pseudo-)gradient."""
         local = self.training.local
         if local.is_one_gradient:
@@ -153,8 +161,8 @@ class FastSimulation:
             )
             for client in block.tolist()
         ]
-        losses = np.array([float(loss) for loss, _ in results])
-        return losses, self.backend.stack([update for _, update in results])
+        losses, updates = zip(*results, strict=True)
+        return self.backend.stack(losses), self.backend.stack(updates)
 
     def _hear(
         self,
@@ -166,68 +174,89 @@ class FastSimulation:
     ) -> int:
         """Let the clients of a block decide and speak; return the bytes they sent."""
         recipe, backend = self.recipe, self.backend
-        deltas = gradients
-        if recipe.memory is Memory.INNOVATION:
-            deltas = backend.subtract(gradients, self._mirrors, block)
-        elif recipe.memory is Memory.FEEDBACK:
-            deltas = backend.add(gradients, self._residuals, block)
-        innovation = backend.measure(recipe.quantizer, deltas)
-        decision = recipe.policy.decide(innovation, movement, self._stored_errors[block])
-        stale = self._silent_rounds[block] >= recipe.max_staleness
-        send = innovation.in_range & (decision.send | stale)
-
-        silent = innovation.in_range & ~send
-        self._silent_rounds[block[silent]] += 1
+        members = as_index(block)
+        held = self._residuals if recipe.memory is Memory.FEEDBACK else self._mirrors
+        deltas, innovation = backend.innovations(
+            recipe.memory, recipe.quantizer, gradients, held, block
+        )
+        in_range = innovation.in_range
+        decision = recipe.policy.decide(innovation, movement, self._stored_errors[members])
+        stale = self._silent_rounds[members] >= recipe.max_staleness
+        send = (decision.send | stale) & in_range
+        silent = send ^ in_range
+        self._silent_rounds[members] += silent
         if recipe.memory is Memory.FEEDBACK and silent.any():
             backend.store(self._residuals, block[silent], deltas[np.flatnonzero(silent)])
-        faults.extend(
-            (int(block[i]), describe_fault(backend.get(gradients[i])))
-            for i in np.flatnonzero(~innovation.in_range)
-        )
-        num_bytes = _SKIP_BYTES * int(np.count_nonzero(~send))
-        for i in np.flatnonzero(send).tolist():
-            num_bytes += self._upload(
-                int(block[i]), deltas[i], _row(innovation, i), int(decision.width[i])
+        if not in_range.all():
+            faults.extend(
+                (int(block[i]), describe_fault(backend.get(gradients[i])))
+                for i in np.flatnonzero(~in_range)
             )
-            widths[block[i]] = decision.width[i]
+        senders = send.nonzero()[0]
+        num_bytes = _SKIP_BYTES * (len(block) - len(senders))
+        if len(senders):
+            widths[block[senders]] = decision.width[senders]
+            num_bytes += self._upload(
+                block[senders],
+                backend.rows(deltas, senders),
+                innovation.of(senders),
+                decision.width[senders],
+            )
         return num_bytes
 
-    def _upload(self, client: int, delta: FloatArray, innovation: Innovation, width: int) -> int:
-        """Quantize one client's vector, move its mirror, and return the size of its frame."""
-        recipe = self.recipe
-        row = self.backend.get(delta)
-        key = (self.seed, client, self.next_round)
-        upload = recipe.quantizer.quantize(row, innovation, width, key)
-        num_bytes = self._frame_size(client, upload)
-        weight = float(self._weights[client])
-        self.backend.advance(recipe.memory, self._mirrors, self._total, client, upload, weight)
+    def _upload(
+        self,
+        clients: IntArray,
+        deltas: Sequence[FloatArray],
+        innovation: Innovation,
+        widths: IntArray,
+    ) -> int:
+        """Quantize these clients' vectors, move their mirrors, and return the size of all frames.
+
+        Clients are quantized and their frames sized on all cores; the sum moves in their order.
+        """
+        recipe, backend = self.recipe, self.backend
+        mirrors = backend.rows(self._mirrors, clients)
+
+        def quantize(index: int) -> tuple[Upload | DenseUpload, int]:
+            client = int(clients[index])
+            key = (self.seed, client, self.next_round)
+            upload = recipe.quantizer.quantize(
+                deltas[index], innovation.of(index), int(widths[index]), key
+            )
+            return upload, self._frame_size(client, mirrors[index], upload)
+
+        is_large = len(clients) * deltas[0].size >= _THREAD_LENGTH
+        results = map_threads(quantize, range(len(clients)), num_threads() if is_large else 1)
+        uploads = [upload for upload, _ in results]
+        backend.advance(
+            recipe.memory, self._mirrors, self._total, clients, uploads, self._weights[clients]
+        )
         if recipe.memory is Memory.FEEDBACK:
-            residual = row - upload.values(row.dtype.type)
-            self.backend.store(self._residuals, np.array([client]), residual[None])
-        self._stored_errors[client] = innovation.errors
-        self._silent_rounds[client] = 0
-        return num_bytes
+            pairs = zip(deltas, uploads, strict=True)
+            residuals = [delta - upload.values(delta.dtype.type) for delta, upload in pairs]
+            backend.store(self._residuals, clients, np.stack(residuals))
+        self._stored_errors[clients] = innovation.errors
+        self._silent_rounds[clients] = 0
+        return sum(num_bytes for _, num_bytes in results)
 
-    def _frame_size(self, client: int, upload: Upload | DenseUpload) -> int:
+    def _frame_size(self, client: int, mirror: FloatArray, upload: Upload | DenseUpload) -> int:
         """Return the length of the frame that client and server would exchange."""
         if isinstance(upload, DenseUpload):
             return encoded_size(upload)
-        shared = known(self.backend.get(self._mirrors[client]), self._directions[client])
-        num_bytes = encoded_size(upload, known=shared)
+        num_bytes = encoded_size(upload, known=known(mirror, self._directions[client]))
         self._directions[client] = next_direction(self._directions[client], upload)
         return num_bytes
 
     def _step(self) -> None:
-        num_clients = self.problem.num_clients
-        sampled = self.training.num_sampled(num_clients) / num_clients
-        direction = self._total * amplification(self.recipe, self.dropout.rate, sampled)
+        direction = self._total * amplification(self.recipe, self.dropout.rate, self._sampled)
         optimizer = self.training.optimizer
         self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
         self._params = self.backend.descend(self._params, update, self.step_size)
-        step = self.backend.squared_norm(direction)
+        step = self.backend.squared_norm(direction) / self.problem.num_clients**2
         if not self.recipe.memory.keeps_mirror:
             self._total = self._total * 0.0
-        self._history = self.recipe.movement.extend(self._history, step / num_clients**2)
+        self._history = self.recipe.movement.extend(self._history, step * optimizer.fresh_share)
 
     def loss(self) -> float:
         """Return the loss of the current model."""
@@ -255,7 +284,3 @@ class FastSimulation:
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned."""
         self._load(state)
-
-
-def _row(innovation: Innovation, index: int) -> Innovation:
-    return type(innovation)(*(field[index] for field in innovation))

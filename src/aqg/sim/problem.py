@@ -25,7 +25,8 @@ class Samples(NamedTuple):
 class Problem:
     """An objective, each client's samples, the starting point and (if any) a test set.
 
-    The loss that is reported is the mean over clients of their own loss, ``(1/M) Σ_m f_m(θ)``.
+    The loss that is reported is the mean over clients of their own loss, ``(1/M) Σ_m f_m(θ)``,
+    weighted where clients are.
     """
 
     objective: Objective

@@ -14,8 +14,8 @@ class RoundRecord:
 
     Attributes:
         round: ``k``, counted from 1.
-        loss: ``(1/M) Σ_m f_m(θ^k)`` at the model that was broadcast, before the round's step;
-            None in rounds where it was not asked for.
+        loss: ``(1/M) Σ_m w_m f_m(θ^k)`` at the model that was broadcast, before the round's step,
+            with client weights ``w_m`` of mean 1; None in rounds where it was not asked for.
         widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` for away.
         upload_bytes: length of all frames the clients sent in the round.
         faults: what went wrong, as ``(client, text)``.

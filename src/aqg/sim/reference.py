@@ -166,8 +166,8 @@ class ReferenceSimulation:
         """Run one round; with ``evaluate``, also report the loss at its start."""
         broadcast = self.server.broadcast()
         num_clients = len(self.clients)
-        away = self.dropout.dropped(broadcast.round, num_clients)
-        away |= self.training.unsampled(broadcast.round, num_clients, self.seed)
+        dropped = self.dropout.dropped(broadcast.round, num_clients)
+        away = dropped | self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
         upload_bytes = 0
@@ -183,9 +183,9 @@ class ReferenceSimulation:
                 faults.append((client.index, client.fault))
         loss = None
         if evaluate:
-            known = ~away & self.training.local.sees_all_samples
+            measured = ~away & self.training.local.sees_all_samples
             loss = self._weighted_mean(
-                client.loss if known[client.index] else client.evaluate(broadcast.parameters)
+                client.loss if measured[client.index] else client.evaluate(broadcast.parameters)
                 for client in self.clients
             )
         self.server.step()

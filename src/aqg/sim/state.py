@@ -23,7 +23,8 @@ class SimulationState(NamedTuple):
         round: the next round, counted from 1.
         parameters: the model ``θ``, ``(n,)``.
         total: the server's running sum ``Σ_m ref_m``, ``(n,)``.
-        history: ``‖direction‖²/M²`` of the last steps, newest first.
+        history: ``‖direction‖²/M²`` of the last steps, newest first, times the `fresh_share` of
+            the server optimizer.
         mirrors: ``ref_m``, ``(M, n)``, or ``(M, 0)`` where the recipe keeps none.
         directions: which way each coordinate went in the last upload, ``(M, n)`` or ``(M, 0)``;
             both ends of the wire remember it.

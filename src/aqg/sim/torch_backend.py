@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +12,14 @@ from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
 from aqg.core.mirror import Memory
 from aqg.core.quantizers import GridQuantizer
+from aqg.sim.backends import as_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aqg.core.messages import DenseUpload, Upload
     from aqg.core.quantizers import Quantizer
-    from aqg.core.types import Float64Array, IntArray
+    from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
@@ -29,12 +33,12 @@ class TorchBackend:
         self._objective = problem.objective
         self._features = [self.put(samples.features) for samples in problem.clients]
         self._labels = [self.put(samples.labels) for samples in problem.clients]
+        self._stack: tuple[Tensor, Tensor] | None = None
         sizes = {len(samples.labels) for samples in problem.clients}
         if len(sizes) == 1:  # one product for all; single clients are views of the stack
             self._stack = torch.stack(self._features), torch.stack(self._labels)
             self._features = list(self._stack[0])
             self._labels = list(self._stack[1])
-        self._stacked = len(sizes) == 1
 
     def put(self, array: Any) -> Tensor:
         """Copy to the device."""
@@ -42,14 +46,14 @@ class TorchBackend:
 
     def get(self, array: Tensor) -> Any:
         """Copy from the device."""
-        return array.cpu().numpy()
+        return torch.as_tensor(array).cpu().numpy()
 
     def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
         """Return the loss of each of these clients."""
         if not len(clients):
             return np.empty(0)
-        if self._stacked and len(clients) == len(self._features):
-            losses = self._objective.losses(params, *self._stack)
+        if self._stack is not None:
+            losses = self._objective.losses(params, *self._members(self._stack, clients))
         else:
             losses = torch.stack(
                 [
@@ -60,12 +64,12 @@ class TorchBackend:
         result: Float64Array = self.get(losses.double())
         return result
 
-    def losses_and_gradients(
-        self, params: Tensor, clients: IntArray
-    ) -> tuple[Float64Array, Tensor]:
-        """Return the loss and the gradient of each of these clients."""
-        if self._stacked and len(clients) == len(self._features):
-            losses, gradients = self._objective.losses_and_gradients(params, *self._stack)
+    def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
+        """Return the loss and the gradient of each of these clients, without waiting for them."""
+        if self._stack is not None:
+            losses, gradients = self._objective.losses_and_gradients(
+                params, *self._members(self._stack, clients)
+            )
         else:
             pairs = [
                 self._objective.losses_and_gradients(params, self._features[m], self._labels[m])
@@ -73,23 +77,40 @@ class TorchBackend:
             ]
             losses = torch.stack([loss for loss, _ in pairs])
             gradients = torch.stack([gradient for _, gradient in pairs])
-        return self.get(losses.double()), gradients
+        return losses.double(), gradients
 
     def samples(self, client: int) -> tuple[Tensor, Tensor]:
         """Return a client's features and labels."""
         return self._features[client], self._labels[client]
 
-    def stack(self, rows: list[Tensor]) -> Tensor:
+    def stack(self, rows: tuple[Tensor, ...]) -> Tensor:
         """Copy into one tensor."""
         return torch.stack(rows)
 
-    def subtract(self, rows: Tensor, table: Tensor, clients: IntArray) -> Tensor:
-        """Subtract."""
-        return rows - self._rows(table, clients)
+    def innovations(
+        self,
+        memory: Memory,
+        quantizer: Quantizer,
+        gradients: Tensor,
+        held: Tensor,
+        clients: IntArray,
+    ) -> tuple[Tensor, Innovation]:
+        """Measure on the device where the quantizer is a grid or needs the norm only."""
+        deltas = gradients
+        if memory is Memory.INNOVATION:
+            deltas = gradients - self._rows(held, clients)
+        elif memory is Memory.FEEDBACK:
+            deltas = gradients + self._rows(held, clients)
+        if isinstance(quantizer, GridQuantizer):
+            return deltas, measure_rows(deltas, quantizer.grid, quantizer.max_width)
+        if quantizer.num_errors == 0:
+            return deltas, measure_rows(deltas, Grid.MIDTREAD, 0)
+        return deltas, quantizer.measure(self.get(deltas))
 
-    def add(self, rows: Tensor, table: Tensor, clients: IntArray) -> Tensor:
-        """Add."""
-        return rows + self._rows(table, clients)
+    def rows(self, table: Tensor, indices: IntArray) -> Sequence[FloatArray]:
+        """Copy some rows from the device, all at once."""
+        rows: Sequence[FloatArray] = self.get(self._rows(table, indices))
+        return rows
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> None:
         """Set rows."""
@@ -97,33 +118,28 @@ class TorchBackend:
             rows, device=self.device
         )
 
-    def measure(self, quantizer: Quantizer, rows: Tensor) -> Innovation:
-        """Measure on the device where the quantizer is a grid or needs the norm only."""
-        if isinstance(quantizer, GridQuantizer):
-            return measure_rows(rows, quantizer.grid, quantizer.max_width)
-        if quantizer.num_errors == 0:
-            return measure_rows(rows, Grid.MIDTREAD, 0)
-        return quantizer.measure(self.get(rows))
-
     def advance(
         self,
         memory: Memory,
         mirrors: Tensor,
         total: Tensor,
-        client: int,
-        upload: Upload | DenseUpload,
-        weight: float,
+        clients: IntArray,
+        uploads: Sequence[Upload | DenseUpload],
+        weights: Float64Array,
     ) -> None:
-        """Take the same step as the state machines: exact values, one rounding."""
+        """Take the same steps as the state machines: exact values, one rounding per mirror."""
+        factors = self.put(weights)[:, None]
         if not memory.keeps_mirror:
-            total += weight * self.put(upload.values(np.float64))
+            values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
+            total += (factors * values).sum(dim=0)
             return
         dtype = np.dtype(str(mirrors.dtype).removeprefix("torch.")).type
-        values = self.put(upload.values(dtype))
-        old = mirrors[client]
+        values = self.put(np.stack([upload.values(dtype) for upload in uploads]))
+        indices = torch.as_tensor(clients, device=self.device)
+        old = mirrors[indices]
         new = old + values if memory is Memory.INNOVATION else values
-        total += weight * (new.double() - old.double())
-        mirrors[client] = new
+        total += (factors * (new.double() - old.double())).sum(dim=0)
+        mirrors[indices] = new
 
     def descend(self, params: Tensor, update: Tensor, step_size: float) -> Tensor:
         """Take the step in the precision of the parameters."""
@@ -133,57 +149,85 @@ class TorchBackend:
         """Return ``‖direction‖²``."""
         return float(direction @ direction)
 
+    def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
+        features, labels = stack
+        return self._rows(features, clients), self._rows(labels, clients)
+
     def _rows(self, table: Tensor, clients: IntArray) -> Tensor:
-        if len(clients) == len(table):
-            return table
-        return table[torch.as_tensor(clients, device=self.device)]
+        """Return rows of a table; consecutive ones without a copy."""
+        index = as_index(clients)
+        if isinstance(index, slice):
+            return table[index]
+        return table[torch.as_tensor(index, device=self.device)]
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:
     """Compute `aqg.core.innovation.measure` with torch; one transfer brings all results back."""
+    return read_statistics(statistics(rows, grid, max_width).cpu().numpy(), max_width)
+
+
+def statistics(rows: Tensor, grid: Grid, max_width: int) -> Tensor:
+    """Return a table of all statistics of all rows, on the device.
+
+    All widths go through each operation together, as ``(M, b_max, n)``: a GPU spends longer on
+    starting an operation than on a few million numbers.
+    """
     magnitude = rows.abs()
-    radius = magnitude.amax(dim=1).double()
-    mean_abs = magnitude.mean(dim=1, dtype=torch.float64)
-    columns = [radius, rows.square().sum(dim=1, dtype=torch.float64)]
-    for width in range(1, max_width + 1):
-        step = _round_up_to_bfloat16(_raw_step(grid, width, radius, mean_abs))
-        values = _quantized_values(rows, grid, width, step)
-        columns += [step, (values - rows).square().sum(dim=1, dtype=torch.float64)]
-        if width == max_width:
-            columns.append(values.square().sum(dim=1, dtype=torch.float64))
-    table = torch.stack(columns, dim=1).cpu().numpy()
-    in_range = table[:, 0] <= MAX_RADIUS  # False for NaN and infinity too
+    columns = [
+        magnitude.amax(dim=1, keepdim=True).double(),
+        rows.square().sum(dim=1, keepdim=True, dtype=torch.float64),
+    ]
+    if max_width:
+        mean_abs = magnitude.mean(dim=1, keepdim=True, dtype=torch.float64)
+        steps = _grid_steps(grid, max_width, columns[0], mean_abs)
+        values = _quantized_values(rows, grid, steps)
+        errors = (values - rows[:, None]).square().sum(dim=2, dtype=torch.float64)
+        quantized = values[:, -1].square().sum(dim=1, keepdim=True, dtype=torch.float64)
+        columns += [quantized, steps, errors]
+    return torch.cat(columns, dim=1)
+
+
+def read_statistics(table: Float64Array, max_width: int) -> Innovation:
+    """Return the columns of `statistics` by name."""
     return Innovation(
-        in_range=in_range,
+        in_range=table[:, 0] <= MAX_RADIUS,  # False for NaN and infinity too
         squared_norm=table[:, 1],
-        steps=table[:, 2 : 2 + 2 * max_width : 2],
-        errors=table[:, 3 : 3 + 2 * max_width : 2],
-        quantized_norm=table[:, -1],
+        steps=table[:, 3 : 3 + max_width],
+        errors=table[:, 3 + max_width :],
+        quantized_norm=table[:, 2] if max_width else np.zeros(len(table)),
     )
 
 
-def _raw_step(grid: Grid, width: int, radius: Tensor, mean_abs: Tensor) -> Tensor:
+def _grid_steps(grid: Grid, max_width: int, radius: Tensor, mean_abs: Tensor) -> Tensor:
+    """Return `aqg.core.grids.grid_step` for all rows and widths, ``(M, b_max)``."""
+    widths = range(1, max_width + 1)
     if grid is Grid.MIDRISE:
-        return 2 * radius / ((1 << width) - 1)
-    if width == 1:
-        return mean_abs
-    return radius / ((1 << (width - 1)) - 1)
+        counts = [(1 << width) - 1 for width in widths]
+        raw = 2 * radius / _constants(tuple(counts), radius.device)
+    else:
+        counts = [(1 << (width - 1)) - 1 for width in widths[1:]]
+        mean_abs = torch.where(mean_abs >= MIN_STEP, mean_abs, 0.0)
+        raw = torch.cat([mean_abs, radius / _constants(tuple(counts), radius.device)], dim=1)
+    # Rounded up to bfloat16: of a float64, 45 of the last bits must be zero.
+    bits = (raw.view(torch.int64) + ((1 << 45) - 1)) & -(1 << 45)
+    return torch.where(raw > 0, bits.view(torch.float64).clamp(min=MIN_STEP), 0.0)
 
 
-def _round_up_to_bfloat16(values: Tensor) -> Tensor:
-    """Do for tensors what `aqg.core.grids.round_up_to_bfloat16` does for a number."""
-    mantissa, exponent = torch.frexp(values)
-    rounded = torch.ldexp(torch.ceil(mantissa * 256), exponent - 8)
-    return torch.where(values > 0, rounded.clamp(min=MIN_STEP), torch.zeros_like(values))
+@functools.lru_cache
+def _constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on the device, copied there once."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def _quantized_values(rows: Tensor, grid: Grid, width: int, step: Tensor) -> Tensor:
-    column = step.to(rows.dtype)[:, None]
+def _quantized_values(rows: Tensor, grid: Grid, steps: Tensor) -> Tensor:
+    """Return ``Q_b(Δ)`` for all widths, ``(M, b_max, n)``."""
     # Never above the true inverse, as in `aqg.core.kernels.inverses_below`.
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step)).to(rows.dtype)
-    inverse = torch.nextafter(inverse, torch.zeros_like(inverse))[:, None]
+    inverses = torch.where(steps > 0, 1.0 / steps, 0.0).to(rows.dtype)
+    inverses = torch.nextafter(inverses, torch.zeros_like(inverses))
+    columns = steps.to(rows.dtype)[..., None]
+    scaled = rows[:, None] * inverses[..., None]
     if grid is Grid.MIDRISE:
-        return (torch.floor(rows * inverse) + 0.5) * column
-    if width == 1:
-        return torch.where(rows >= 0, column, -column)
-    return torch.round(rows * inverse) * column
+        return scaled.floor_().add_(0.5).mul_(columns)
+    values = scaled.round_().mul_(columns)
+    values[:, 0] = torch.where(rows >= 0, columns[:, 0], -columns[:, 0])
+    return values

@@ -1,0 +1,175 @@
+"""What the server makes of the aggregated direction before it takes its step.
+
+The paper's server steps along the sum itself, ``θ^{k+1} = θ^k - α·Σ_m ref_m``. The optimizers of
+Reddi et al., Adaptive Federated Optimization (FedOpt), turn the sum into another vector first:
+``θ^{k+1} = θ^k - α·update``. Each is a pure function over a small state, and uses only operations
+that NumPy and torch spell alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqg.core.types import Float64Array
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer remembers between rounds; empty vectors where it needs none.
+
+    Attributes:
+        momentum: the running direction, ``(n,)`` or ``(0,)``.
+        variance: the running mean of squared directions, ``(n,)`` or ``(0,)``.
+
+    """
+
+    momentum: Float64Array
+    variance: Float64Array
+
+
+class ServerOptimizer(Protocol):
+    """Turns the aggregated direction into the step to take."""
+
+    @property
+    def fresh_share(self) -> float:
+        """How much of a steady update is made by the newest direction: ``1 - β``.
+
+        The movement that clients compare with is multiplied by it. The rest of an update is made
+        of directions past, which an upload cannot mend any more, so what clients hold back must be
+        small against the fresh part.
+        """
+
+    def init(self, num_params: int) -> OptimizerState:
+        """Return the state before the first round."""
+
+    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+        """Return the state after the round, and ``update``: the server takes ``-α·update``."""
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The paper's step: ``update = direction``."""
+
+    @property
+    def fresh_share(self) -> float:
+        """All of it."""
+        return 1.0
+
+    def init(self, num_params: int) -> OptimizerState:  # noqa: ARG002
+        """Remember nothing."""
+        return OptimizerState(np.zeros(0), np.zeros(0))
+
+    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+        """Pass the direction on."""
+        return state, direction
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Heavy ball: ``momentum ← beta·momentum + direction``, and ``update`` is the momentum.
+
+    >>> optimizer = Momentum(beta=0.5)
+    >>> state, update = optimizer.step(optimizer.init(1), np.array([1.0]))
+    >>> state, update = optimizer.step(state, np.array([1.0]))
+    >>> update
+    array([1.5])
+    """
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        _require_decay("beta", self.beta)
+
+    @property
+    def fresh_share(self) -> float:
+        """``1 - beta``."""
+        return 1.0 - self.beta
+
+    def init(self, num_params: int) -> OptimizerState:
+        """Start at rest."""
+        return OptimizerState(np.zeros(num_params), np.zeros(0))
+
+    @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
+    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+        """Add the direction to what is left of the momentum."""
+        momentum = self.beta * state.momentum + direction
+        return state._replace(momentum=momentum), momentum
+
+
+@dataclass(frozen=True)
+class Adam:
+    """FedAdam: a running direction, divided by the running size of each coordinate.
+
+    ``momentum ← b1·momentum + (1-b1)·direction``, ``variance ← b2·variance + (1-b2)·direction²``,
+    ``update = momentum / (√variance + eps)``. As in FedOpt there is no bias correction, and the
+    variance starts at ``eps²``. Coordinates of ``update`` are around 1 whatever the scale of the
+    direction, so ``α`` is the length of a coordinate's step.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.99
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _require_decay("b1", self.b1)
+        _require_decay("b2", self.b2)
+        if not 0 < self.eps < float("inf"):
+            raise ConfigError(f"eps is {self.eps}; it must be above 0")
+
+    @property
+    def fresh_share(self) -> float:
+        """``1 - b1``."""
+        return 1.0 - self.b1
+
+    def init(self, num_params: int) -> OptimizerState:
+        """Start at rest, with the smallest size that counts."""
+        return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
+
+    @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
+    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+        """Move both averages, then divide one by the root of the other."""
+        momentum = self.b1 * state.momentum + (1 - self.b1) * direction
+        variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
+        return OptimizerState(momentum, variance), momentum / (variance**0.5 + self.eps)
+
+
+OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]] = {
+    "sgd": SGD,
+    "momentum": Momentum,
+    "adam": Adam,
+}
+
+
+def make_optimizer(spec: str) -> SGD | Momentum | Adam:
+    """Make a server optimizer from its name and options.
+
+    >>> make_optimizer("momentum:beta=0.8")
+    Momentum(beta=0.8)
+    """
+    name, *settings = spec.split(":")
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+    options = [field.name for field in fields(OPTIMIZERS[name])]
+    chosen: dict[str, float] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in options:
+            known = ", ".join(options) or "none"
+            raise ConfigError(f"optimizer {name!r} has no option {key!r}; it has: {known}")
+        try:
+            chosen[key] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"option {key} of optimizer {name!r} is {value!r}, not a number"
+            ) from None
+    return OPTIMIZERS[name](**chosen)
+
+
+def _require_decay(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 0 and below 1")

@@ -1,0 +1,79 @@
+"""How a federation trains, beyond the paper's one full gradient from every client.
+
+Everything here defaults to the paper: all clients, weighted alike, one gradient each, plain steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.errors import ConfigError
+from aqg.sim.local import LocalTraining
+
+if TYPE_CHECKING:
+    from aqg.core.types import BoolArray, Float64Array
+    from aqg.sim.problem import Problem
+
+WEIGHTINGS = ("equal", "samples")
+
+_STREAM = 0x5A3D
+"""Keeps the draws of participants apart from others that use the same seed."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The options of practical federated training.
+
+    Attributes:
+        local: what a client computes in a round.
+        optimizer: what the server makes of the clients' sum.
+        weighting: how much a client counts in the server's sum and in the loss: ``"equal"``, or
+            by its number of ``"samples"``.
+        participation: the fraction of clients that the server asks in a round; the others are
+            treated as away.
+
+    """
+
+    local: LocalTraining = field(default_factory=LocalTraining)
+    optimizer: ServerOptimizer = field(default_factory=SGD)
+    weighting: str = "equal"
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weighting not in WEIGHTINGS:
+            choices = ", ".join(WEIGHTINGS)
+            raise ConfigError(f"unknown weighting {self.weighting!r}; choose from {choices}")
+        if not 0 < self.participation <= 1:
+            raise ConfigError(
+                f"participation is {self.participation}; it must be above 0 and at most 1"
+            )
+
+    def client_weights(self, problem: Problem) -> Float64Array:
+        """Return ``w_m``: 1, or ``M·n_m/Σn``. The mean is 1, so that ``α`` keeps its meaning."""
+        if self.weighting == "equal":
+            return np.ones(problem.num_clients)
+        sizes = np.array([len(samples.labels) for samples in problem.clients], np.float64)
+        weights: Float64Array = sizes / sizes.mean()
+        return weights
+
+    def num_sampled(self, num_clients: int) -> int:
+        """Return how many of ``M`` clients the server asks in a round.
+
+        >>> [Training(participation=0.1).num_sampled(M) for M in (3, 10, 100)]
+        [1, 1, 10]
+        """
+        return max(1, round(self.participation * num_clients))
+
+    def unsampled(self, round_number: int, num_clients: int, seed: int) -> BoolArray:
+        """Return, for each client, whether the server does not ask it in this round."""
+        num_sampled = self.num_sampled(num_clients)
+        if num_sampled == num_clients:
+            return np.zeros(num_clients, np.bool_)
+        generator = np.random.default_rng([seed, _STREAM, round_number])
+        unsampled = np.ones(num_clients, np.bool_)
+        unsampled[generator.choice(num_clients, num_sampled, replace=False)] = False
+        return unsampled

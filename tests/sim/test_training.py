@@ -1,0 +1,372 @@
+"""Practical federated training: local work, weights, sampling, server optimizers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.errors import ConfigError
+from aqg.experiments.config import read_settings, resolve, to_toml
+from aqg.experiments.setup import build_problem, find_minimum
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.record import DROPPED
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
+
+from tests.problems import tiny_problem
+
+FEATURES = {
+    "minibatch": Training(LocalTraining(batch_size=8)),
+    "steps": Training(LocalTraining(steps=3, rate=0.05)),
+    "minibatch steps": Training(LocalTraining(batch_size=8, steps=5, rate=0.05)),
+    "epochs": Training(LocalTraining(batch_size=8, epochs=2, rate=0.05)),
+    "weights": Training(weighting="samples"),
+    "sampling": Training(participation=0.5),
+    "momentum": Training(optimizer=Momentum()),
+    "adam": Training(optimizer=Adam()),
+    "everything": Training(
+        LocalTraining(batch_size=16, steps=4, rate=0.05), Momentum(), "samples", 0.5
+    ),
+}
+STEP_SIZES = {"everything": 0.01}  # momentum with stale and noisy directions wants less
+
+
+def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **options):
+    problem = tiny_problem(num_clients=6, unequal=True)
+    recipe = make_recipe(name, max_staleness=15)
+    return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
+
+
+def assert_same_state(left, right):
+    expected = right.state().to_arrays()
+    for key, value in left.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", ["lean", "gd", "qsgd", "onebit"])
+def test_engine_equals_the_reference_bit_for_bit(name, feature):
+    options = {"training": FEATURES[feature], "dropout": BernoulliDropout(0.2, seed=8)}
+    reference = simulate(ReferenceSimulation, name, **options)
+    fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
+    for _ in range(15):
+        assert fast.run_round() == reference.run_round()
+    assert fast.loss() == reference.loss()
+    assert_same_state(fast, reference)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_torch_tensors_train_alike(feature):
+    pytest.importorskip("torch")
+    numpy = simulate(FastSimulation, "lean", FEATURES[feature])
+    torch = simulate(FastSimulation, "lean", FEATURES[feature], device="torch:cpu")
+    for _ in range(12):
+        assert torch.run_round().widths == numpy.run_round().widths
+    assert torch.parameters == pytest.approx(numpy.parameters, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", [ReferenceSimulation, FastSimulation])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_resumes_and_repeats_bit_for_bit(feature, kind):
+    whole = simulate(kind, "lean", FEATURES[feature])
+    records = [whole.run_round() for _ in range(7)]
+    saved = whole.state().to_arrays()
+    records += [whole.run_round() for _ in range(8)]
+    resumed = simulate(kind, "lean", FEATURES[feature])
+    resumed.restore(SimulationState.from_arrays(saved))
+    assert [resumed.run_round() for _ in range(8)] == records[7:]
+    assert_same_state(resumed, whole)
+    again = simulate(kind, "lean", FEATURES[feature])
+    assert [again.run_round() for _ in range(15)] == records
+
+
+@pytest.mark.parametrize("feature", ["minibatch", "sampling"])
+def test_the_seed_matters_where_there_is_chance(feature):
+    first = simulate(FastSimulation, "gd", FEATURES[feature], seed=1)
+    second = simulate(FastSimulation, "gd", FEATURES[feature], seed=2)
+    for _ in range(3):
+        first.run_round()
+        second.run_round()
+    assert not np.array_equal(first.parameters, second.parameters)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_full_step_is_the_plain_gradient(name):
+    plain = simulate(FastSimulation, name, None)
+    # A batch that holds every sample goes the long way round.
+    one_step = simulate(FastSimulation, name, Training(LocalTraining(batch_size=1000, rate=0.3)))
+    for _ in range(20):
+        assert one_step.run_round().widths == plain.run_round().widths
+    assert one_step.parameters == pytest.approx(plain.parameters, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pseudo_gradient_is_the_scaled_model_difference(dtype):
+    problem = tiny_problem(dtype, unequal=True)
+    samples = problem.clients[2]
+    local = LocalTraining(steps=4, rate=0.2)
+    loss, update = local.update(problem.objective, problem.initial_params, *samples, (0, 2, 1))
+    params = problem.initial_params
+    for _ in range(4):
+        _, gradient = problem.objective.losses_and_gradients(params, *samples)
+        params = params - 0.2 * gradient
+    difference = (problem.initial_params - params) / (0.2 * 4)
+    assert update.dtype == dtype
+    assert update == pytest.approx(difference, rel=1e-4 if dtype == "float32" else 1e-12)
+    assert loss == problem.objective.losses(problem.initial_params, *samples)
+
+
+class Recorder:
+    """Stands for an objective; notes which samples it was shown."""
+
+    def __init__(self):
+        self.batches = []
+
+    def losses_and_gradients(self, params, features, labels):
+        assert np.array_equal(features[:, 0], labels)
+        self.batches.append(labels.tolist())
+        return 0.0, np.zeros_like(params)
+
+
+def batches_of(local, key, num_samples=10):
+    recorder = Recorder()
+    labels = np.arange(num_samples)
+    local.update(recorder, np.zeros(3), labels[:, None].astype(float), labels, key)
+    return recorder.batches
+
+
+def test_batches_pass_over_all_samples_and_reshuffle():
+    batches = batches_of(LocalTraining(batch_size=4, epochs=2), key=(7, 1, 3))
+    assert [len(batch) for batch in batches] == [4, 4, 2] * 2
+    first, second = list(chain(*batches[:3])), list(chain(*batches[3:]))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    # Counted steps go on through the same passes.
+    assert batches_of(LocalTraining(batch_size=4, steps=5), key=(7, 1, 3)) == batches[:5]
+    for other in ((8, 1, 3), (7, 2, 3), (7, 1, 4)):
+        assert batches_of(LocalTraining(batch_size=4), key=other) != batches[:1]
+
+
+def test_without_a_batch_size_every_step_sees_everything():
+    assert batches_of(LocalTraining(steps=3), key=(0, 0, 1)) == [list(range(10))] * 3
+    assert batches_of(LocalTraining(epochs=2), key=(0, 0, 1)) == [list(range(10))] * 2
+    assert batches_of(LocalTraining(batch_size=99), key=(0, 0, 1)) == [list(range(10))]
+
+
+DIRECTIONS = np.array([[1.0, -2.0], [0.5, 0.0], [-3.0, 4.0]])
+
+
+def updates(optimizer):
+    state = optimizer.init(2)
+    steps = []
+    for direction in DIRECTIONS:
+        state, update = optimizer.step(state, direction)
+        steps.append(update)
+    return np.array(steps)
+
+
+def test_momentum_by_hand():
+    expected = [[1.0, -2.0], [0.5 + 0.8, -1.6], [-3 + 0.8 * 1.3, 4 - 0.8 * 1.6]]
+    assert updates(Momentum(beta=0.8)) == pytest.approx(np.array(expected))
+    assert updates(Momentum(beta=0.0)).tolist() == updates(SGD()).tolist() == DIRECTIONS.tolist()
+
+
+def test_adam_by_hand():
+    mean, square = np.zeros(2), np.full(2, 0.01**2)
+    expected = []
+    for direction in DIRECTIONS:
+        mean = 0.6 * mean + 0.4 * direction
+        square = 0.7 * square + 0.3 * direction**2
+        expected.append(mean / (np.sqrt(square) + 0.01))
+    assert updates(Adam(b1=0.6, b2=0.7, eps=0.01)) == pytest.approx(np.array(expected))
+
+
+@pytest.mark.parametrize("feature", ["momentum", "adam"])
+def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
+    optimizer = FEATURES[feature].optimizer
+    simulation = simulate(ReferenceSimulation, "gd", FEATURES[feature])
+    state = optimizer.init(21)
+    for _ in range(3):
+        before = simulation.parameters
+        simulation.run_round()
+        server = simulation.server.state
+        state, update = optimizer.step(state, server.total)
+        assert simulation.parameters == pytest.approx(before - 0.05 * update, rel=1e-12)
+        expected = 0.1 * server.total @ server.total / 6**2  # fresh share 1 - 0.9
+        assert server.history[0] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gd", "qsgd", "lean"])
+def test_weights_by_hand(name):
+    """Clients have 20, 27, .. 55 samples; each counts by its own in the sum and in the loss."""
+    weights = np.array([20, 27, 34, 41, 48, 55]) / 37.5
+    simulation = simulate(ReferenceSimulation, name, FEATURES["weights"])
+    problem, start = simulation.problem, simulation.parameters
+    loss = simulation.loss()
+    losses = [problem.objective.losses(start, *samples) for samples in problem.clients]
+    assert loss == pytest.approx(np.mean(weights * losses))
+    record = simulation.run_round()
+    assert record.loss == loss
+    received = simulation.server.state.mirrors
+    if name == "qsgd":  # keeps no mirrors: hear the same uploads once more
+        again = simulate(ReferenceSimulation, name, None)
+        broadcast = again.server.broadcast()
+        messages = [again.server.receive(c.index, c.step(broadcast)) for c in again.clients]
+        received = [message.values(np.float64) for message in messages]
+    expected = start - 0.05 * np.sum(weights[:, None] * np.array(received), axis=0)
+    assert simulation.parameters == pytest.approx(expected, rel=1e-12)
+
+
+def test_weights_make_the_loss_that_of_all_samples():
+    config = resolve({"recipe": "gd", "partition": "dirichlet:0.5", "weighting": "samples"})[0]
+    problem = build_problem(config)
+    features = np.concatenate([samples.features for samples in problem.clients])
+    labels = np.concatenate([samples.labels for samples in problem.clients])
+    simulation = FastSimulation(problem, make_recipe("gd"), 0.1, training=config.training())
+    pooled = problem.objective.losses(simulation.parameters, features, labels)
+    assert simulation.loss() == pytest.approx(float(pooled), rel=1e-12)
+    minimum = find_minimum(config, problem)
+    for _ in range(60):
+        simulation.run_round(evaluate=False)
+    assert 0 < simulation.loss() - minimum < 0.05
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 3), (0.3, 2), (0.01, 1), (1.0, 6)])
+def test_exactly_the_fraction_is_asked(fraction, expected):
+    simulation = simulate(FastSimulation, "gd", Training(participation=fraction))
+    seen = np.zeros(6)
+    for _ in range(60):
+        present = np.array(simulation.run_round().widths) != DROPPED
+        assert present.sum() == expected
+        seen += present
+    assert seen.min() > 0  # everyone has a turn
+    assert seen.sum() == 60 * expected
+
+
+def test_sampling_comes_on_top_of_dropouts():
+    dropout = BernoulliDropout(0.5, seed=1)
+    simulation = simulate(FastSimulation, "gd", Training(participation=0.5), dropout=dropout)
+    counts = [simulation.run_round().num_uploads for _ in range(40)]
+    assert max(counts) <= 3
+    assert min(counts) < 3
+
+
+def test_without_memory_the_sampled_sum_estimates_the_full_one():
+    """QSGD with 2 of 6 clients: three times their sum; over many draws, the sum of all."""
+    training = Training(participation=1 / 3)
+    mean = np.zeros(21)
+    for seed in range(400):
+        simulation = simulate(FastSimulation, "qsgd", training, seed=seed, step_size=1.0)
+        start = simulation.parameters.copy()
+        simulation.run_round(evaluate=False)
+        mean += (start - simulation.parameters) / 400
+    exact = simulate(FastSimulation, "gd", None, step_size=1.0)
+    start = exact.parameters.copy()
+    exact.run_round()
+    total = start - exact.parameters
+    assert np.linalg.norm(mean - total) < 0.15 * np.linalg.norm(total)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_lean_converges_with_every_feature(feature):
+    """Of the way that gradient descent goes in the same setting, it lacks at most 0.2 %."""
+    options = {"training": FEATURES[feature], "step_size": STEP_SIZES.get(feature, 0.05)}
+    exact = simulate(FastSimulation, "gd", **options)
+    lean = simulate(FastSimulation, "lean", **options)
+    start = exact.loss()
+    exact_bytes = lean_bytes = 0
+    for _ in range(90):
+        exact_bytes += exact.run_round(evaluate=False).upload_bytes
+        lean_bytes += lean.run_round(evaluate=False).upload_bytes
+    assert exact.loss() < 0.8 * start
+    assert lean.loss() - exact.loss() < 0.002 * (start - exact.loss())
+    assert lean_bytes < exact_bytes / 3
+
+
+SETTINGS = {
+    "recipe": "lean",
+    "partition": "dirichlet:0.5",
+    "rounds": 6,
+    "batch_size": 16,
+    "local_epochs": 2,
+    "local_rate": 0.05,
+    "weighting": "samples",
+    "participation": 0.5,
+    "optimizer": "adam:b1=0.8",
+}
+
+
+def test_settings_reach_the_simulation_and_survive_toml():
+    configs = resolve(SETTINGS)
+    assert resolve(tomllib.loads(to_toml(configs))) == configs
+    assert configs[0].training() == Training(
+        LocalTraining(batch_size=16, epochs=2, rate=0.05), Adam(b1=0.8), "samples", 0.5
+    )
+    assert configs[0].alpha == 0.01 * 0.5  # Adam's own default, and half of the clients
+    assert resolve({"optimizer": "momentum:beta=0.8"})[0].alpha == pytest.approx(0.1 * 0.2)
+    assert resolve({"participation": 0.5})[0].alpha == 0.1
+    assert resolve({"recipe": "lean"})[0].training() == Training()
+
+
+def test_command_line_has_every_option(tmp_path):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    command = [sys.executable, "-m", "aqg", "run", *flags, "--json", "--out=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["runs"][0]["rounds"] == 6
+    assert resolve(read_settings(tmp_path / "run" / "config.toml")) == resolve(SETTINGS)
+    widths = [
+        json.loads(line)["widths"]
+        for line in (tmp_path / "run" / "lean" / "rounds.jsonl").read_text().splitlines()
+    ]
+    assert [row.count(DROPPED) for row in widths] == [5] * 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocalTraining(batch_size=0), "batch_size is 0; it must be at least 1"),
+        (lambda: LocalTraining(steps=0), "local_steps is 0; it must be at least 1"),
+        (lambda: LocalTraining(epochs=-1), "local_epochs is -1; it must be at least 1"),
+        (lambda: LocalTraining(steps=2, epochs=2), "local_steps is 2 and local_epochs 2; give one"),
+        (lambda: LocalTraining(rate=0.0), "local_rate is 0.0; it must be above 0"),
+        (
+            lambda: Training(weighting="size"),
+            "unknown weighting 'size'; choose from equal, samples",
+        ),
+        (lambda: Training(participation=0.0), "participation is 0.0; it must be above 0 and at"),
+        (lambda: Training(participation=1.5), "participation is 1.5; it must be above 0 and at"),
+        (lambda: Momentum(beta=1.0), "beta is 1.0; it must be at least 0 and below 1"),
+        (lambda: Adam(b2=-0.1), "b2 is -0.1; it must be at least 0 and below 1"),
+        (lambda: Adam(eps=0.0), "eps is 0.0; it must be above 0"),
+        (lambda: make_optimizer("lion"), "unknown optimizer 'lion'; choose from sgd, momentum"),
+        (
+            lambda: make_optimizer("sgd:beta=1"),
+            "optimizer 'sgd' has no option 'beta'; it has: none",
+        ),
+        (lambda: make_optimizer("adam:b1=x"), "option b1 of optimizer 'adam' is 'x', not a number"),
+        (lambda: resolve({"batch_size": 2.5}), "batch_size is 2.5; it must be a whole number"),
+        (lambda: resolve({"local_steps": 0}), "local_steps is 0; it must be at least 1"),
+        (lambda: resolve({"optimizer": 3}), "optimizer is 3; it must be a text"),
+        (lambda: resolve({"participation": "half"}), "participation is 'half'; it must be a numb"),
+        (lambda: resolve({"optimizer": "adam:b1=2"}), "b1 is 2.0; it must be at least 0"),
+        (lambda: resolve({"scaling": "sum", "batch_size": 5}), "batch_size is 5 with scaling sum"),
+        (lambda: resolve({"scaling": "sum", "weighting": "samples"}), "with scaling sum"),
+    ],
+)
+def test_bad_settings_are_named(make, message):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
