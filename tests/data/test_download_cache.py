@@ -185,7 +185,9 @@ def test_invalid_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [gzip.compress(b"other"), GOOD[:-12], b"\x1f\x8b", b"", b"<html>login</html>"]
+    "damaged",
+    [gzip.compress(b"other"), GOOD[:-12], b"\x1f\x8b", b"", b"<html>login</html>"],
+    ids=["other content", "cut short", "two bytes", "empty", "a login page"],
 )
 def test_damaged_file_is_reported_and_left_alone(
     damaged: bytes, server: Server, tmp_path: Path
