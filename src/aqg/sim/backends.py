@@ -29,8 +29,8 @@ Array = Any
 
 _THREAD_BYTES = 1 << 20
 """Work on less than this is done before a thread has started."""
-_PIECE_BYTES = 1 << 19
-"""Rows handed to a thread at a time: they stay in its cache from one step to the next."""
+_PIECE_BYTES = 1 << 21
+"""Rows handed to a thread at a time: few enough to stay near it from one step to the next."""
 
 
 class Backend(Protocol):

@@ -65,7 +65,7 @@ class FastSimulation:
         dropout: Dropout | None = None,
         seed: int = 0,
         device: str = "cpu",
-        block_bytes: int = 1 << 26,
+        block_bytes: int = 1 << 25,
         training: Training | None = None,
     ) -> None:
         self.problem = problem
