@@ -38,6 +38,9 @@ def test_the_first_run(tmp_path):
     (directory,) = (tmp_path / "runs").iterdir()
     assert f"runs/{directory.name}" in done.stdout
     assert (directory / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    holdings = (directory / "clients.txt").read_text()
+    assert len(holdings.splitlines()) >= 11
+    assert "clients.txt" in done.stdout
     for recipe in ("lean", "gd", "laq"):
         files = {path.name for path in (directory / recipe).iterdir()}
         assert files == {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}

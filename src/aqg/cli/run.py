@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from aqg.cli.display import progress_bars, result_table, target_table
+from aqg.data import load_dataset
 from aqg.errors import ConfigError
 from aqg.experiments import runner
 from aqg.experiments.config import RunConfig, parse_assignment, read_settings, resolve, to_toml
 from aqg.experiments.figure import draw_comparison
 from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, create_directory, write_atomically
-from aqg.experiments.setup import build_problem, find_minimum
+from aqg.experiments.setup import describe_clients, find_minimum, make_problem
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FIGURE = "comparison.png"
+CLIENTS = "clients.txt"
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,13 @@ def run_command(options: RunOptions) -> None:
     with console.status("Preparing kernels (compiled once, then cached) ..."):
         warm_up()
     with console.status(f"Loading {config.dataset} ..."):
-        problem = build_problem(config, options.data_dir)
+        dataset = load_dataset(config.dataset, options.data_dir)
+        problem = make_problem(config, dataset)
     with console.status("Finding the minimum of the loss (once, then cached) ..."):
         minimum = find_minimum(config, problem)
     _create(plan, resume=options.resume is not None)
+    table = describe_clients(config, dataset)
+    write_atomically(plan.directory / CLIENTS, table.encode())
 
     results = []
     names = [run_config.recipe for run_config, _ in plan.runs]
@@ -89,6 +94,9 @@ def run_command(options: RunOptions) -> None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries))
     console.print(f"Picture: {plan.directory / FIGURE}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True
+    )
     console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.core.recipes import make_recipe
-from aqg.data import load_dataset, parse_partition
+from aqg.data import format_partition_table, load_dataset, parse_partition, partition_table
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
@@ -48,6 +48,13 @@ def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
         initial_params=objective.init_params(config.seed).astype(dtype),
         test=test,
     )
+
+
+def describe_clients(config: RunConfig, dataset: Dataset) -> str:
+    """Return a table of what every client holds, as text."""
+    parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
+    table = format_partition_table(partition_table(dataset, parts), max_rows=config.clients)
+    return table.rstrip() + "\n"
 
 
 def find_minimum(config: RunConfig, problem: Problem) -> float | None:
