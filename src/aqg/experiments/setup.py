@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,13 +68,6 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
         return None
     from aqg.objectives.optimum import cached_optimum, find_optimum  # needs scipy
 
-    names = ("dataset", "partition", "model", "clients", "l2", "scaling", "seed")
-    key = {name: getattr(config, name) for name in names}
-    if config.partition in ("label", "source"):
-        key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
-    if config.weighting == "samples":
-        key["weighting"] = config.weighting
-
     def compute() -> Optimum:
         clients = [(c.features.astype(np.float64, copy=False), c.labels) for c in problem.clients]
         if config.weighting == "samples":  # weighted so, mean losses make that of all samples
@@ -82,7 +75,18 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
             clients = [(np.concatenate(features), np.concatenate(labels))]
         return find_optimum(problem.objective, clients)
 
-    return cached_optimum(key, compute).value
+    return cached_optimum(minimum_key(config), compute).value
+
+
+def minimum_key(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that ``f*`` depends on, by name."""
+    names = ("dataset", "partition", "model", "clients", "l2", "scaling", "seed")
+    key = {name: getattr(config, name) for name in names}
+    if config.partition in ("label", "source"):
+        key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
+    if config.weighting == "samples":
+        key["weighting"] = config.weighting
+    return key
 
 
 def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | ReferenceSimulation:

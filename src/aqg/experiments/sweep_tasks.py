@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aqg.experiments import runner
 from aqg.experiments.config import load_plugins, to_toml
 from aqg.experiments.rundir import CONFIG, SUMMARY, write_atomically
-from aqg.experiments.setup import build_problem, find_minimum, make_simulation
+from aqg.experiments.setup import build_problem, find_minimum, make_simulation, minimum_key
 from aqg.experiments.sweep import read_summary
 from aqg.experiments.workers import Done, Failed
 from aqg.warmup import warm_up
@@ -66,9 +66,8 @@ def _problem_key(config: RunConfig) -> Key:
 
 
 def _minimum_key(config: RunConfig) -> Key:
-    """Return what tells minima apart: not the precision, nor the seed of a split without one."""
-    ignored = ("dtype", "seed") if config.partition in ("label", "source") else ("dtype",)
-    return tuple((k, v) for k, v in _problem_key(config) if k not in ignored)
+    """Return what tells minima apart."""
+    return tuple(minimum_key(config).items())
 
 
 def by_problem(runs: Iterable[SweepRun]) -> list[SweepRun]:
