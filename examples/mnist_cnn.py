@@ -1,6 +1,6 @@
 """Train your own torch model: a small CNN on MNIST, by several clients, with any recipe.
 
-python examples/mnist_cnn.py                       # lean beside gd, about a minute
+python examples/mnist_cnn.py                       # lean beside gd, half a minute
 python examples/mnist_cnn.py lean laq --partition label --samples 5000
 """
 
