@@ -51,11 +51,13 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     >>> stats.errors.round(4).tolist()
     [0.2917, 0.3125, 0.0346]
     """
-    leading = delta.shape[:-1]
-    rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
-    radius, steps, errors, quantized, squared = measure_rows(rows, grid, max_width)
-    if len(leading) == 1:  # a block of clients, as the simulator has it
+    rows = np.ascontiguousarray(delta)
+    if delta.ndim == 2:  # a block of clients, as the simulator has it
+        radius, steps, errors, quantized, squared = measure_rows(rows, grid, max_width)
         return Innovation(radius <= MAX_RADIUS, squared, steps, errors, quantized)
+    leading = delta.shape[:-1]
+    rows = rows.reshape(-1, delta.shape[-1])
+    radius, steps, errors, quantized, squared = measure_rows(rows, grid, max_width)
     return Innovation(
         in_range=(radius <= MAX_RADIUS).reshape(leading),
         squared_norm=squared.reshape(leading),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 _SUMS = {"reassoc", "contract", "nsz"}
 _SAFE_EXPONENT = 40
+_BIT_TYPES = {4: np.uint32, 8: np.uint64}
 
 
 def inverses_below(steps: Float64Array | np.float64, dtype: np.dtype[Any]) -> FloatArray:
@@ -57,7 +58,7 @@ def measure_rows(
     if not HAVE_NUMBA:
         return _measure_rows_numpy(rows, grid, max_width)
     sums = np.empty((len(rows), 3 + 2 * max_width))
-    _measure_rows(rows, rows.view(f"u{rows.dtype.itemsize}"), grid is Grid.MIDRISE, max_width, sums)
+    _measure_rows(rows, rows.view(_BIT_TYPES[rows.itemsize]), grid is Grid.MIDRISE, max_width, sums)
     return (
         sums[:, 0],
         sums[:, 3 : 3 + max_width],
@@ -69,11 +70,11 @@ def measure_rows(
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
     """Return the level nearest to every coordinate, for coordinates within the grid's radius."""
-    inverse = inverses_below(np.float64(step), vector.dtype)[()]
     if HAVE_NUMBA:
         levels: Levels = np.empty(len(vector), level_dtype(width))
-        _quantize(vector, grid is Grid.MIDRISE, width, inverse, levels)
+        _quantize(vector, grid is Grid.MIDRISE, width, float(step), levels)
         return levels
+    inverse = inverses_below(np.float64(step), vector.dtype)[()]
     return _quantize_numpy(vector, grid, width, inverse)
 
 
@@ -114,11 +115,12 @@ def _measure_rows(rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any)
     scaled = np.empty(min(n, _BLOCK), rows.dtype)
     inverses = np.empty(max_width, rows.dtype)
     steps = np.empty(max_width, rows.dtype)
+    largest = np.zeros(1, bits.dtype)
     for r in range(num_rows):
-        radius, mean_abs = _scan_row(rows[r], bits[r])
+        radius, mean_abs = _scan_row(rows[r], bits[r], largest)
+        for i in range(1, 3 + 2 * max_width):
+            sums[r, i] = 0.0
         sums[r, 0] = radius
-        sums[r, 1:3] = 0.0
-        sums[r, 3:] = 0.0
         if not radius <= MAX_RADIUS:
             sums[r, 1:3] = np.nan
             sums[r, 3 + max_width :] = np.nan
@@ -151,13 +153,13 @@ def _measure_rows(rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any)
 
 
 @njit(fastmath=_SUMS)
-def _scan_row(row: Any, bits: Any) -> Any:
+def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
     """Return ``‖Δ‖_∞`` and the mean of ``|Δ|``."""
     # Without its sign bit, a float's bit pattern orders as its magnitude does, with infinity above
     # every number and NaN above infinity: one integer maximum finds the radius and any bad value.
     n = len(row)
     magnitude_mask = bits.dtype.type(~(1 << (8 * row.itemsize - 1)))
-    largest = np.zeros(1, bits.dtype)
+    largest[0] = 0
     total = 0.0
     for start in range(0, n, _BLOCK):
         block = row[start : start + _BLOCK]
@@ -262,7 +264,8 @@ def _error_and_value_sums(block: Any, midrise: Any, width: Any, step: Any, inver
 
 
 @njit()
-def _quantize(vector: Any, midrise: Any, width: Any, inverse: Any, levels: Any) -> Any:
+def _quantize(vector: Any, midrise: Any, width: Any, step: Any, levels: Any) -> Any:
+    inverse = _inverse_below(step, vector.dtype.type(0))
     half_count = np.int32(1 << (width - 1))
     if midrise:
         for i in range(len(vector)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.blockwise import BlockUpload
 from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
+from aqg.core.halves import HalfUpload, SparseUpload
+from aqg.core.rotation import RotatedUpload
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
@@ -52,6 +55,9 @@ class Skip:
 class Upload:
     """A vector quantized on a grid, one level per coordinate.
 
+    A ``lasting`` upload is what the server goes on with until the next one, where the recipe has it
+    remember; one that is not counts in this round alone, and the server forgets what it held.
+
     >>> import numpy as np
     >>> upload = Upload(np.array([0, 1, 2], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
     >>> upload.values(np.float32)
@@ -62,6 +68,7 @@ class Upload:
     step: float
     width: int
     grid: Grid
+    lasting: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_WIDTH:
@@ -81,6 +88,7 @@ class Upload:
         return (
             isinstance(other, Upload)
             and (self.step, self.width, self.grid) == (other.step, other.width, other.grid)
+            and self.lasting == other.lasting
             and np.array_equal(self.levels, other.levels)
         )
 
@@ -138,4 +146,13 @@ class DenseUpload:
         return self.dense.astype(dtype)
 
 
-Message = Upload | DenseUpload | Skip
+AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
+"""Everything that stands for a vector."""
+Message = AnyUpload | Skip
+
+
+def for_one_round(upload: AnyUpload) -> Upload:
+    """Return the upload as one that does not last."""
+    if not isinstance(upload, Upload):
+        raise MessageError(f"a {type(upload).__name__} cannot be for one round; an Upload can")
+    return replace(upload, lasting=False)

@@ -13,7 +13,7 @@ import numpy as np
 
 from aqg.core.grids import value_table
 from aqg.core.kernels import add_levels
-from aqg.core.messages import DenseUpload, Upload
+from aqg.core.messages import AnyUpload, Upload
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
@@ -42,7 +42,7 @@ def empty_mirror(memory: Memory, num_params: int, dtype: np.dtype[np.floating]) 
     return np.zeros(num_params if memory.keeps_mirror else 0, dtype)
 
 
-def advance(memory: Memory, mirror: FloatArray, upload: Upload | DenseUpload) -> FloatArray:
+def advance(memory: Memory, mirror: FloatArray, upload: AnyUpload) -> FloatArray:
     """Return ``ref_m`` after ``upload``.
 
     >>> from aqg.core.grids import Grid
@@ -55,7 +55,7 @@ def advance(memory: Memory, mirror: FloatArray, upload: Upload | DenseUpload) ->
     dtype = mirror.dtype.type
     if memory is Memory.LATEST:
         return upload.values(dtype)
-    if isinstance(upload, DenseUpload):
+    if not isinstance(upload, Upload):
         total: FloatArray = mirror + upload.values(dtype)
         return total
     return add_levels(

@@ -23,6 +23,8 @@ def client_to_arrays(state: ClientState) -> dict[str, NDArray[Any]]:
     return {
         "mirror": state.mirror,
         "residual": state.residual,
+        "average": state.average,
+        "notes": state.notes,
         "stored_errors": state.stored_errors,
         "silent_rounds": np.array(state.silent_rounds, np.int64),
     }
@@ -33,6 +35,8 @@ def client_from_arrays(arrays: Arrays) -> ClientState:
     return ClientState(
         mirror=np.array(arrays["mirror"]),
         residual=np.array(arrays["residual"]),
+        average=np.array(arrays["average"]),
+        notes=np.array(arrays["notes"]),
         stored_errors=np.array(arrays["stored_errors"]),
         silent_rounds=int(arrays["silent_rounds"]),
     )
@@ -48,6 +52,7 @@ def server_to_arrays(state: ServerState) -> dict[str, NDArray[Any]]:
         "history": np.array(state.history, np.float64),
         "momentum": state.optimizer.momentum,
         "variance": state.optimizer.variance,
+        "passing": state.passing,
     }
 
 
@@ -60,4 +65,5 @@ def server_from_arrays(arrays: Arrays) -> ServerState:
         total=np.array(arrays["total"]),
         history=tuple(arrays["history"].tolist()),
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
+        passing=np.array(arrays["passing"]),
     )

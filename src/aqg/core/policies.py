@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from aqg.errors import ConfigError
+
 if TYPE_CHECKING:
     from aqg.core.innovation import Innovation
     from aqg.core.types import BoolArray, Float64Array, IntArray
@@ -94,6 +96,31 @@ class LazyExact:
     ) -> Decision:
         """Send what moved more than the model did."""
         send = np.asarray(innovation.squared_norm >= movement)
+        return Decision(send, np.full(send.shape, self.width))
+
+
+@dataclass(frozen=True)
+class LazyOwn:
+    """CLAG's trigger: send when ``‖v - ref_m‖² > ζ·movement``.
+
+    The movement is the client's own, ``‖v^k - v^{k-1}‖²`` (`Recipe.own_movement`).
+    """
+
+    zeta: float
+    width: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.zeta < np.inf:
+            raise ConfigError(f"zeta is {self.zeta}; it must be at least 0 and finite")
+
+    def decide(
+        self,
+        innovation: Innovation,
+        movement: float | Float64Array,
+        stored_errors: Float64Array,  # noqa: ARG002
+    ) -> Decision:
+        """Send when the server's copy is further off than the gradient just moved."""
+        send = np.asarray(innovation.squared_norm > self.zeta * np.asarray(movement))
         return Decision(send, np.full(send.shape, self.width))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import quantize
-from aqg.core.messages import DenseUpload, Upload
+from aqg.core.messages import AnyUpload, DenseUpload, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Quantizer(Protocol):
 
     def quantize(
         self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
-    ) -> Upload | DenseUpload:
+    ) -> AnyUpload:
         """Encode one vector of shape ``(n,)``."""
 
 
@@ -66,7 +66,7 @@ class GridQuantizer:
         return Upload(quantize(delta, self.grid, width, step), step, width, self.grid)
 
 
-class _NormOnly:
+class NormOnly:
     """Part of the quantizers whose errors no policy asks for."""
 
     @property
@@ -80,7 +80,7 @@ class _NormOnly:
 
 
 @dataclass(frozen=True)
-class Verbatim(_NormOnly):
+class Verbatim(NormOnly):
     """The vector itself, in float32 (GD, LAG)."""
 
     def quantize(
@@ -95,19 +95,23 @@ class Verbatim(_NormOnly):
 
 
 @dataclass(frozen=True)
-class Stochastic(_NormOnly):
-    """QSGD: unbiased rounding to ``s = 2^(b-1) - 1`` multiples of ``‖v‖₂/s``.
+class Stochastic(NormOnly):
+    """QSGD: unbiased rounding to ``s`` multiples of ``‖v‖₂/s``.
 
     ``Q(v)_i = step·⌊v_i/step + u_i⌋`` with ``u_i`` uniform on [0, 1), so ``E[Q(v)] = v`` for any
     step; rounding the step up to bfloat16 keeps the expectation and every level on the grid.
+    Without ``num_levels``, ``s = 2^(b-1) - 1``: all that the width can tell apart.
     """
+
+    num_levels: int | None = None
 
     def quantize(
         self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
     ) -> Upload:
         """Round every coordinate up or down at random, by its distance."""
         top = (1 << (width - 1)) - 1
-        step = round_up_to_bfloat16(float(np.sqrt(innovation.squared_norm)) / top)
+        num_levels = top if self.num_levels is None else self.num_levels
+        step = round_up_to_bfloat16(float(np.sqrt(innovation.squared_norm)) / num_levels)
         scaled = delta.astype(np.float64) / step if step else np.zeros(len(delta))
         uniform = np.random.default_rng(list(key)).random(len(delta))
         integers = np.clip(np.floor(scaled + uniform), -top, top).astype(np.int32) + top
@@ -116,7 +120,7 @@ class Stochastic(_NormOnly):
 
 
 @dataclass(frozen=True)
-class Sign(_NormOnly):
+class Sign(NormOnly):
     """SignSGD: one bit per coordinate, with magnitude one."""
 
     def quantize(

@@ -5,18 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from aqg.core.mirror import Memory
 from aqg.core.movement import Movement
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aqg.core.mirror import Memory
+    from aqg.core.noise import NoiseMeter
     from aqg.core.policies import Policy
     from aqg.core.quantizers import Quantizer
+    from aqg.core.schedules import Schedule
+    from aqg.core.types import Float64Array
 
 DEPTH = 10
 """``D``: how many past steps the criteria look at."""
 PAPER_MOVEMENT = Movement((1.0 / DEPTH,) * DEPTH)
 """``ξ_d = 1/D``, the paper's setting."""
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """Another recipe, and the meter that tells when it is the better one.
+
+    What it sends counts in its round alone: the server forgets ``ref_m``.
+    """
+
+    recipe: Recipe
+    meter: NoiseMeter
+
+    def __post_init__(self) -> None:
+        if self.recipe.memory is not Memory.FEEDBACK or self.recipe.noisy is not None:
+            raise ConfigError(f"noisy updates need error feedback, not {self.recipe.memory}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +49,14 @@ class Recipe:
         quantizer: measures and encodes.
         movement: the weights ``ξ_d`` behind the number that the server broadcasts.
         max_staleness: an upload is forced after this many silent rounds in a row.
+        averaging: ``η``, the weight of the newest gradient in the running average that a client
+            keeps and compresses, ``v ← (1 - η)·v + η·g``; with 1, the gradient itself.
+        own_movement: give the policy ``‖v^k - v^{k-1}‖²``, how far the client's own vector moved,
+            in place of the movement that the server broadcasts.
+        schedule: follows the client's losses and gives the policy a number of its own, in place
+            of the movement.
         amplify_dropouts: multiply the server's sum by ``1/(1-p)`` (Algorithm 2).
+        noisy: what a client does instead while its updates are mostly noise.
 
     """
 
@@ -38,8 +65,32 @@ class Recipe:
     quantizer: Quantizer
     movement: Movement = PAPER_MOVEMENT
     max_staleness: int = 100
+    averaging: float = 1.0
+    own_movement: bool = False
+    schedule: Schedule | None = None
     amplify_dropouts: bool = False
+    noisy: Noisy | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness < 1:
             raise ConfigError(f"max_staleness is {self.max_staleness}; it must be at least 1")
+        if not 0 < self.averaging <= 1:
+            raise ConfigError(f"averaging is {self.averaging}; it must be above 0 and at most 1")
+
+    def initial_notes(self, num_params: int) -> Float64Array:
+        """Return what a client's schedule or noise meter starts from; nothing without either."""
+        if self.noisy is not None:
+            return self.noisy.meter.init(num_params)
+        return np.zeros(0) if self.schedule is None else self.schedule.init()
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether a client remembers what error feedback owes."""
+        return self.memory is Memory.FEEDBACK or (
+            self.noisy is not None and self.noisy.recipe.keeps_residual
+        )
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a client remembers the vector it compressed last."""
+        return self.averaging < 1 or self.own_movement

@@ -10,12 +10,15 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.mirror import Memory
 from aqg.core.movement import Movement
+from aqg.core.noise import NoiseMeter
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
-from aqg.core.recipe import DEPTH, Recipe
+from aqg.core.recipe import DEPTH, Noisy, Recipe
+from aqg.core.sparsifiers import Trickle
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,6 +141,14 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5) -> Recipe:
     )
 
 
+@register(
+    "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
+)
+def _auto(bits: int, *, calm: float = 0.05, noisy: float = 0.2) -> Recipe:
+    trickle = Recipe(memory=Memory.FEEDBACK, policy=Always(2), quantizer=Trickle())
+    return replace(_lean(bits), noisy=Noisy(trickle, NoiseMeter(calm, noisy)))
+
+
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
 def _qsgd(bits: int) -> Recipe:
     if bits < 2:
@@ -154,3 +165,7 @@ def _signsgd(bits: int) -> Recipe:  # noqa: ARG001
 def _onebit(bits: int) -> Recipe:  # noqa: ARG001
     quantizer = GridQuantizer(Grid.MIDTREAD, 1)
     return Recipe(memory=Memory.FEEDBACK, policy=Always(1), quantizer=quantizer)
+
+
+for _name, _summary, _make in FIELD:
+    register(_name, _summary)(_make)

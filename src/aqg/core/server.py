@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.messages import Broadcast, Message, Skip
+from aqg.core.messages import Broadcast, Message, Skip, Upload
 from aqg.core.mirror import advance, empty_mirror
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.errors import MessageError
@@ -14,6 +14,9 @@ from aqg.errors import MessageError
 if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.types import Float64Array, FloatArray
+
+
+_NOTHING = np.zeros(0)
 
 
 class ServerState(NamedTuple):
@@ -27,6 +30,7 @@ class ServerState(NamedTuple):
             of this round's uploads.
         history: ``‖direction‖²/M²`` of the last steps, newest first, times `fresh_share`.
         optimizer: what the server optimizer remembers.
+        passing: the sum of what counts in this round alone, or nothing.
 
     """
 
@@ -36,6 +40,7 @@ class ServerState(NamedTuple):
     total: Float64Array
     history: tuple[float, ...]
     optimizer: OptimizerState
+    passing: Float64Array = _NOTHING
 
 
 _PLAIN = SGD()
@@ -83,7 +88,14 @@ def receive(
     if not recipe.memory.keeps_mirror:
         return state._replace(total=state.total + weight * message.values(np.float64))
     old = state.mirrors[client]
-    new = advance(recipe.memory, old, message)
+    if isinstance(message, Upload) and not message.lasting:
+        if recipe.noisy is None:
+            raise MessageError(f"client {client} sent for one round; the recipe is to remember")
+        passing = state.passing if len(state.passing) else np.zeros(num_params)
+        state = state._replace(passing=passing + weight * message.values(np.float64))
+        new = np.zeros_like(old)
+    else:
+        new = advance(recipe.memory, old, message)
     mirrors = (*state.mirrors[:client], new, *state.mirrors[client + 1 :])
     change = new.astype(np.float64) - old
     return state._replace(mirrors=mirrors, total=state.total + weight * change)
@@ -103,6 +115,9 @@ def finish_round(
     from the sum, which has the scale of the clients' vectors, times the optimizer's `fresh_share`.
     """
     direction = state.total * amplification(recipe, dropout_rate, sampled)
+    if recipe.noisy is not None and len(state.passing):
+        factor = amplification(recipe.noisy.recipe, dropout_rate, sampled)
+        direction = direction + state.passing * factor
     optimizer_state, update = optimizer.step(state.optimizer, direction)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
         parameters = state.parameters - (step_size * update).astype(state.parameters.dtype)

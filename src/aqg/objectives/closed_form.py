@@ -96,12 +96,34 @@ class ClosedForm(Objective):
             self._tensors(params),
             features,
             labels,
-            weight=self._weight(features.shape[-2]),
+            weight=self.sample_weight(features.shape[-2]),
             gradients=self._tensors(gradients),
         )
         if self.l2:
             gradients += self.l2 * params
         return self._client_losses(params, samples), gradients
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def weighted_losses_and_gradients(
+        self, params: Array, features: Array, labels: Array, weights: Array
+    ) -> tuple[Array, Array]:
+        """Return ``Σ_i w_i loss_i`` for weights ``(..., n)``, and its gradient; no regularizer.
+
+        For objectives with classes: a weight is that of a column of slopes, ``(..., C, n)``.
+        """
+        self._check(params, features)
+        self._check_labels(features, labels)
+        gradients = namespace(features).empty(
+            (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device
+        )
+        samples = self._backpropagate(
+            self._tensors(params),
+            features,
+            labels,
+            weight=weights[..., None, :],
+            gradients=self._tensors(gradients),
+        )
+        return (weights * samples).sum(axis=-1), gradients
 
     @np.errstate(over="ignore", invalid="ignore")
     def predict(self, params: Array, features: Array) -> Array:
@@ -120,10 +142,13 @@ class ClosedForm(Objective):
         features: Array,
         labels: Array,
         *,
-        weight: float,
+        weight: Array,
         gradients: list[Array],
     ) -> Array:
-        """Return the loss of each sample; write the gradients of ``weight`` times their sum."""
+        """Return the loss of each sample; write the gradients of ``weight`` times their sum.
+
+        ``weight`` is a number, or one per sample in the shape of a row of slopes.
+        """
 
     @abstractmethod
     def _predict(self, tensors: list[Array], features: Array) -> Array:
@@ -140,10 +165,11 @@ class ClosedForm(Objective):
         return views
 
     def _client_losses(self, params: Array, samples: Array) -> Array:
-        losses = self._weight(samples.shape[-1]) * samples.sum(axis=-1)
+        losses = self.sample_weight(samples.shape[-1]) * samples.sum(axis=-1)
         return losses + self.l2 / 2 * (params @ params) if self.l2 else losses
 
-    def _weight(self, num_samples: int) -> float:
+    def sample_weight(self, num_samples: int) -> float:
+        """Return ``w``: what each of so many samples counts in its client's loss."""
         if self.scaling == "sum":
             return 1.0
         if num_samples == 0:

@@ -52,7 +52,7 @@ class Logistic(ClosedForm):
             params,
             features.reshape(-1, *features.shape[-2:]),
             labels.reshape(-1, labels.shape[-1]),
-            self._weight(features.shape[-2]),
+            self.sample_weight(features.shape[-2]),
             self.l2,
         )
         return losses.reshape(clients)[()], gradients.reshape(*clients, self.num_params)
@@ -67,7 +67,7 @@ class Logistic(ClosedForm):
         features: Array,
         labels: Array,
         *,
-        weight: float,
+        weight: Array,
         gradients: list[Array],
     ) -> Array:
         losses, slopes = _losses_and_slopes(features @ tensors[0], labels)

@@ -41,7 +41,7 @@ class Perceptron(ClosedForm):
         features: Array,
         labels: Array,
         *,
-        weight: float,
+        weight: Array,
         gradients: list[Array],
     ) -> Array:
         weight1, bias1, weight2, bias2 = tensors

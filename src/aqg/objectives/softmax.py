@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 _NARROW = 32
 """Up to this many outputs, BLAS is faster (up to 1.6 times) if they are the rows of the product."""
+_PIECES = (8, 6, 5, 4, 3, 2)
+_PIECE_LENGTH = 512
+"""On CUDA, few outputs keep few cores busy: clients are cut into pieces of this many samples."""
 
 
 class Softmax(ClosedForm):
@@ -37,7 +41,7 @@ class Softmax(ClosedForm):
         features: Array,
         labels: Array,
         *,
-        weight: float,
+        weight: Array,
         gradients: list[Array],
     ) -> Array:
         losses, slopes = cross_entropy(class_logits(features, *tensors), labels)
@@ -55,6 +59,10 @@ def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
     With few classes and many samples, this order makes sums over classes run along whole rows, and
     BLAS computes the product faster in single precision.
     """
+    if _is_cuda(inputs):  # faster there as one product of all samples
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        together = namespace(inputs).addmm(bias, flat, weight)
+        return transpose(together.reshape(*inputs.shape[:-1], -1))
     logits = transpose(weight) @ transpose(inputs)
     logits += bias[:, None]
     return logits
@@ -66,6 +74,9 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     ``loss = log Σ_c exp(z_c) - z_y`` and ``∂loss/∂z_c = exp(z_c) / Σ exp(z) - [c = y]``. The
     logits, ``(..., C, n)``, are overwritten.
     """
+    if _is_cuda(logits) and (fused := _fused_kernels()) is not None:
+        losses, slopes = fused.cross_entropy(logits, labels)
+        return losses, slopes
     xp = namespace(logits)
     classes = xp.arange(logits.shape[-2], device=labels.device)[:, None]
     is_label = labels[..., None, :] == classes
@@ -84,6 +95,33 @@ def write_layer_gradients(
     xp = namespace(inputs)
     if xp is np and slopes.shape[-1] <= _NARROW:
         weight_gradient[...] = transpose(transpose(slopes) @ inputs)
+    elif (num_pieces := _num_pieces(inputs, slopes)) > 1:
+        shape = (*inputs.shape[:-2], num_pieces, inputs.shape[-2] // num_pieces, -1)
+        products = transpose(inputs.reshape(shape)) @ slopes.reshape(shape)
+        xp.sum(products, dim=-3, out=weight_gradient)
     else:
         xp.matmul(transpose(inputs), slopes, out=weight_gradient)
     bias_gradient[...] = slopes.sum(axis=-2)
+
+
+def _num_pieces(inputs: Array, slopes: Array) -> int:
+    """Return into how many pieces to cut each client's samples for the product with few slopes."""
+    if not _is_cuda(inputs) or inputs.itemsize > 4 or slopes.shape[-1] > _NARROW:
+        return 1
+    num_samples = inputs.shape[-2]
+    fitting = (p for p in _PIECES if num_samples % p == 0 and num_samples // p >= _PIECE_LENGTH)
+    return next(fitting, 1)
+
+
+def _is_cuda(array: Array) -> bool:
+    return getattr(array, "is_cuda", False)
+
+
+@functools.cache
+def _fused_kernels() -> Any:
+    """Return the module with kernels for CUDA, or None where Triton is missing."""
+    try:
+        from aqg.objectives import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels

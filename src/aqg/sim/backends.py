@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from aqg.core.client import blend, own_movement
 from aqg.core.grids import value_table
 from aqg.core.innovation import Innovation
 from aqg.core.kernels import move_mirror
@@ -19,10 +20,12 @@ from aqg.wire.parallel import map_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aqg.core.messages import DenseUpload
+    from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
+
+    Group = tuple[slice | int, FloatArray, IntArray]
 
 Array = Any
 """An array of the backend's own kind."""
@@ -34,7 +37,14 @@ _PIECE_BYTES = 1 << 21
 
 
 class Backend(Protocol):
-    """Arrays on one device. ``clients`` are always increasing indices."""
+    """Arrays on one device. ``clients`` are always increasing indices.
+
+    Attributes:
+        is_asynchronous: whether the device works on its own while Python goes on.
+
+    """
+
+    is_asynchronous: bool
 
     def put(self, array: FloatArray) -> Array:
         """Copy an array to the device."""
@@ -68,6 +78,12 @@ class Backend(Protocol):
         residual, which `Memory.FEEDBACK` adds. ``gradients`` may be overwritten.
         """
 
+    def blend(self, gradients: Array, averages: Array, clients: IntArray, weight: float) -> Array:
+        """Return the clients' new running averages: `aqg.core.client.blend`, row by row."""
+
+    def own_movements(self, vectors: Array, averages: Array, clients: IntArray) -> Float64Array:
+        """Return how far each client's vector moved: `aqg.core.client.own_movement`."""
+
     def rows(self, table: Array, indices: IntArray) -> Sequence[FloatArray]:
         """Return some rows as NumPy vectors."""
 
@@ -80,16 +96,26 @@ class Backend(Protocol):
         mirrors: Array,
         total: Array,
         clients: IntArray,
-        uploads: Sequence[Upload | DenseUpload],
+        uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
         """Move the clients' mirrors by their uploads, and the weighted sum with them, in place."""
 
-    def descend(self, params: Array, update: Array, step_size: float) -> Array:
-        """Return the parameters after the step."""
+    def forget(
+        self, mirrors: Array, total: Array, clients: IntArray, weights: Float64Array
+    ) -> None:
+        """Set the clients' mirrors to zero, and take them out of the weighted sum, in place."""
 
-    def squared_norm(self, direction: Array) -> float:
-        """Return ``‖direction‖²``."""
+    def take_step(
+        self, params: Array, update: Array, direction: Array, step_size: float
+    ) -> tuple[Array, Array]:
+        """Return the parameters after the step, and ``‖direction‖²``, still on its way."""
+
+    def number(self, scalar: Array) -> float:
+        """Wait for the scalar that `take_step` returned."""
+
+    def foresee(self, params: Array, memory: Memory, quantizer: Quantizer, held: Array) -> None:
+        """Begin with what the next round asks if all clients take part; wait for nothing."""
 
 
 def check_device(device: str) -> None:
@@ -128,10 +154,13 @@ def make_backend(problem: Problem, device: str) -> Backend:
 class NumpyBackend:
     """NumPy arrays, BLAS for the gradients, numba for the rest."""
 
+    is_asynchronous = False
+
     def __init__(self, problem: Problem) -> None:
         self._objective = problem.objective
         self._clients = problem.clients
         self._stacks = stack_small_clients(problem)
+        self._grouped: tuple[IntArray, list[Group]] = np.empty(0, np.int64), []
 
     def put(self, array: FloatArray) -> FloatArray:
         """Copy."""
@@ -152,10 +181,12 @@ class NumpyBackend:
         self, params: FloatArray, clients: IntArray
     ) -> tuple[Float64Array, FloatArray]:
         """Return the loss and the gradient of each of these clients."""
-        groups = list(self._groups(clients))
+        if clients is not self._grouped[0]:  # the same again in every round where all take part
+            self._grouped = clients, list(self._groups(clients))
+        groups = self._grouped[1]
         if len(groups) == 1 and len(clients) > 1:  # the results as they are, without a copy
             alone, gradients = self._objective.losses_and_gradients(params, *groups[0][1:])
-            return alone.astype(np.float64), gradients
+            return alone.astype(np.float64, copy=False), gradients
         losses = np.empty(len(clients))
         gradients = np.empty((len(clients), len(params)), params.dtype)
         for positions, features, labels in groups:
@@ -164,7 +195,7 @@ class NumpyBackend:
             )
         return losses, gradients
 
-    def _groups(self, clients: IntArray) -> Iterator[tuple[slice | int, FloatArray, IntArray]]:
+    def _groups(self, clients: IntArray) -> Iterator[Group]:
         """Split clients into stacks of equal size, and single ones where stacking gains nothing."""
         position = 0
         while position < len(clients):
@@ -217,6 +248,20 @@ class NumpyBackend:
         parts = map_threads(innovate, pieces, num_threads())
         return gradients, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
 
+    def blend(
+        self, gradients: FloatArray, averages: FloatArray, clients: IntArray, weight: float
+    ) -> FloatArray:
+        """Take the client's own step for each."""
+        pairs = zip(clients, gradients, strict=True)
+        return np.stack([blend(averages[client], row, weight) for client, row in pairs])
+
+    def own_movements(
+        self, vectors: FloatArray, averages: FloatArray, clients: IntArray
+    ) -> Float64Array:
+        """Take the client's own step for each."""
+        pairs = zip(clients, vectors, strict=True)
+        return np.array([own_movement(row, averages[client]) for client, row in pairs])
+
     def rows(self, table: FloatArray, indices: IntArray) -> Sequence[FloatArray]:
         """Return views."""
         return [table[index] for index in indices]
@@ -225,13 +270,21 @@ class NumpyBackend:
         """Set rows."""
         table[clients] = rows
 
+    def forget(
+        self, mirrors: FloatArray, total: Float64Array, clients: IntArray, weights: Float64Array
+    ) -> None:
+        """Subtract one mirror after the other, as the server does."""
+        for client, weight in zip(clients.tolist(), weights.tolist(), strict=True):
+            total += weight * (0.0 - mirrors[client].astype(np.float64))
+            mirrors[client] = 0.0
+
     def advance(
         self,
         memory: Memory,
         mirrors: FloatArray,
         total: Float64Array,
         clients: IntArray,
-        uploads: Sequence[Upload | DenseUpload],
+        uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
         """Take the same steps as the state machines of client and server, in the same order."""
@@ -248,15 +301,19 @@ class NumpyBackend:
             total += weight * (new.astype(np.float64) - old)
             mirrors[client] = new
 
-    def descend(self, params: FloatArray, update: Float64Array, step_size: float) -> FloatArray:
+    def take_step(
+        self, params: FloatArray, update: Float64Array, direction: Float64Array, step_size: float
+    ) -> tuple[FloatArray, Any]:
         """Take the step in the precision of the parameters."""
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
-            return params - (step_size * update).astype(params.dtype)
+        change = (step_size * update).astype(params.dtype, copy=False)
+        return params - change, direction @ direction
 
-    def squared_norm(self, direction: Float64Array) -> float:
-        """Return ``‖direction‖²``."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(direction @ direction)
+    def number(self, scalar: Any) -> float:
+        """Return a Python number."""
+        return float(scalar)
+
+    def foresee(self, *_: object) -> None:
+        """Do nothing: all is done when it is asked for."""
 
 
 def as_index(clients: IntArray) -> slice | IntArray:

@@ -10,13 +10,17 @@ On the CPU in float64 every upload, width, byte and parameter equals the referen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.client import describe_fault
+from aqg.core.client import describe_fault, is_usable
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.messages import DenseUpload, Skip, Upload
+from aqg.core.messages import AnyUpload, Skip, Upload, for_one_round
 from aqg.core.mirror import Memory
 from aqg.core.optimizers import OptimizerState
 from aqg.core.server import amplification
@@ -29,7 +33,7 @@ from aqg.wire.memory import known, next_direction
 from aqg.wire.parallel import map_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from aqg.core.innovation import Innovation
     from aqg.core.recipe import Recipe
@@ -39,6 +43,23 @@ if TYPE_CHECKING:
 _SKIP_BYTES = encoded_size(Skip())
 _THREAD_LENGTH = 1 << 15
 """Uploads with fewer coordinates are sized before a thread has started."""
+_ROUNDS_AHEAD = 64
+"""How far `FastSimulation.run_rounds` may be ahead of the records it yields."""
+
+
+class _OpenRound(NamedTuple):
+    """A round that is over but for the sizes of some frames."""
+
+    number: int
+    loss: float | None
+    widths: tuple[int, ...]
+    faults: tuple[tuple[int, str], ...]
+    frame_sizes: list[int | Future[int]]
+
+    def close(self) -> RoundRecord:
+        """Wait for the sizes."""
+        sizes = [size if isinstance(size, int) else size.result() for size in self.frame_sizes]
+        return RoundRecord(self.number, self.loss, self.widths, sum(sizes), self.faults)
 
 
 class FastSimulation:
@@ -78,9 +99,16 @@ class FastSimulation:
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         num_params = len(problem.initial_params)
         self.backend: Backend = make_backend(problem, device)
+        self._everyone = np.arange(problem.num_clients)
+        self._amplification = amplification(recipe, self.dropout.rate, self._sampled)
+        self._passing: Array | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        if self.backend.is_asynchronous:
+            self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="aqg-frames")
         self._block_size = max(1, block_bytes // (num_params * problem.dtype.itemsize))
         num_mirrored = num_params if recipe.memory.keeps_mirror else 0
-        num_residual = num_params if recipe.memory is Memory.FEEDBACK else 0
+        num_residual = num_params if recipe.keeps_residual else 0
+        num_averaged = num_params if recipe.keeps_average else 0
         num_clients = problem.num_clients
         optimizer_state = self.training.optimizer.init(num_params)
         self._load(
@@ -92,6 +120,8 @@ class FastSimulation:
                 mirrors=np.zeros((num_clients, num_mirrored), problem.dtype),
                 directions=np.zeros((num_clients, num_mirrored), np.int8),
                 residuals=np.zeros((num_clients, num_residual), problem.dtype),
+                averages=np.zeros((num_clients, num_averaged), problem.dtype),
+                notes=np.tile(recipe.initial_notes(num_params), (num_clients, 1)),
                 stored_errors=np.zeros((num_clients, recipe.quantizer.num_errors)),
                 silent_rounds=np.zeros(num_clients, np.int64),
                 momentum=optimizer_state.momentum,
@@ -105,9 +135,12 @@ class FastSimulation:
         self._params = put(state.parameters)
         self._total = put(state.total)
         self._history = state.history
+        self._last_step: Array | None = None
         self._mirrors = put(state.mirrors)
         self._directions = state.directions.copy()
         self._residuals = put(state.residuals)
+        self._averages = put(state.averages)
+        self._notes = state.notes.copy()
         self._stored_errors = state.stored_errors.copy()
         self._silent_rounds = state.silent_rounds.copy()
         self._optimizer_state = OptimizerState(put(state.momentum), put(state.variance))
@@ -120,32 +153,64 @@ class FastSimulation:
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
+        return self._run_round(evaluate).close()
+
+    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
+        """Run ``count`` rounds and yield their records, in order.
+
+        On a GPU this is faster than as many calls of `run_round`: frames of one round are sized
+        while the next ones run, so that the simulation may be some rounds past the record that is
+        yielded. It is not once all records have been taken.
+        """
+        ahead = _ROUNDS_AHEAD if self.backend.is_asynchronous else 0
+        pending: deque[_OpenRound] = deque()
+        for _ in range(count):
+            pending.append(self._run_round(evaluate))
+            if len(pending) > ahead:
+                yield pending.popleft().close()
+        while pending:
+            yield pending.popleft().close()
+
+    def _run_round(self, evaluate: bool) -> _OpenRound:
         number = self.next_round
         num_clients = self.problem.num_clients
-        movement = self.recipe.movement.of(self._history)
         away = self.dropout.dropped(number, num_clients)
         if self._sampled < 1:
             away = away | self.training.unsampled(number, num_clients, self.seed)
-        widths = np.where(away, DROPPED, 0)
+        widths = np.zeros(num_clients, np.int64)
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
-        upload_bytes = 0
-        present = (~away).nonzero()[0]
+        frame_sizes: list[int | Future[int]] = []
+        present = self._everyone
+        if np.count_nonzero(away):
+            present = (~away).nonzero()[0]
+            widths[away] = DROPPED
+        movement = self._movement()
         for start in range(0, len(present), self._block_size):
-            block = present[start : start + self._block_size]
+            block = present
+            if len(present) > self._block_size:
+                block = present[start : start + self._block_size]
             block_losses, gradients = self._train(block)
-            upload_bytes += self._hear(block, gradients, movement, widths, faults)
-            losses[block] = self.backend.get(block_losses)  # last: a GPU need not be waited for
-        loss = None
-        if evaluate:
-            measured = ~away & self.training.local.sees_all_samples
-            unknown = np.flatnonzero(~measured)
-            losses[unknown] = self.backend.losses(self._params, unknown)
-            loss = float(np.mean(self._weights * losses))
+            told = movement if self.recipe.schedule is None else self._note(block, block_losses)
+            for recipe, members, vectors in self._parts(block, gradients):
+                frame_sizes += self._hear(recipe, members, vectors, told, widths, faults)
+            if evaluate:  # last: a GPU need not be waited for
+                losses[as_index(block)] = self.backend.get(block_losses)
+        loss = self._mean_loss(present, losses) if evaluate else None
         self._step()
-        record = RoundRecord(number, loss, tuple(widths.tolist()), upload_bytes, tuple(faults))
+        if len(present) == num_clients <= self._block_size:
+            self._foresee()
         self.next_round = number + 1
-        return record
+        return _OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), frame_sizes)
+
+    def _mean_loss(self, present: IntArray, losses: Float64Array) -> float:
+        """Return the loss of all clients, of which those present may have measured their own."""
+        if not self.training.local.sees_all_samples:
+            losses = self.backend.losses(self._params, self._everyone)
+        elif len(present) < len(losses):
+            absent = np.setdiff1d(self._everyone, present)
+            losses[absent] = self.backend.losses(self._params, absent)
+        return float((self._weights * losses).sum()) / len(losses)
 
     def _train(self, block: IntArray) -> tuple[Array, Array]:
         """Return each client's loss and the vector it would send: its (pseudo-)gradient."""
@@ -164,22 +229,66 @@ class FastSimulation:
         losses, updates = zip(*results, strict=True)
         return self.backend.stack(losses), self.backend.stack(updates)
 
+    def _note(self, block: IntArray, losses: Array) -> Float64Array:
+        """Show the clients' losses to their schedule; return what it says to each."""
+        schedule = self.recipe.schedule
+        assert schedule is not None
+        for client, loss in zip(block.tolist(), self.backend.get(losses).tolist(), strict=True):
+            self._notes[client] = schedule.observe(self._notes[client], loss)
+        return np.array([schedule.signal(self._notes[client]) for client in block.tolist()])
+
+    def _parts(self, block: IntArray, gradients: Array) -> Iterator[tuple[Recipe, IntArray, Array]]:
+        """Split a block into runs of clients whose updates are all calm, or all noisy."""
+        noisy = self.recipe.noisy
+        if noisy is None:
+            yield self.recipe, block, gradients
+            return
+        was_noisy = np.array([noisy.meter.is_noisy(notes) for notes in self._notes[block]])
+        is_noisy = was_noisy.copy()
+        for index, client in enumerate(block.tolist()):
+            gradient = self.backend.get(gradients[index])
+            if is_usable(gradient):
+                notes = self._notes[client] = noisy.meter.observe(self._notes[client], gradient)
+                is_noisy[index] = noisy.meter.is_noisy(notes)
+        turned = np.flatnonzero(is_noisy & ~was_noisy)
+        if len(turned):
+            nothing = np.zeros((len(turned), self._residuals.shape[1]), self.problem.dtype)
+            self.backend.store(self._residuals, block[turned], nothing)
+        calm = replace(self.recipe, noisy=None)
+        edges = [0, *(np.flatnonzero(np.diff(is_noisy)) + 1).tolist(), len(block)]
+        for start, stop in pairwise(edges):
+            recipe = noisy.recipe if is_noisy[start] else calm
+            yield recipe, block[start:stop], gradients[start:stop]
+            forgetting = block[start:stop][(is_noisy & ~was_noisy)[start:stop]]
+            if len(forgetting):
+                weights = self._weights[forgetting]
+                self.backend.forget(self._mirrors, self._total, forgetting, weights)
+
     def _hear(
         self,
+        recipe: Recipe,
         block: IntArray,
         gradients: FloatArray,
-        movement: float,
+        movement: float | Float64Array,
         widths: IntArray,
         faults: list[tuple[int, str]],
-    ) -> int:
-        """Let the clients of a block decide and speak; return the bytes they sent."""
-        recipe, backend = self.recipe, self.backend
+    ) -> list[int | Future[int]]:
+        """Let the clients of a block decide and speak; return the sizes of what they sent."""
+        backend = self.backend
         members = as_index(block)
-        held = self._residuals if recipe.memory is Memory.FEEDBACK else self._mirrors
+        held = self._held(recipe)
+        vectors = gradients
+        if recipe.keeps_average:
+            averages = backend.blend(gradients, self._averages, block, recipe.averaging)
+            if recipe.own_movement:
+                movement = backend.own_movements(averages, self._averages, block)
+            vectors = backend.stack(tuple(averages))
         deltas, innovation = backend.innovations(
-            recipe.memory, recipe.quantizer, gradients, held, block
+            recipe.memory, recipe.quantizer, vectors, held, block
         )
         in_range = innovation.in_range
+        if recipe.keeps_average:
+            backend.store(self._averages, block[in_range], averages[np.flatnonzero(in_range)])
         decision = recipe.policy.decide(innovation, movement, self._stored_errors[members])
         stale = self._silent_rounds[members] >= recipe.max_staleness
         send = (decision.send | stale) & in_range
@@ -187,76 +296,114 @@ class FastSimulation:
         self._silent_rounds[members] += silent
         if recipe.memory is Memory.FEEDBACK and silent.any():
             backend.store(self._residuals, block[silent], deltas[np.flatnonzero(silent)])
-        if not in_range.all():
+        if np.count_nonzero(in_range) < len(block):
             faults.extend(
                 (int(block[i]), describe_fault(backend.get(gradients[i])))
                 for i in np.flatnonzero(~in_range)
             )
         senders = send.nonzero()[0]
-        num_bytes = _SKIP_BYTES * (len(block) - len(senders))
+        frame_sizes: list[int | Future[int]] = [_SKIP_BYTES * (len(block) - len(senders))]
         if len(senders):
             widths[block[senders]] = decision.width[senders]
-            num_bytes += self._upload(
+            frame_sizes += self._upload(
+                recipe,
                 block[senders],
                 backend.rows(deltas, senders),
                 innovation.of(senders),
                 decision.width[senders],
             )
-        return num_bytes
+        return frame_sizes
+
+    def _held(self, recipe: Recipe) -> Array:
+        """Return what clients compare their vectors with: a row for each."""
+        return self._residuals if recipe.memory is Memory.FEEDBACK else self._mirrors
 
     def _upload(
         self,
+        recipe: Recipe,
         clients: IntArray,
         deltas: Sequence[FloatArray],
         innovation: Innovation,
         widths: IntArray,
-    ) -> int:
-        """Quantize these clients' vectors, move their mirrors, and return the size of all frames.
+    ) -> list[int | Future[int]]:
+        """Quantize these clients' vectors, move their mirrors, and return the sizes of all frames.
 
         Clients are quantized and their frames sized on all cores; the sum moves in their order.
         """
-        recipe, backend = self.recipe, self.backend
+        backend = self.backend
+        is_passing = recipe.memory is not self.recipe.memory
         mirrors = backend.rows(self._mirrors, clients)
 
-        def quantize(index: int) -> tuple[Upload | DenseUpload, int]:
+        def quantize(index: int) -> tuple[AnyUpload, int | Future[int]]:
             client = int(clients[index])
             key = (self.seed, client, self.next_round)
             upload = recipe.quantizer.quantize(
                 deltas[index], innovation.of(index), int(widths[index]), key
             )
+            if is_passing:
+                upload = for_one_round(upload)
             return upload, self._frame_size(client, mirrors[index], upload)
 
         is_large = len(clients) * deltas[0].size >= _THREAD_LENGTH
         results = map_threads(quantize, range(len(clients)), num_threads() if is_large else 1)
         uploads = [upload for upload, _ in results]
+        total = self._total
+        if is_passing:
+            total = self._passing = self._total * 0.0 if self._passing is None else self._passing
         backend.advance(
-            recipe.memory, self._mirrors, self._total, clients, uploads, self._weights[clients]
+            recipe.memory, self._mirrors, total, clients, uploads, self._weights[clients]
         )
         if recipe.memory is Memory.FEEDBACK:
             pairs = zip(deltas, uploads, strict=True)
             residuals = [delta - upload.values(delta.dtype.type) for delta, upload in pairs]
             backend.store(self._residuals, clients, np.stack(residuals))
-        self._stored_errors[clients] = innovation.errors
+        self._stored_errors[clients] = 0.0 if is_passing else innovation.errors
         self._silent_rounds[clients] = 0
-        return sum(num_bytes for _, num_bytes in results)
+        return [frame_size for _, frame_size in results]
 
-    def _frame_size(self, client: int, mirror: FloatArray, upload: Upload | DenseUpload) -> int:
+    def _frame_size(self, client: int, mirror: FloatArray, upload: AnyUpload) -> int | Future[int]:
         """Return the length of the frame that client and server would exchange."""
-        if isinstance(upload, DenseUpload):
-            return encoded_size(upload)
-        num_bytes = encoded_size(upload, known=known(mirror, self._directions[client]))
-        self._directions[client] = next_direction(self._directions[client], upload)
-        return num_bytes
+        context = None
+        if isinstance(upload, Upload):
+            direction = self._directions[client].copy()
+            context = known(mirror, direction)
+            self._directions[client] = next_direction(direction, upload)
+        if self._pool is None:
+            return encoded_size(upload, known=context)
+        return self._pool.submit(encoded_size, upload, known=context)
 
     def _step(self) -> None:
-        direction = self._total * amplification(self.recipe, self.dropout.rate, self._sampled)
+        direction = self._total
+        if self._amplification != 1:
+            direction = direction * self._amplification
+        if self.recipe.noisy is not None and self._passing is not None:
+            factor = amplification(self.recipe.noisy.recipe, self.dropout.rate, self._sampled)
+            direction = direction + self._passing * factor
+            self._passing = None
         optimizer = self.training.optimizer
-        self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
-        self._params = self.backend.descend(self._params, update, self.step_size)
-        step = self.backend.squared_norm(direction) / self.problem.num_clients**2
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
+            self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
+            self._params, self._last_step = self.backend.take_step(
+                self._params, update, direction, self.step_size
+            )
         if not self.recipe.memory.keeps_mirror:
             self._total = self._total * 0.0
-        self._history = self.recipe.movement.extend(self._history, step * optimizer.fresh_share)
+
+    def _movement(self) -> float:
+        """Return the movement, with the last step, which a GPU may still be busy with."""
+        if self._last_step is not None:
+            step = self.backend.number(self._last_step) / self.problem.num_clients**2
+            step *= self.training.optimizer.fresh_share
+            self._history = self.recipe.movement.extend(self._history, step)
+            self._last_step = None
+        return self.recipe.movement.of(self._history)
+
+    def _foresee(self) -> None:
+        """Let a GPU begin the next round, in case that all clients take part in it again."""
+        recipe = self.recipe
+        is_foreseeable = not recipe.keeps_average and recipe.noisy is None
+        if self.training.local.is_one_gradient and is_foreseeable:
+            self.backend.foresee(self._params, recipe.memory, recipe.quantizer, self._held(recipe))
 
     def loss(self) -> float:
         """Return the loss of the current model."""
@@ -267,6 +414,7 @@ class FastSimulation:
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
         get = self.backend.get
+        self._movement()
         return SimulationState(
             round=self.next_round,
             parameters=get(self._params).copy(),
@@ -275,6 +423,8 @@ class FastSimulation:
             mirrors=get(self._mirrors).copy(),
             directions=self._directions.copy(),
             residuals=get(self._residuals).copy(),
+            averages=get(self._averages).copy(),
+            notes=self._notes.copy(),
             stored_errors=self._stored_errors.copy(),
             silent_rounds=self._silent_rounds.copy(),
             momentum=get(self._optimizer_state.momentum).copy(),

@@ -62,7 +62,7 @@ class Client:
         self.loss = float(loss)
         shared = known(self.state.mirror, self.direction)
         self.state, message = client_step(
-            self.recipe, self.state, gradient, broadcast.movement, key
+            self.recipe, self.state, gradient, broadcast.movement, key, self.loss
         )
         self.fault = getattr(message, "fault", None)
         self.direction = next_direction(self.direction, message)
@@ -210,6 +210,8 @@ class ReferenceSimulation:
             mirrors=np.stack(server.mirrors),
             directions=np.stack(self.server.directions),
             residuals=np.stack([client.residual for client in clients]),
+            averages=np.stack([client.average for client in clients]),
+            notes=np.stack([client.notes for client in clients]),
             stored_errors=np.stack([client.stored_errors for client in clients]),
             silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
             momentum=server.optimizer.momentum,
@@ -233,6 +235,8 @@ class ReferenceSimulation:
             client.state = ClientState(
                 mirror=state.mirrors[m],
                 residual=state.residuals[m],
+                average=state.averages[m],
+                notes=state.notes[m],
                 stored_errors=state.stored_errors[m],
                 silent_rounds=int(state.silent_rounds[m]),
             )

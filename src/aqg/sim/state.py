@@ -29,6 +29,8 @@ class SimulationState(NamedTuple):
         directions: which way each coordinate went in the last upload, ``(M, n)`` or ``(M, 0)``;
             both ends of the wire remember it.
         residuals: error feedback, ``(M, n)`` or ``(M, 0)``.
+        averages: of each client's gradients, ``(M, n)`` or ``(M, 0)``.
+        notes: what each client's schedule remembers, ``(M, k)`` or ``(M, 0)``.
         stored_errors: ``‖ε̂_b‖²`` at each client's last upload, ``(M, b_max)``.
         silent_rounds: rounds since each client spoke, ``(M,)``.
         momentum: of the server optimizer, ``(n,)`` or ``(0,)``.
@@ -43,6 +45,8 @@ class SimulationState(NamedTuple):
     mirrors: FloatArray
     directions: NDArray[np.int8]
     residuals: FloatArray
+    averages: FloatArray
+    notes: Float64Array
     stored_errors: Float64Array
     silent_rounds: IntArray
     momentum: Float64Array
@@ -66,6 +70,8 @@ class SimulationState(NamedTuple):
             mirrors=arrays["mirrors"],
             directions=arrays["directions"],
             residuals=arrays["residuals"],
+            averages=arrays["averages"],
+            notes=arrays["notes"],
             stored_errors=arrays["stored_errors"],
             silent_rounds=arrays["silent_rounds"],
             momentum=arrays["momentum"],

@@ -12,29 +12,46 @@ from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
 from aqg.core.mirror import Memory
 from aqg.core.quantizers import GridQuantizer
+from aqg.objectives.softmax import Softmax
 from aqg.sim.backends import as_index
+from aqg.sim.pieces import Pieces, cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqg.core.messages import DenseUpload, Upload
+    from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
 
+_MOST_CUT = 256
+"""So many clients of unequal size are cut into pieces; more would need a large table of owners."""
+
 
 class TorchBackend:
     """Everything of a client's round but the quantizing of what is sent stays on the device."""
 
+    is_asynchronous = False
+
     def __init__(self, problem: Problem, device: str) -> None:
         self.device = torch.device(device)
         self._objective = problem.objective
+        self._stack: tuple[Tensor, Tensor] | None = None
+        self._pieces: Pieces | None = None
+        sizes = {len(samples.labels) for samples in problem.clients}
+        are_few = len(sizes) > 1 and problem.num_clients <= _MOST_CUT
+        if are_few and isinstance(problem.objective, Softmax):
+            self._pieces = cut(problem.clients, problem.objective.sample_weight, self.put)
+            flat = (self._pieces.features.flatten(0, 1), self._pieces.labels.flatten(0, 1))
+            spans = zip(self._pieces.starts, problem.clients, strict=True)
+            views = [(start, start + len(samples.labels)) for start, samples in spans]
+            self._features = [flat[0][start:stop] for start, stop in views]
+            self._labels = [flat[1][start:stop] for start, stop in views]
+            return
         self._features = [self.put(samples.features) for samples in problem.clients]
         self._labels = [self.put(samples.labels) for samples in problem.clients]
-        self._stack: tuple[Tensor, Tensor] | None = None
-        sizes = {len(samples.labels) for samples in problem.clients}
         if len(sizes) == 1:  # one product for all; single clients are views of the stack
             self._stack = torch.stack(self._features), torch.stack(self._labels)
             self._features = list(self._stack[0])
@@ -70,6 +87,9 @@ class TorchBackend:
             losses, gradients = self._objective.losses_and_gradients(
                 params, *self._members(self._stack, clients)
             )
+        elif self._pieces is not None and len(clients) == len(self._features):
+            assert isinstance(self._objective, Softmax)
+            losses, gradients = self._pieces.losses_and_gradients(self._objective, params)
         else:
             pairs = [
                 self._objective.losses_and_gradients(params, self._features[m], self._labels[m])
@@ -107,6 +127,23 @@ class TorchBackend:
             return deltas, measure_rows(deltas, Grid.MIDTREAD, 0)
         return deltas, quantizer.measure(self.get(deltas))
 
+    def blend(
+        self, gradients: Tensor, averages: Tensor, clients: IntArray, weight: float
+    ) -> Tensor:
+        """Return the clients' new running averages."""
+        if weight == 1.0:
+            return gradients.clone()
+        old = self._rows(averages, clients)
+        is_usable = gradients.abs().amax(dim=1, keepdim=True) <= MAX_RADIUS
+        is_blended = is_usable & (old != 0).any(dim=1, keepdim=True)
+        return torch.where(is_blended, old * (1.0 - weight) + gradients * weight, gradients)
+
+    def own_movements(self, vectors: Tensor, averages: Tensor, clients: IntArray) -> Float64Array:
+        """Return how far each client's vector moved."""
+        old = self._rows(averages, clients)
+        moved = measure_rows(vectors - old, Grid.MIDTREAD, 0).squared_norm
+        return np.where(self.get((old != 0).any(dim=1)), moved, 0.0)
+
     def rows(self, table: Tensor, indices: IntArray) -> Sequence[FloatArray]:
         """Copy some rows from the device, all at once."""
         rows: Sequence[FloatArray] = self.get(self._rows(table, indices))
@@ -124,7 +161,7 @@ class TorchBackend:
         mirrors: Tensor,
         total: Tensor,
         clients: IntArray,
-        uploads: Sequence[Upload | DenseUpload],
+        uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
         """Take the same steps as the state machines: exact values, one rounding per mirror."""
@@ -141,13 +178,26 @@ class TorchBackend:
         total += (factors * (new.double() - old.double())).sum(dim=0)
         mirrors[indices] = new
 
-    def descend(self, params: Tensor, update: Tensor, step_size: float) -> Tensor:
-        """Take the step in the precision of the parameters."""
-        return params - (step_size * update).to(params.dtype)
+    def forget(
+        self, mirrors: Tensor, total: Tensor, clients: IntArray, weights: Float64Array
+    ) -> None:
+        """Subtract the mirrors, then clear them."""
+        indices = torch.as_tensor(clients, device=self.device)
+        total -= (self.put(weights)[:, None] * mirrors[indices].double()).sum(dim=0)
+        mirrors[indices] = 0.0
 
-    def squared_norm(self, direction: Tensor) -> float:
-        """Return ``‖direction‖²``."""
-        return float(direction @ direction)
+    def take_step(
+        self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take the step in the precision of the parameters."""
+        return params - (step_size * update).to(params.dtype), direction @ direction
+
+    def number(self, scalar: Tensor) -> float:
+        """Wait for a scalar."""
+        return float(scalar)
+
+    def foresee(self, params: Tensor, memory: Memory, quantizer: Quantizer, held: Tensor) -> None:
+        """Do nothing: all is done when it is asked for."""
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack

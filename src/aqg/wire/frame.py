@@ -24,8 +24,7 @@ import numpy as np
 from aqg.core.grids import Grid, is_valid_step, num_levels
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.errors import MessageError, WireError
-from aqg.jit import HAVE_NUMBA
-from aqg.wire import context
+from aqg.wire import context, gaps, others
 from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.hints import make_hints
 from aqg.wire.planes import (
@@ -50,21 +49,25 @@ if TYPE_CHECKING:
 VERSION = 1
 CRC_BYTES = 4
 UPLOAD_HEAD_BYTES = 4
-CONTEXT_LENGTH = 1 << 20
-"""Longest upload for which the context coder is tried: it is thorough, and slow."""
 MIDTREAD_BIT = 0x10
+PASSING_BIT = 0x20
 
 
 class Mode(enum.IntEnum):
-    """How the payload is written. Modes 5..7 are kept for levels, 10..31 for other messages."""
+    """How the payload is written. Modes 6, 7 are kept for levels, 14..31 for other messages."""
 
     SKIP = 0
     RAW = 1
     CODED = 2
     CONTEXT = 3
     HINTED = 4
+    GAPS = 5
     DENSE = 8
     DENSE_CODED = 9
+    HALF = others.HALF
+    SPARSE = others.SPARSE
+    BLOCKS = others.BLOCKS
+    ROTATED = others.ROTATED
 
 
 class Known(NamedTuple):
@@ -105,7 +108,11 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
         head = _upload_head(mode, message)
     else:
         hints = None
-        mode, payload = _encode_dense(message, threads)
+        if isinstance(message, DenseUpload):
+            mode, payload = _encode_dense(message, threads)
+        else:
+            number, payload = others.encode_other(message, threads)
+            mode = Mode(number)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
     checksum = zlib.crc32(body) ^ (_hints_checksum(hints) if mode is Mode.HINTED else 0)
@@ -123,18 +130,28 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     message.validate()
     length = len(message)
     if isinstance(message, Upload):
-        payload = min(packed_size(length, message.width), planes_size(split_levels(message)))
-        if _tries_context(message):
-            hints = _hints(known, message.step, length)
-            size = context.encoded_size(
-                message.levels, num_levels(message.grid, message.width), hints=hints
-            )
-            payload = min(payload, size)
+        payload = _levels_size(message, known)
         head_bytes = UPLOAD_HEAD_BYTES
-    else:
+    elif isinstance(message, DenseUpload):
         payload = min(4 * length, planes_size(split_dense(message.dense)))
         head_bytes = 1
+    else:
+        payload = others.other_size(message)
+        head_bytes = 1
     return head_bytes + varint_size(length) + payload + CRC_BYTES
+
+
+def _levels_size(upload: Upload, known: Known | None) -> int:
+    length = len(upload)
+    places = gaps.few_places(upload)
+    if places is not None and gaps.is_best(places):
+        return gaps.gaps_size(places, length)
+    payload = min(packed_size(length, upload.width), planes_size(split_levels(upload)))
+    if others.tries_context(length):
+        hints = _hints(known, upload.step, length)
+        bound = num_levels(upload.grid, upload.width)
+        payload = min(payload, context.encoded_size(upload.levels, bound, hints=hints))
+    return payload if places is None else min(payload, gaps.gaps_size(places, length))
 
 
 def decode(
@@ -166,6 +183,8 @@ def decode(
     try:
         if mode in (Mode.DENSE, Mode.DENSE_CODED):
             return _decode_dense(mode, body, expected_length, threads)
+        if mode >= Mode.HALF:
+            return _decode_other(mode, body, expected_length, threads)
         hints = None
         if mode is Mode.HINTED:
             hints = _decode_hints(body, known, expected_length, difference)
@@ -211,10 +230,6 @@ def _check_envelope(frame: NDArray[np.uint8]) -> tuple[Mode, int]:
     return mode, difference
 
 
-def _tries_context(upload: Upload) -> bool:
-    return HAVE_NUMBA and len(upload) <= CONTEXT_LENGTH
-
-
 def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | None:
     if known is None:
         return None
@@ -248,14 +263,19 @@ def _encode_levels(
     upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
+    places = gaps.few_places(upload)
+    if places is not None and gaps.is_best(places):
+        return Mode.GAPS, gaps.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
-    if _tries_context(upload):
+    if others.tries_context(len(upload)):
         bound = num_levels(upload.grid, upload.width)
         coded = context.encode(upload.levels, bound, hints=hints)
         if len(coded) < len(best):
             best, mode = coded, Mode.CONTEXT if hints is None else Mode.HINTED
     if packed_size(len(upload), upload.width) <= len(best):
         best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
+    if places is not None and gaps.gaps_size(places, len(upload)) < len(best):
+        best, mode = gaps.encode_gaps(upload, places), Mode.GAPS
     return mode, best
 
 
@@ -276,8 +296,8 @@ def _decode_upload(
     if len(body) < UPLOAD_HEAD_BYTES:
         raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
     shape = int(body[1])
-    if shape & 0xE0:
-        raise WireError(f"the unused bits of byte 1 are {shape >> 5}; they must be zero")
+    if shape & 0xC0:
+        raise WireError(f"the unused bits of byte 1 are {shape >> 6}; they must be zero")
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
@@ -288,9 +308,13 @@ def _decode_upload(
     elif mode is Mode.CODED:
         planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
         levels = join_levels(planes, width)
+    elif mode is Mode.GAPS:
+        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
+            raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
+        levels = gaps.decode_gaps(payload, length)
     else:
         levels = context.decode(payload, length, num_levels(grid, width), hints=hints)
-    upload = Upload(levels, step, width, grid)
+    upload = Upload(levels, step, width, grid, lasting=not shape & PASSING_BIT)
     upload.validate()
     return upload
 
@@ -310,16 +334,26 @@ def _decode_dense(
     return upload
 
 
+def _decode_other(
+    mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None
+) -> others.Other:
+    upload = others.decode_other(mode, _read_length(body, 1, length), length, threads)
+    upload.validate()
+    return upload
+
+
 def _first_byte(mode: Mode) -> int:
     return VERSION << 5 | mode
 
 
 def _upload_head(mode: Mode, upload: Upload) -> bytes:
-    grid_bit = MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
+    shape = upload.width - 1
+    shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
+    shape |= 0 if upload.lasting else PASSING_BIT
     # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign
     # of a negative zero.
     (step,) = struct.unpack("<I", struct.pack("<f", upload.step + 0.0))
-    return struct.pack("<BBH", _first_byte(mode), upload.width - 1 | grid_bit, step >> 16)
+    return struct.pack("<BBH", _first_byte(mode), shape, step >> 16)
 
 
 def _read_step(body: NDArray[np.uint8]) -> float:

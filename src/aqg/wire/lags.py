@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from aqg.jit import njit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -14,6 +16,8 @@ MAX_RATIO = 127
 WINDOW = 1 << 16
 NUM_CANDIDATES = 8
 CLIP = 7
+DIRECT_LENGTH = 256
+"""Up to this length, sums of products are faster than a Fourier transform."""
 
 
 def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[int, int]:
@@ -29,39 +33,99 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     """
     window = min(len(levels), WINDOW)
     start = (len(levels) - window) // 2
-    signal = 2 * levels[start : start + window].astype(np.float64) - (num_symbols - 1)
     limit = window // 2
-    correlation = _autocorrelation(np.clip(signal, -CLIP, CLIP), limit)
-    if limit < 3 or correlation[0] <= 0:
+    if limit < 3:
         return 1, 2
-    r = correlation / correlation[0]
-    near = _candidates(r[: min(limit // 3, MAX_NEAR) + 1])[:, np.newaxis]
-    ratio = np.arange(2, MAX_RATIO + 1)[np.newaxis, :]
-    fits = near * (ratio + 1) <= limit
-    far = np.where(fits, near * ratio, 2 * near)
-    covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
-    variance = (
-        (10 + 8 * r[near] + 2 * r[2 * near])
-        + 8 * r[far - near]
-        + 4 * r[far]
-        + 4 * r[np.abs(far - 2 * near)]
-    )
-    explained = np.where(fits & (covariance > 0), covariance**2 / np.maximum(variance, 1), 0)
-    row, column = np.unravel_index(np.argmax(explained), explained.shape)
-    return int(near[row, 0]), int(ratio[0, column])
+    signal = np.empty(window)
+    _center(levels[start : start + window], num_symbols, signal)
+    if window <= DIRECT_LENGTH:
+        correlation = np.empty(limit + 1)
+        _correlate(signal, correlation)
+    else:
+        correlation = _correlate_fourier(signal, limit)
+    near, ratio = _best_pair(correlation)
+    return int(near), int(ratio)
 
 
-def _autocorrelation(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
-    """Return ``Σ_i x[i]·x[i-lag]`` for lags up to ``limit``: small integers, hence exact."""
+def _correlate_fourier(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+    """Return what `_correlate` writes; the sums are small integers, hence exact once rounded."""
     size = 1 << (len(signal) + limit).bit_length()
+    if 3 * size // 4 >= len(signal) + limit:  # also a length that transforms fast
+        size = 3 * size // 4
     spectrum = np.fft.rfft(signal, size)
     power = spectrum.real**2 + spectrum.imag**2
     return np.rint(np.fft.irfft(power, size)[: limit + 1])
 
 
-def _candidates(r: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the lags with the largest correlation, and the distances between them."""
-    top = np.argsort(-r[1:], kind="stable")[:NUM_CANDIDATES] + 1
-    apart = np.abs(top[:, np.newaxis] - top[np.newaxis, :])
-    lags = np.unique(np.concatenate([top, apart.ravel()]))
-    return lags[lags > 0]
+@njit()
+def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
+    """Write ``x``: which way a level goes, cut to ``±CLIP`` so that no outlier decides."""
+    for i in range(len(levels)):
+        signal[i] = min(max(2 * np.int64(levels[i]) - (num_symbols - 1), -CLIP), CLIP)
+
+
+@njit()
+def _correlate(signal: Any, correlation: Any) -> None:
+    """Write ``Σ_i x[i]·x[i-lag]`` for every lag of ``correlation``."""
+    for lag in range(len(correlation)):
+        total = 0.0
+        for i in range(lag, len(signal)):
+            total += signal[i] * signal[i - lag]
+        correlation[lag] = total
+
+
+@njit()
+def _best_pair(correlation: Any) -> Any:
+    """Return the pair that explains most; ``(1, 2)`` where none explains anything."""
+    limit = len(correlation) - 1
+    if correlation[0] <= 0:
+        return 1, 2
+    r = correlation / correlation[0]
+    is_candidate = _candidates(r[: min(limit // 3, MAX_NEAR) + 1])
+    best = -1.0
+    best_near, best_ratio = 1, 2
+    for near in range(1, len(is_candidate)):
+        if not is_candidate[near]:
+            continue
+        for ratio in range(2, MAX_RATIO + 1):
+            far = near * ratio
+            explained = 0.0
+            if far + near <= limit:
+                covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
+                variance = (
+                    (10 + 8 * r[near] + 2 * r[2 * near])
+                    + 8 * r[far - near]
+                    + 4 * r[far]
+                    + 4 * r[far - 2 * near]
+                )
+                if covariance > 0:
+                    explained = covariance**2 / max(variance, 1.0)
+            if explained > best:
+                best = explained
+                best_near, best_ratio = near, ratio
+    return best_near, best_ratio
+
+
+@njit()
+def _candidates(r: Any) -> Any:
+    """Mark the lags with the largest correlation, and the distances between them."""
+    is_candidate = np.zeros(len(r), np.bool_)
+    top = np.zeros(NUM_CANDIDATES, np.int64)
+    correlations = np.full(NUM_CANDIDATES, -np.inf)
+    for lag in range(1, len(r)):  # of equal ones the first wins
+        if r[lag] <= correlations[-1]:
+            continue
+        place = NUM_CANDIDATES - 1
+        while place > 0 and r[lag] > correlations[place - 1]:
+            correlations[place] = correlations[place - 1]
+            top[place] = top[place - 1]
+            place -= 1
+        correlations[place] = r[lag]
+        top[place] = lag
+    for i in range(NUM_CANDIDATES):
+        for k in range(i + 1):
+            if top[i] > 0 and top[k] > 0:
+                is_candidate[top[i]] = True
+                is_candidate[abs(top[i] - top[k])] = True
+    is_candidate[0] = False
+    return is_candidate

@@ -29,6 +29,6 @@ def known(mirror: FloatArray, direction: NDArray[np.int8]) -> Known | None:
 
 def next_direction(direction: NDArray[np.int8], message: Message) -> NDArray[np.int8]:
     """Return the direction after ``message``: that of the last quantized upload."""
-    if not isinstance(message, Upload) or not len(direction):
+    if not isinstance(message, Upload) or not message.lasting or not len(direction):
         return direction
     return direction_of(message.levels, num_levels(message.grid, message.width))

@@ -1,0 +1,106 @@
+"""Eight bits per coordinate, with a step of its own for every 256 of them.
+
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization: a block is divided by its largest
+magnitude, so that an outlier spoils the resolution of its own block only. The map is the linear
+one: ``v_i ≈ level_i · step`` with ``step = max|v|/127``, rounded up to bfloat16 as on our grids, so
+that every value is an exact float32 product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.grids import MAX_RADIUS, MIN_STEP
+from aqg.errors import MessageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.types import FloatArray
+
+BLOCK = 256
+TOP = 127
+"""Levels are ``0..2·TOP``, with zero in the middle."""
+_BFLOAT16_REST = 45
+"""So many of the last bits of a float64 are zero in a bfloat16 number."""
+
+
+def num_blocks(length: int) -> int:
+    """Return how many blocks ``length`` coordinates make."""
+    return -(-length // BLOCK)
+
+
+def quantize_blocks(vector: FloatArray) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Return the levels and the step of every block.
+
+    >>> levels, steps = quantize_blocks(np.array([1.0, -0.5, 0.0]))
+    >>> levels, steps
+    (array([253,  64, 127], dtype=uint8), array([0.00793457], dtype=float32))
+    """
+    padded = np.zeros(num_blocks(len(vector)) * BLOCK)
+    padded[: len(vector)] = vector
+    rows = padded.reshape(-1, BLOCK)
+    raw = np.abs(rows).max(axis=1) / TOP
+    rest = np.int64((1 << _BFLOAT16_REST) - 1)
+    rounded = ((raw.view(np.int64) + rest) & ~rest).view(np.float64)
+    steps = np.where(raw > 0, np.maximum(rounded, MIN_STEP), 0.0)
+    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
+    levels = np.rint(rows * inverses[:, None]) + TOP
+    return levels.astype(np.uint8).ravel()[: len(vector)], steps.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockUpload:
+    """A vector as one byte per coordinate and one step per block of 256."""
+
+    levels: NDArray[np.uint8]
+    steps: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.levels.ndim != 1 or self.levels.dtype != np.uint8:
+            raise MessageError(
+                f"levels are {self.levels.ndim}-d {self.levels.dtype}, not 1-d uint8"
+            )
+        expected = num_blocks(len(self.levels))
+        if self.steps.shape != (expected,) or self.steps.dtype != np.float32:
+            raise MessageError(
+                f"steps are {self.steps.dtype} of shape {self.steps.shape}; "
+                f"{len(self.levels)} levels need {expected} float32"
+            )
+
+    @property
+    def width(self) -> int:
+        """Bits per parameter."""
+        return 8
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, BlockUpload)
+            and np.array_equal(self.levels, other.levels)
+            and self.steps.tobytes() == other.steps.tobytes()
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
+
+    def validate(self) -> None:
+        """Raise `MessageError` if a level or a step is none that a client sends."""
+        if len(self.levels) and int(self.levels.max()) > 2 * TOP:
+            raise MessageError(f"level {int(self.levels.max())} is above {2 * TOP}")
+        bits = self.steps.view(np.uint32)
+        in_range = (self.steps >= MIN_STEP) & (self.steps <= 2 * MAX_RADIUS)
+        is_valid = (bits == 0) | (in_range & (bits & 0xFFFF == 0))
+        if not is_valid.all():
+            step = float(self.steps[np.argmin(is_valid)])
+            raise MessageError(f"step {step!r} of a block is not a bfloat16 number in range")
+
+    def values(self, dtype: type[np.floating]) -> FloatArray:
+        """Return the vector the levels stand for; exact in float32 and float64 alike."""
+        integers = self.levels.astype(dtype) - dtype(TOP)
+        values: FloatArray = integers * np.repeat(self.steps.astype(dtype), BLOCK)[: len(integers)]
+        return values

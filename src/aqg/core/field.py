@@ -1,0 +1,116 @@
+"""The field: published compressors as recipes, to compare with.
+
+Each maker takes the bit limit, which most ignore, and its own knobs. ``docs/recipes.md`` lists the
+formulas, and where a reading of a paper had to be chosen.
+"""
+
+from __future__ import annotations
+
+from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
+from aqg.core.dense_quantizers import Blockwise, Half, Rotated
+from aqg.core.grids import MAX_WIDTH
+from aqg.core.mirror import Memory
+from aqg.core.movement import Movement
+from aqg.core.policies import Always, LazyOwn
+from aqg.core.quantizers import Stochastic
+from aqg.core.recipe import Recipe
+from aqg.core.schedules import DoublingLevels, PowersOfTwo, Told
+from aqg.core.sparsifiers import SparseTernary, TopK
+from aqg.errors import ConfigError
+
+
+def fp16(bits: int) -> Recipe:  # noqa: ARG001
+    """IEEE 754 half precision, as in Micikevicius et al., Mixed Precision Training."""
+    return Recipe(memory=Memory.NONE, policy=Always(16), quantizer=Half())
+
+
+def blockwise8(bits: int) -> Recipe:  # noqa: ARG001
+    """Dettmers et al., 8-bit Optimizers via Block-wise Quantization."""
+    return Recipe(memory=Memory.NONE, policy=Always(8), quantizer=Blockwise())
+
+
+def stc(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+    """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
+    return Recipe(memory=Memory.FEEDBACK, policy=Always(2), quantizer=SparseTernary(keep))
+
+
+def topk(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+    """Stich et al., Sparsified SGD with Memory; Aji & Heafield, Sparse Communication."""
+    return Recipe(memory=Memory.FEEDBACK, policy=Always(16), quantizer=TopK(keep))
+
+
+def ef21(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+    """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""
+    return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep))
+
+
+def ef21_momentum(bits: int, *, keep: float = 0.01, eta: float = 0.1) -> Recipe:  # noqa: ARG001
+    """Fatkhullin et al., Momentum Provably Improves Error Feedback!."""
+    return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep), averaging=eta)
+
+
+def clag(bits: int, *, keep: float = 0.01, zeta: float = 1.0) -> Recipe:  # noqa: ARG001
+    """Richtárik et al., 3PC: Three Point Compressors for Communication-Efficient Training."""
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=LazyOwn(zeta, width=16),
+        quantizer=TopK(keep),
+        own_movement=True,
+    )
+
+
+def fedpaq(bits: int, *, levels: float = 4) -> Recipe:  # noqa: ARG001
+    """Reisizadeh et al., FedPAQ; its quantizer is that of Alistarh et al., QSGD."""
+    largest = (1 << (MAX_WIDTH - 1)) - 1
+    if not 1 <= levels <= largest or levels != int(levels):
+        raise ConfigError(f"levels is {levels}; it must be a whole number in 1..{largest}")
+    quantizer = Stochastic(int(levels))
+    return Recipe(
+        memory=Memory.NONE, policy=Always(int(levels).bit_length() + 1), quantizer=quantizer
+    )
+
+
+def eden(bits: int, *, unbiased: float = 1) -> Recipe:  # noqa: ARG001
+    """Vargaftik et al., EDEN, at one bit; with ``unbiased=0`` the scale of DRIVE's least error."""
+    if unbiased not in (0, 1):
+        raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
+    return Recipe(memory=Memory.NONE, policy=Always(1), quantizer=Rotated(bool(unbiased)))
+
+
+def aquila(bits: int, *, beta: float = 0.1) -> Recipe:  # noqa: ARG001
+    """Zhao et al., AQUILA."""
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=AquilaPolicy(),
+        quantizer=AquilaQuantizer(),
+        movement=Movement((beta,)),
+    )
+
+
+def dadaquant(bits: int, *, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:  # noqa: ARG001
+    """Hönig et al., DAdaQuant: Doubly-adaptive Quantization for Federated Learning."""
+    for name, value in (("q", q), ("phi", phi)):
+        if not float(value).is_integer():
+            raise ConfigError(f"{name} is {value}; it must be a whole number")
+    return Recipe(
+        memory=Memory.NONE,
+        policy=Told(),
+        quantizer=PowersOfTwo(),
+        schedule=DoublingLevels(int(q), int(phi), psi),
+    )
+
+
+FIELD = (
+    ("fp16", "every gradient in half precision, no memory", fp16),
+    ("blockwise8", "8 bits and a step for every 256 coordinates, no memory", blockwise8),
+    ("stc", "STC: the signs of the largest and their mean magnitude, error feedback", stc),
+    ("topk", "the largest coordinates in half precision, with error feedback", topk),
+    ("ef21", "EF21: the largest coordinates of every innovation", ef21),
+    ("ef21-m", "EF21 on a running average of the client's gradients", ef21_momentum),
+    ("clag", "CLAG: EF21, silent while the gap is small against its own movement", clag),
+    ("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory", fedpaq),
+    ("eden", "EDEN: the signs of the randomly rotated gradient, no memory", eden),
+    ("aquila", "AQUILA: a width from the innovation's shape, or nothing", aquila),
+    ("dadaquant", "DAdaQuant: QSGD, levels double when the loss stalls", dadaquant),
+)
+"""Name, summary and maker of each."""

@@ -1,0 +1,135 @@
+"""Telling updates that repeat themselves from updates that are mostly noise.
+
+A memory of the last gradient pays while the next one is nearly the same. Where every round brings
+fresh noise (minibatches, local epochs), what was remembered is out of date at once, and error
+feedback, which lets noise cancel and signal add up, pays instead. `NoiseMeter` tells which, from
+the client's own updates and a few thousand numbers of state.
+
+With differences ``d^k = g^k - g^{k-1}``, independent noise of energy ``σ²`` in every ``g`` makes
+``-2⟨d^k, d^{k-1}⟩`` equal ``2σ²`` on average, the part of ``‖d‖²`` that is noise, while a gradient
+that drifts makes it negative, however long ago the client was last asked. Its running mean over
+that of ``‖g‖²`` is the noise ratio ``ν``.
+
+Inner products are those of sketches: coordinates are added up, with random signs, into a few
+thousand buckets, which keeps them up to a few percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.errors import ConfigError
+from aqg.jit import HAVE_NUMBA, njit
+
+if TYPE_CHECKING:
+    from aqg.core.types import Float64Array, FloatArray
+
+SKETCH_LENGTH = 4096
+_COUNT, _NOISE, _ENERGY, _NOISY, _HEAD = 0, 1, 2, 3, 4
+_FIRST_VERDICT = 4
+"""Updates seen before the meter may change its mind: three make the first ratio."""
+
+
+@dataclass(frozen=True)
+class NoiseMeter:
+    """Follows ``ν`` with two thresholds, so that it does not waver between them.
+
+    A client starts as noisy: until the meter knows better, little is sent.
+
+    Attributes:
+        calm_below: updates count as repeating once ``ν`` is below this.
+        noisy_above: and as noise again once it is above this.
+        smoothing: weight of the newest round in the running means.
+
+    """
+
+    calm_below: float = 0.05
+    noisy_above: float = 0.2
+    smoothing: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.calm_below <= self.noisy_above:
+            raise ConfigError(
+                f"calm is {self.calm_below} and noisy {self.noisy_above}; "
+                "they must not be negative, nor the first above the second"
+            )
+
+    def init(self, num_params: int) -> Float64Array:
+        """Return the notes before the first update."""
+        notes = np.zeros(_HEAD + 2 * min(num_params, SKETCH_LENGTH))
+        notes[_NOISY] = 1.0
+        return notes
+
+    def observe(self, notes: Float64Array, gradient: FloatArray) -> Float64Array:
+        """Return the notes after another update."""
+        before, last, difference = _split(notes)
+        sketch = fold(gradient, len(last))
+        after = np.concatenate([before, sketch, sketch - last])
+        count = after[_COUNT] = before[_COUNT] + 1
+        if count >= 3:
+            noise = -2.0 * float((sketch - last) @ difference)
+            energy = float(sketch @ sketch)
+            share = 1.0 if count == 3 else self.smoothing
+            after[_NOISE] += share * (noise - after[_NOISE])
+            after[_ENERGY] += share * (energy - after[_ENERGY])
+        if count >= _FIRST_VERDICT:
+            ratio = self.ratio(after)
+            limit = self.noisy_above if before[_NOISY] == 0 else self.calm_below
+            after[_NOISY] = ratio >= limit if limit else ratio > 0
+        return after
+
+    def ratio(self, notes: Float64Array) -> float:
+        """Return ``ν``; 1 before there is anything to tell from."""
+        noise, energy = float(notes[_NOISE]), float(notes[_ENERGY])
+        if notes[_COUNT] < 3:
+            return 1.0
+        return max(0.0, noise) / energy if energy > 0 else 0.0
+
+    def is_noisy(self, notes: Float64Array) -> bool:
+        """Tell which the client's updates are."""
+        return bool(notes[_NOISY])
+
+
+def _split(notes: Float64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
+    middle = (len(notes) + _HEAD) // 2
+    return notes[:_HEAD], notes[_HEAD:middle], notes[middle:]
+
+
+def fold(vector: FloatArray, length: int) -> Float64Array:
+    """Return the sketch of a vector: ``length`` sums of its coordinates with random signs.
+
+    A vector no longer than that is its own sketch.
+
+    >>> fold(np.array([1.0, 2.0]), 2)
+    array([1., 2.])
+    """
+    if len(vector) == length:
+        return vector.astype(np.float64)
+    if HAVE_NUMBA:
+        sketch = np.zeros(length)
+        _fold(vector, sketch)
+        return sketch
+    signs = np.where((np.arange(len(vector), dtype=np.uint64) * _MIXER) >> np.uint64(63), -1, 1)
+    padded = np.zeros(-(-len(vector) // length) * length)
+    padded[: len(vector)] = signs * vector
+    total: Float64Array = padded.reshape(-1, length).sum(axis=0)
+    return total
+
+
+_MIXER = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplying by the golden ratio scatters the highest bit."""
+
+
+@njit()
+def _fold(vector: FloatArray, sketch: Float64Array) -> None:
+    length = len(sketch)
+    for start in range(0, len(vector), length):
+        for bucket in range(min(length, len(vector) - start)):
+            index = start + bucket
+            if (np.uint64(index) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(63):
+                sketch[bucket] -= vector[index]
+            else:
+                sketch[bucket] += vector[index]

@@ -1,0 +1,114 @@
+"""Quantizers that send the largest coordinates only.
+
+With ``k`` of ``n`` coordinates kept, both are contractions, ``‖C(v) - v‖² ≤ (1 - δ)‖v‖²``: what
+error feedback and EF21 ask of a compressor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.grids import MIN_STEP, Grid, round_up_to_bfloat16
+from aqg.core.halves import SparseUpload, to_halves
+from aqg.core.messages import Upload
+from aqg.core.quantizers import NormOnly
+from aqg.core.selection import largest, num_kept
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.core.innovation import Innovation
+    from aqg.core.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class _KeepsFew(NormOnly):
+    keep: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"keep is {self.keep}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class TopK(_KeepsFew):
+    """``Top_k(v)``: the ``k`` coordinates of largest magnitude, each in half precision.
+
+    Aji & Heafield, Sparse Communication for Distributed Gradient Descent; Stich et al., Sparsified
+    SGD with Memory.
+    """
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,  # noqa: ARG002
+        width: int,  # noqa: ARG002
+        key: Sequence[int],  # noqa: ARG002
+    ) -> SparseUpload:
+        """Keep ``k = max(1, round(keep·n))`` coordinates, fewer if they are zero as halves."""
+        indices = largest(delta, num_kept(self.keep, len(delta)))
+        halves, exponent = to_halves(delta[indices])
+        is_left = halves != 0
+        return SparseUpload(indices[is_left], halves[is_left], exponent, len(delta))
+
+
+@dataclass(frozen=True)
+class SparseTernary(_KeepsFew):
+    """STC: ``μ·sign(v_i)`` where ``|v_i|`` is among the ``k`` largest, else zero.
+
+    ``μ`` is the mean magnitude of the kept, rounded up to bfloat16. Sattler et al., Robust and
+    Communication-Efficient Federated Learning from Non-IID Data (its Algorithm 1).
+    """
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,  # noqa: ARG002
+        width: int,
+        key: Sequence[int],  # noqa: ARG002
+    ) -> Upload:
+        """Write the signs as the three levels of ``midtread`` at two bits."""
+        return ternary(delta, largest(delta, num_kept(self.keep, len(delta))), width)
+
+
+@dataclass(frozen=True)
+class Trickle(NormOnly):
+    """Like `SparseTernary`, with ``k = √n/25`` of ``n`` coordinates, and at least 16.
+
+    The fewer are sent, the more each byte of them buys: what is not sent now is owed, and sent when
+    it has grown. Below 16 the bytes around them outweigh them.
+    """
+
+    def quantize(
+        self,
+        delta: FloatArray,
+        innovation: Innovation,  # noqa: ARG002
+        width: int,
+        key: Sequence[int],  # noqa: ARG002
+    ) -> Upload:
+        """Write the signs of the few largest coordinates, and their mean magnitude."""
+        return ternary(delta, largest(delta, self.num_kept(len(delta))), width)
+
+    @staticmethod
+    def num_kept(num_params: int) -> int:
+        """Return ``k``.
+
+        >>> Trickle.num_kept(7850), Trickle.num_kept(159010), Trickle.num_kept(10**8)
+        (16, 16, 400)
+        """
+        return min(num_params, max(16, round(math.sqrt(num_params) / 25)))
+
+
+def ternary(delta: FloatArray, indices: IntArray, width: int) -> Upload:
+    """Return the signs of some coordinates times their mean magnitude, and zero elsewhere."""
+    levels = np.ones(len(delta), np.uint8)
+    mean = float(np.abs(delta[indices]).sum(dtype=np.float64)) / max(1, len(indices))
+    if mean < MIN_STEP:  # as on the grid: rounding up would overshoot
+        return Upload(levels, 0.0, width, Grid.MIDTREAD)
+    levels[indices] = np.where(delta[indices] > 0, 2, 0)
+    return Upload(levels, round_up_to_bfloat16(mean), width, Grid.MIDTREAD)

@@ -1,0 +1,336 @@
+"""Every compressor of the field against its paper's formula, written down again in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.linalg import hadamard as hadamard_matrix
+
+from aqg.core.aquila import choose_width
+from aqg.core.client import client_step, init_client
+from aqg.core.halves import HalfUpload, SparseUpload
+from aqg.core.messages import Skip, Upload
+from aqg.core.recipes import make_recipe
+from aqg.core.rotation import block_lengths, random_signs
+from aqg.core.selection import largest
+from aqg.core.server import broadcast, finish_round, init_server, receive
+from aqg.errors import ConfigError
+
+SIZE = 400
+HALF = 2.0**-11
+"""Half an ulp of a half-precision number."""
+
+
+def gradients(rounds, seed=0, size=SIZE):
+    """A random walk, so that neighbors in time are alike."""
+    steps = np.random.default_rng(seed).standard_t(3, (rounds, size))
+    return np.cumsum(0.3 * steps, axis=0) + np.linspace(1, 2, size)
+
+
+def play(spec, vectors, dtype=np.float64):
+    """Feed vectors to one client; return its messages and states."""
+    recipe = make_recipe(spec)
+    state = init_client(recipe, vectors.shape[1], np.dtype(dtype))
+    messages, states = [], []
+    for k, vector in enumerate(vectors.astype(dtype), start=1):
+        state, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+        messages.append(message)
+        states.append(state)
+    return messages, states
+
+
+def top(vector, k):
+    """The operator Top_k of the papers."""
+    kept = np.zeros_like(vector)
+    order = np.argsort(-np.abs(vector), kind="stable")[:k]
+    kept[order] = vector[order]
+    return kept
+
+
+def test_stc_is_algorithm_1_of_its_paper():
+    vectors = gradients(30)
+    messages, states = play("stc:keep=0.05", vectors)
+    residual = np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        carried = residual + vector
+        kept = top(carried, 20)
+        mean = np.abs(kept[kept != 0]).mean()
+        ternary = mean * np.sign(kept)
+        sent = message.values(np.float64)
+        assert np.count_nonzero(sent) == 20
+        assert sent == pytest.approx(ternary, rel=1 / 127)
+        assert np.abs(sent).max() >= mean  # the mean is rounded up
+        residual = carried - sent
+        assert np.array_equal(state.residual, residual)
+
+
+def test_topk_with_error_feedback_is_mem_sgd():
+    vectors = gradients(30, seed=1)
+    messages, states = play("topk:keep=0.02", vectors)
+    memory = np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        carried = memory + vector
+        sent = message.values(np.float64)
+        assert isinstance(message, SparseUpload)
+        assert sent == pytest.approx(top(carried, 8), rel=HALF)
+        memory = carried - sent
+        assert np.array_equal(state.residual, memory)
+
+
+def test_ef21_is_its_papers_algorithm():
+    vectors = gradients(30, seed=2)
+    messages, states = play("ef21:keep=0.05", vectors)
+    estimate = np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        correction = top(vector - estimate, 20)
+        assert message.values(np.float64) == pytest.approx(correction, rel=HALF)
+        estimate = estimate + message.values(np.float64)
+        assert np.array_equal(state.mirror, estimate)
+    assert states[0].residual.size == states[0].average.size == 0
+
+
+def test_ef21_with_momentum_compresses_the_running_average():
+    vectors = gradients(30, seed=3)
+    messages, states = play("ef21-m:keep=0.05:eta=0.2", vectors)
+    average, estimate = vectors[0], np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        average = 0.8 * average + 0.2 * vector
+        correction = top(average - estimate, 20)
+        assert message.values(np.float64) == pytest.approx(correction, rel=2 * HALF)
+        estimate = estimate + message.values(np.float64)
+        assert state.average == pytest.approx(average, rel=1e-12)
+        assert state.mirror == pytest.approx(estimate, rel=1e-12)
+
+
+@pytest.mark.parametrize("zeta", [0.5, 4.0, 16.0])
+def test_clag_follows_the_three_point_rule(zeta):
+    vectors = gradients(60, seed=4)
+    messages, states = play(f"clag:keep=0.5:zeta={zeta}", vectors)
+    before, estimate, spoken = vectors[0], np.zeros(SIZE), 0
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        gap = np.sum((vector - estimate) ** 2)
+        if gap > zeta * np.sum((vector - before) ** 2):
+            spoken += 1
+            assert message.values(np.float64) == pytest.approx(
+                top(vector - estimate, SIZE // 2), rel=HALF
+            )
+            estimate = estimate + message.values(np.float64)
+        else:
+            assert isinstance(message, Skip)
+        before = vector
+        assert np.array_equal(state.mirror, estimate)
+        assert np.array_equal(state.average, vector)
+    assert 0 < spoken <= 60
+    assert (spoken < 60) == (zeta > 0.5)
+
+
+def test_fp16_is_half_precision():
+    vectors = gradients(3, seed=5)
+    messages, _ = play("fp16", vectors)
+    for vector, message in zip(vectors, messages, strict=True):
+        plain = vector.astype(np.float16).astype(np.float64)
+        normal = np.abs(vector) > 2.0**-13  # where neither way makes subnormal numbers
+        assert np.array_equal(message.values(np.float64)[normal], plain[normal])
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-6, 1e6, 1e20])
+def test_fp16_keeps_its_precision_where_plain_halves_end(scale):
+    vector = gradients(1, seed=6)[0] * scale
+    (message,), _ = play("fp16", vector[None])
+    assert isinstance(message, HalfUpload)
+    assert message.values(np.float64) == pytest.approx(vector, rel=HALF, abs=scale * 1e-6)
+
+
+def test_blockwise_is_the_absolute_maximum_rule_of_its_paper():
+    vector = np.random.default_rng(7).standard_t(2, 1000)
+    (message,), _ = play("blockwise8", vector[None])
+    sent = message.values(np.float64)
+    for start in range(0, 1000, 256):
+        block, got = vector[start : start + 256], sent[start : start + 256]
+        largest_one = np.abs(block).max()
+        paper = np.rint(block / largest_one * 127) * largest_one / 127
+        # The step is rounded up to 8 significant bits: levels move by one at most.
+        assert np.abs(got - paper).max() <= 1.01 * largest_one / 127
+        assert np.abs(got - block).max() <= 0.5 * 1.008 * largest_one / 127
+    assert message.values(np.float32).tolist() == sent.tolist()
+
+
+@pytest.mark.parametrize("unbiased", [0, 1])
+def test_eden_is_the_formula_of_its_paper(unbiased):
+    vector = gradients(1, seed=8)[0]
+    (message,), _ = play(f"eden:unbiased={unbiased}", vector[None])
+    padded = np.zeros(sum(block_lengths(SIZE)))
+    padded[:SIZE] = vector
+    signs = random_signs(message.seed, len(padded))
+    expected, start = np.empty_like(padded), 0
+    for length in block_lengths(SIZE):
+        block = slice(start, start + length)
+        rotation = hadamard_matrix(length) @ np.diag(signs[block]) / np.sqrt(length)
+        rotated = rotation @ padded[block]
+        norm_1 = np.abs(rotated).sum()
+        scale = padded[block] @ padded[block] / norm_1 if unbiased else norm_1 / length
+        expected[block] = scale * rotation.T @ np.where(rotated >= 0, 1, -1)
+        start += length
+    assert message.values(np.float64) == pytest.approx(expected[:SIZE], rel=1e-6, abs=1e-6)
+
+
+def test_random_signs_are_those_of_splitmix64():
+    # The first numbers of the generator for this seed, as its author's code gives them.
+    words = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    expected = [2 * (word >> bit & 1) - 1 for word in words for bit in range(64)]
+    assert random_signs(1234567, 192).tolist() == expected
+
+
+def test_eden_is_unbiased_and_drive_has_the_smaller_error():
+    vector = gradients(1, seed=9, size=1024)[0]
+    means, errors = {}, {}
+    for unbiased in (0, 1):
+        recipe = make_recipe(f"eden:unbiased={unbiased}")
+        draws = []
+        for k in range(300):
+            state = init_client(recipe, 1024, np.dtype("float64"))
+            _, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+            draws.append(message.values(np.float64))
+        squared = vector @ vector
+        errors[unbiased] = np.mean([np.sum((draw - vector) ** 2) for draw in draws]) / squared
+        means[unbiased] = np.sum((np.mean(draws, axis=0) - vector) ** 2) / squared
+    # The papers' constants for many dimensions: π/2 - 1 and 1 - 2/π.
+    assert errors[1] == pytest.approx(np.pi / 2 - 1, rel=0.05)
+    assert errors[0] == pytest.approx(1 - 2 / np.pi, rel=0.05)
+    assert means[1] < 2 * errors[1] / 300
+    assert means[0] > 0.1
+
+
+def test_fedpaq_is_qsgd_with_s_levels():
+    vector = gradients(1, seed=10, size=60)[0]
+    norm = np.linalg.norm(vector)
+    recipe = make_recipe("fedpaq:levels=5")
+    draws = []
+    for k in range(4000):
+        state = init_client(recipe, 60, np.dtype("float64"))
+        _, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+        draws.append(message.values(np.float64))
+    step = message.step
+    assert norm / 5 <= step <= norm / 5 * (1 + 1 / 127)
+    for draw in draws[:50]:  # one of the two multiples next to the coordinate
+        assert np.abs(draw - vector).max() < step
+        assert np.array_equal(draw, np.rint(draw / step) * step)
+    share = np.abs(vector) / step - np.floor(np.abs(vector) / step)
+    deviation = step * np.sqrt(share * (1 - share) / 4000)
+    assert (np.abs(np.mean(draws, axis=0) - vector) <= 5 * deviation + 1e-12).all()
+
+
+def test_aquila_chooses_its_papers_width_and_gate():
+    vectors = gradients(40, seed=11)
+    recipe = make_recipe("aquila:beta=0.25")
+    server = init_server(recipe, np.zeros(SIZE), num_clients=1)
+    state = init_client(recipe, SIZE, np.dtype("float64"))
+    widths, step_size, before = [], 0.1, None
+    for k, vector in enumerate(vectors, start=1):
+        told = broadcast(recipe, server)
+        delta = vector - state.mirror
+        radius = np.abs(delta).max()
+        width = int(np.ceil(np.log2(radius * np.sqrt(SIZE) / np.linalg.norm(delta) + 1)))
+        tau = 1 / (2**width - 1)
+        quantized = 2 * tau * radius * np.floor((delta + radius) / (2 * tau * radius) + 0.5)
+        quantized -= radius
+        weight = np.sum(quantized**2) + np.sum((delta - quantized) ** 2)
+        moved = 0.0 if before is None else np.sum((told.parameters - before) ** 2)
+        limit = 0.25 * moved / step_size**2
+        state, message = client_step(recipe, state, vector, told.movement, (0, 0, k))
+        if abs(weight / max(limit, 1e-300) - 1) > 0.02:  # steps are rounded up by up to 1/127
+            assert (weight > limit) == isinstance(message, Upload)
+        if isinstance(message, Upload):
+            assert message.width == width
+            assert message.values(np.float64) == pytest.approx(quantized, abs=2.1 * tau * radius)
+        widths.append(message.width)
+        before = told.parameters
+        server = finish_round(recipe, receive(recipe, server, 0, message), step_size)
+    assert 0 in widths
+    assert len(set(widths)) >= 3
+
+
+def test_dadaquant_doubles_its_levels_on_plateaus():
+    phi, psi = 5, 0.5
+    recipe = make_recipe(f"dadaquant:q=2:phi={phi}:psi={psi}")
+    falling = np.linspace(3, 2, 20)
+    plateau = np.tile([1.7, 2.0, 2.3], 10)
+    losses = np.concatenate([falling, plateau, np.linspace(2, 1, 20), [np.nan, 1.5]])
+    state = init_client(recipe, SIZE, np.dtype("float64"))
+    vector = gradients(1, seed=13)[0]
+    q, changed, averages, levels = 2, 0, [], []
+    for k, loss in enumerate(losses, start=1):
+        if np.isfinite(loss):
+            averages.append(psi * averages[-1] + (1 - psi) * loss if averages else loss)
+            round_number = len(averages)
+            if round_number - changed >= phi and averages[-1] >= averages[-phi]:
+                q, changed = 2 * q, round_number
+        state, message = client_step(recipe, state, vector, 0.0, (0, 0, k), loss)
+        norm = np.linalg.norm(vector)
+        assert norm / q <= message.step <= norm / q * (1 + 1 / 127)
+        assert np.abs(message.values(np.float64) - vector).max() < message.step
+        levels.append(q)
+    assert levels[0] == levels[19] == 2
+    assert levels[49] >= 16  # the plateau
+    assert levels[69] == levels[54]  # falling again
+
+
+def test_without_a_loss_dadaquant_keeps_its_levels():
+    messages, _ = play("dadaquant:phi=2:psi=0", gradients(10, seed=14))
+    assert {message.width for message in messages} == {2}
+
+
+def test_aquila_is_never_further_off_than_before():
+    for seed in range(20):
+        delta = np.random.default_rng(seed).standard_t(1.5, 300)
+        _, states = play("aquila", delta[None])
+        assert np.sum((states[0].mirror - delta) ** 2) <= 1.02 * np.sum(delta**2)
+    assert choose_width(1.0, 0.0, 9) == 1
+
+
+@pytest.mark.parametrize("spec", ["ef21:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"])
+def test_float32_mirrors_are_the_exact_sums(spec):
+    vectors = gradients(20, seed=12).astype(np.float32)
+    messages, states = play(spec, vectors, np.float32)
+    mirror = np.zeros(SIZE, np.float32)
+    for message, state in zip(messages, states, strict=True):
+        if not isinstance(message, Skip):
+            exact = message.values(np.float64)
+            assert np.array_equal(message.values(np.float32).astype(np.float64), exact)
+            mirror = (mirror.astype(np.float64) + exact).astype(np.float32)
+        assert np.array_equal(state.mirror, mirror)
+
+
+def test_the_largest_are_taken_in_front_first_and_zeros_never():
+    assert largest(np.array([1.0, -1.0, 1.0, 2.0]), 2).tolist() == [0, 3]
+    assert largest(np.array([0.0, 3.0, 0.0]), 2).tolist() == [1]
+    assert largest(np.zeros(5), 5).tolist() == []
+    (message,), _ = play("stc", np.zeros((1, SIZE)))
+    assert (message.step, np.count_nonzero(message.values(np.float64))) == (0.0, 0)
+    (message,), _ = play("topk", np.zeros((1, SIZE)))
+    assert len(message.indices) == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("stc:keep=0", "keep is 0.0; it must be above 0 and at most 1"),
+        ("topk:keep=1.5", "keep is 1.5"),
+        ("ef21-m:eta=0", "averaging is 0.0; it must be above 0 and at most 1"),
+        ("clag:zeta=-1", "zeta is -1.0; it must be at least 0"),
+        ("clag:zeta=nan", "zeta is nan"),
+        ("fedpaq:levels=2.5", "levels is 2.5; it must be a whole number in 1..32767"),
+        ("fedpaq:levels=nan", "levels is nan"),
+        ("eden:unbiased=2", "unbiased is 2.0; it must be 0 or 1"),
+        ("aquila:beta=-1", "must be non-empty and not negative"),
+        ("dadaquant:q=3", "q is 3; it must be a power of two in 1..16384"),
+        ("dadaquant:q=1.5", "q is 1.5; it must be a whole number"),
+        ("dadaquant:phi=1", "phi is 1; it must be in 2..10000"),
+        ("dadaquant:phi=nan", "phi is nan; it must be a whole number"),
+        ("dadaquant:psi=1", "psi is 1.0; it must be at least 0 and below 1"),
+        ("fp16:keep=1", "has no option 'keep'"),
+    ],
+)
+def test_bad_knobs_are_named(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        make_recipe(spec)

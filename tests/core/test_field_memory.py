@@ -1,0 +1,91 @@
+"""What clients of the field remember: any combination, in both engines, saved and restored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from aqg.core.client import blend, own_movement
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
+
+from tests.problems import tiny_problem
+
+COMBINATIONS = {
+    "stc of averages": dataclasses.replace(make_recipe("stc:keep=0.2"), averaging=0.3),
+    "lean by own movement": dataclasses.replace(make_recipe("lean"), own_movement=True),
+    "clag of averages": dataclasses.replace(make_recipe("clag:zeta=4"), averaging=0.5),
+    "momentum": make_recipe("ef21-m:keep=0.2:eta=0.5", max_staleness=5),
+    "schedule": make_recipe("dadaquant:phi=4:psi=0.5"),
+}
+TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_engines_agree_and_resume(name, dtype):
+    problem = tiny_problem(dtype, num_clients=5, unequal=True)
+    arguments = (problem, COMBINATIONS[name], 0.05, BernoulliDropout(0.2, seed=2), 3)
+    reference = ReferenceSimulation(*arguments, training=TRAINING)
+    block_bytes = 2 * problem.initial_params.nbytes
+    fast = FastSimulation(*arguments, block_bytes=block_bytes, training=TRAINING)
+    resumed = FastSimulation(*arguments, training=TRAINING)
+    for k in range(40):
+        if k == 17:
+            resumed.restore(SimulationState.from_arrays(reference.state().to_arrays()))
+        record = reference.run_round()
+        assert fast.run_round() == record
+        if k >= 17:
+            assert resumed.run_round() == record
+    expected = reference.state().to_arrays()
+    for simulation in (fast, resumed):
+        for key, value in simulation.state().to_arrays().items():
+            assert np.array_equal(value, expected[key]), key
+
+
+def test_only_what_a_recipe_needs_is_kept():
+    slots = {"mirrors", "residuals", "averages", "notes"}
+    used = {
+        "topk": {"residuals"},
+        "ef21": {"mirrors"},
+        "ef21-m": {"mirrors", "averages"},
+        "clag": {"mirrors", "averages"},
+        "eden": set(),
+        "dadaquant": {"notes"},
+    }
+    for name, expected in used.items():
+        state = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state()
+        assert {slot for slot in slots if getattr(state, slot).size} == expected, name
+
+
+def test_a_running_average_starts_at_the_first_vector_and_refuses_what_no_grid_holds():
+    zeros, vector = np.zeros(3), np.array([1.0, -2.0, 4.0])
+    assert blend(zeros, vector, 0.1).tolist() == vector.tolist()
+    assert blend(vector, zeros, 0.25).tolist() == [0.75, -1.5, 3.0]
+    huge = np.array([0.0, 1e31, 0.0])
+    assert blend(vector, huge, 0.1).tolist() == huge.tolist()
+    assert own_movement(vector, zeros) == 0.0
+    assert own_movement(vector, np.ones(3)) == 18.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "torch:cpu"])
+def test_a_bad_gradient_leaves_the_average_alone(device):
+    if device != "cpu":
+        pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=3)
+    simulation = FastSimulation(problem, make_recipe("ef21-m"), 0.05, device=device)
+    simulation.run_round()
+    before = simulation.state()
+    parameters = before.parameters.copy()
+    parameters[0] = np.nan
+    simulation.restore(before._replace(parameters=parameters))
+    record = simulation.run_round(evaluate=False)
+    assert len(record.faults) == 3
+    assert np.array_equal(simulation.state().averages, before.averages)

@@ -1,0 +1,95 @@
+"""The default recipe in both regimes, and across the change between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aqg.core.client import client_step, init_client
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.core.server import init_server, receive
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import Training
+
+from tests.problems import tiny_problem
+
+AUTO = make_recipe("auto")
+
+
+def is_noisy(simulation) -> list[bool]:
+    return [AUTO.noisy.meter.is_noisy(notes) for notes in simulation.state().notes]
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("batch_size", [None, 2, 12])
+def test_engines_agree_bit_for_bit(batch_size, participation):
+    """With 12 of 20 to 55 samples some clients count as noisy, some do not, and some change."""
+    training = Training(local=LocalTraining(batch_size=batch_size), participation=participation)
+    arguments = (tiny_problem(num_clients=6, unequal=True), AUTO, 0.1, BernoulliDropout(0.2), 4)
+    reference = ReferenceSimulation(*arguments, training=training)
+    fast = FastSimulation(*arguments, training=training)
+    for _ in range(120):
+        assert fast.run_round() == reference.run_round()
+    expected = reference.state().to_arrays()
+    for key, value in fast.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+def test_full_gradients_count_as_calm_and_minibatches_as_noise():
+    for batch_size, expected in ((None, False), (2, True)):
+        training = Training(local=LocalTraining(batch_size=batch_size))
+        simulation = FastSimulation(tiny_problem(), AUTO, 0.05, training=training)
+        for _ in range(30):
+            simulation.run_round(evaluate=False)
+        assert is_noisy(simulation) == [expected] * 4
+
+
+def test_noise_that_begins_and_ends_moves_the_client_between_both_rules():
+    rng = np.random.default_rng(0)
+    num_params = 5000
+    slope = rng.standard_normal(num_params)
+    client = init_client(AUTO, num_params, np.dtype(np.float64))
+    server = init_server(AUTO, np.zeros(num_params), 1)
+    seen = []
+    for round_number in range(1, 111):
+        gradient = slope * 0.99**round_number
+        if 31 <= round_number <= 60:
+            gradient = gradient + rng.standard_normal(num_params)
+        client, message = client_step(AUTO, client, gradient, 1.0, (0, 0, round_number))
+        server = receive(AUTO, server, 0, message)._replace(passing=np.zeros(0))
+        assert np.array_equal(server.mirrors[0], client.mirror)
+        assert np.allclose(server.total, client.mirror, atol=1e-12)
+        seen.append(AUTO.noisy.meter.is_noisy(client.notes))
+    assert seen[:3] == [True] * 3
+    assert not any(seen[4:31])
+    assert all(seen[36:60])
+    assert not any(seen[95:])
+
+
+def test_what_a_noisy_client_owes_is_exactly_what_it_has_not_sent():
+    rng = np.random.default_rng(1)
+    client = init_client(AUTO, 300, np.dtype(np.float64))
+    server = init_server(AUTO, np.zeros(300), 1)
+    owed = np.zeros(300)
+    for round_number in range(1, 40):
+        gradient = rng.standard_normal(300)
+        owed += gradient
+        client, message = client_step(AUTO, client, gradient, 0.0, (0, 0, round_number))
+        assert not message.lasting
+        server = receive(AUTO, server, 0, message)
+        assert np.allclose(server.passing + client.residual, owed)
+    assert not server.total.any()
+    assert not client.mirror.any()
+
+
+def test_a_bad_gradient_leaves_no_trace():
+    client = init_client(AUTO, 10, np.dtype(np.float64))
+    for round_number in range(1, 6):
+        client, _ = client_step(AUTO, client, np.ones(10), 0.0, (0, 0, round_number))
+    for bad in (np.nan, np.inf, 1e35):
+        after, message = client_step(AUTO, client, np.full(10, bad), 0.0, (0, 0, 9))
+        assert message.fault
+        assert after is client
