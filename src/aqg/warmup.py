@@ -9,6 +9,7 @@ import numpy as np
 from aqg.core.grids import Grid
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
+from aqg.core.noise import fold
 from aqg.objectives import make_objective
 from aqg.wire import warm_up as warm_up_wire
 
@@ -32,6 +33,7 @@ def warm_up() -> None:
                 values = np.zeros(np.iinfo(levels.dtype).max + 1, dtype)
                 add_levels(vector, levels, values)
                 move_mirror(vector.copy(), levels, values, np.zeros(3), 1.0)
+        fold(vector, 2)
         logistic = make_objective("logistic", 3, 2, l2=0.0, scaling="mean")
         logistic.losses_and_gradients(vector, np.ones((2, 4, 3), dtype), np.zeros((2, 4), np.int64))
     warm_up_wire()

@@ -16,7 +16,6 @@ from aqg.wire import decode, encode, encoded_size
 from aqg.wire.frame import Mode
 from aqg.wire.gaps import decode_gaps, encode_gaps, few_places, gaps_size
 
-
 GOLDEN_PLACES = [46, 51, 79]
 # Version 1, mode 5; 2 bits, midtread, for one round; step 0.5; 100 levels, 3 of them not zero; gaps
 # 46, 4 and 27 with p = 4 and signs -, +, +; CRC-32.

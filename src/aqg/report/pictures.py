@@ -1,0 +1,196 @@
+"""The report's plots as PNG files, drawn with matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.report.activity import count_widths, watch_clients
+from aqg.report.curves import AXES, combine, run_points
+from aqg.report.groups import COLORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from aqg.report.groups import Comparison, Group
+    from aqg.report.runs import Run
+
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
+_TITLES = {"rounds": "rounds", "uploads": "uploads", "bytes": "bytes uploaded"}
+_MAX_PANELS = 12
+_BINS = 120
+_COLUMNS = 400
+_ROWS = 200
+_AWAY = "#f6c993"
+_SILENT = "#f4f2ed"
+
+
+def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
+    """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
+
+    ``widths.png`` and ``clients.png`` show the first 12 groups; ``accuracy.png`` is left out where
+    none was measured.
+    """
+    has_residuals = all(run.minimum is not None for run in comparison.runs)
+    pictures = {"loss.png": _draw_curves(comparison, "residual" if has_residuals else "loss")}
+    if any(len(run_points(run, "rounds", "accuracy").x) for run in comparison.runs):
+        pictures["accuracy.png"] = _draw_curves(comparison, "accuracy")
+    shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
+    if shown:
+        widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
+        colors = _width_colors(widths)
+        pictures["widths.png"] = _draw_widths(shown, colors)
+        pictures["clients.png"] = _draw_clients(shown, colors)
+    return pictures
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def _draw_curves(comparison: Comparison, metric: str) -> bytes:
+    figure = _figure(13, 4.4 + 0.2 * math.ceil(len(comparison.groups) / 4))
+    axes = figure.subplots(1, 3, sharey=True)
+    for panel, axis in zip(axes, AXES, strict=True):
+        for group in comparison.groups:
+            _draw_group(panel, group, axis, metric)
+        panel.set_xlabel(_TITLES[axis])
+        if axis != "rounds":
+            panel.set_xscale("log")
+        if metric != "accuracy":
+            panel.set_yscale("log")
+        _tidy(panel)
+    names = {"residual": "loss − minimum", "loss": "loss", "accuracy": "test accuracy"}
+    axes[0].set_ylabel(names[metric])
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return _png(figure)
+
+
+def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
+    band = combine([run_points(run, axis, metric) for run in group.runs])
+    if band is None:
+        panel.plot([], [], label=group.label)
+        return
+    seen = np.ones(len(band.x), bool) if axis == "rounds" else band.x > 0
+    if metric != "accuracy":
+        seen &= band.median > 0
+    x, median = band.x[seen], band.median[seen]
+    dashes = _DASHES[group.dash % len(_DASHES)]
+    (line,) = panel.plot(x, median, color=COLORS[group.color], linewidth=1.7, label=group.label)
+    if dashes:
+        line.set_dashes(dashes)
+    if len(x):
+        panel.plot(x[-1], median[-1], "o", color=COLORS[group.color], markersize=4)
+    if len(group.runs) > 1:
+        low = np.maximum(band.low[seen], np.finfo(float).tiny)
+        panel.fill_between(x, low, band.high[seen], color=COLORS[group.color], alpha=0.15, lw=0)
+
+
+def _tidy(panel: Axes) -> None:
+    panel.grid(True, which="major", color="#e6e2da", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _panels(groups: Sequence[Group], height: float) -> tuple[Figure, list[Axes]]:
+    columns = min(len(groups), 3)
+    rows = math.ceil(len(groups) / columns)
+    figure = _figure(4.4 * columns + 1, height * rows + 0.5)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in panels[len(groups) :]:
+        panel.set_visible(False)
+    for panel, group in zip(panels, groups, strict=False):
+        panel.set_title(group.label, fontsize=9, loc="left")
+        panel.set_xlabel("round", fontsize=8)
+        panel.tick_params(labelsize=8)
+    return figure, panels
+
+
+def _draw_widths(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
+    from matplotlib.patches import Patch
+
+    figure, panels = _panels(groups, 2.2)
+    for panel, group in zip(panels, groups, strict=False):
+        run = group.runs[0]
+        histogram = count_widths(run.widths, _BINS)
+        base = np.zeros(len(histogram.edges) - 1)
+        edges = histogram.edges + run.rounds[0]
+        for width, counts in zip(histogram.widths, histogram.counts, strict=True):
+            top = base + counts / np.diff(histogram.edges)
+            panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
+            base = top
+        panel.set_ylabel("uploads per round", fontsize=8)
+        _tidy(panel)
+    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
+    from matplotlib.patches import Patch
+
+    figure, panels = _panels(groups, 2.4)
+    for panel, group in zip(panels, groups, strict=False):
+        run = group.runs[0]
+        extent = (run.rounds[0], run.rounds[-1] + 1, run.widths.shape[1] - 0.5, -0.5)
+        panel.imshow(
+            _client_image(run, colors), aspect="auto", extent=extent, interpolation="nearest"
+        )
+        panel.set_ylabel("client", fontsize=8)
+    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
+    patches += [Patch(color=_SILENT, label="silent"), Patch(color=_AWAY, label="away")]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
+    """Paint clients × bins of rounds: color for the bits of an upload, strength for how often."""
+    from matplotlib.colors import to_rgb
+
+    activity = watch_clients(run.widths, _COLUMNS, _ROWS)
+    chances = np.diff(activity.client_edges)[:, None] * np.diff(activity.edges)[None, :]
+    widths = np.array(list(colors), np.float64)
+    shades = np.array([to_rgb(color) for color in colors.values()])
+    mean_bits = activity.bits / np.maximum(activity.uploads, 1)
+    color = np.stack(
+        [np.interp(mean_bits, widths, shades[:, channel]) for channel in range(3)], axis=-1
+    )
+    away_share = (activity.away / chances)[..., None]
+    quiet = (1 - away_share) * np.array(to_rgb(_SILENT)) + away_share * np.array(to_rgb(_AWAY))
+    strength = np.sqrt(activity.uploads / np.maximum(chances - activity.away, 1))
+    strength = np.where(activity.uploads > 0, np.clip(strength, 0.22, 1), 0)[..., None]
+    image: NDArray[np.float64] = quiet * (1 - strength) + color * strength
+    return image
+
+
+def _width_colors(widths: Sequence[int]) -> dict[int, str]:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    stops = ["#bfe5cf", "#56b9b0", "#2a7fb8", "#3c479f", "#2b1158"]
+    ramp = LinearSegmentedColormap.from_list("bits", stops)
+    last = max(len(widths) - 1, 1)
+    places = [0.6] if len(widths) == 1 else [rank / last for rank in range(len(widths))]
+    return {width: to_hex(ramp(place)) for width, place in zip(widths, places, strict=True)}
+
+
+def _bits(width: int) -> str:
+    return "1 bit" if width == 1 else f"{width} bits"

@@ -1,0 +1,125 @@
+"""A run's results in numbers, whether it is finished or not, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.report.curves import run_points
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from aqg.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has spent and reached so far; None where a number is unknown.
+
+    ``target`` is the residual asked for and ``target_bytes`` what it took to stay within it.
+    """
+
+    finished: bool
+    diverged: bool
+    rounds: int
+    uploads: int
+    bits_per_param: int
+    upload_bytes: int
+    final_loss: float | None
+    residual: float | None
+    accuracy: float | None
+    target: float | None
+    target_rounds: float | None
+    target_bytes: float | None
+    faults: int
+
+
+def result_of(run: Run) -> Result:
+    """Sum up a run; one that is not finished counts as far as it came."""
+    target = (run.summary or {}).get("target")
+    target = target if isinstance(target, dict) else {}
+    return Result(
+        finished=run.summary is not None,
+        diverged=run.diverged,
+        rounds=len(run.rounds),
+        uploads=int(run.uploads.sum()),
+        bits_per_param=int(run.bits.sum()),
+        upload_bytes=int(run.upload_bytes.sum()),
+        final_loss=_last(run, "loss"),
+        residual=_last(run, "residual"),
+        accuracy=_last(run, "accuracy"),
+        target=_number(run.config.get("target")),
+        target_rounds=_number(target.get("reached_round")),
+        target_bytes=_number(target.get("upload_bytes")),
+        faults=len(run.faults),
+    )
+
+
+def _last(run: Run, metric: str) -> float | None:
+    if run.diverged and metric != "accuracy":
+        return None
+    values = run_points(run, "rounds", metric).y
+    return float(values[-1]) if len(values) else None
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def summary_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run: its name, every setting, and its results."""
+    settings = list(dict.fromkeys(name for run in runs for name in run.config))
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {"run": run.name}
+        row.update((name, _cell(run.config.get(name))) for name in settings)
+        results = asdict(result_of(run))
+        row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
+        rows.append(row)
+    return _csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
+
+
+def curves_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run and round: what it had cost so far, and what it had reached.
+
+    Round 0 is the start.
+    """
+    columns = ("run", "recipe", "seed", "round", "uploads", "bytes", "loss", "residual", "accuracy")
+    return _csv(columns, (row for run in runs for row in _curve_rows(run)))
+
+
+def _curve_rows(run: Run) -> Iterator[Iterable[Any]]:
+    summary = run.summary or {}
+    uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
+    sizes = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
+    rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
+    losses = [*_known(run.losses), summary.get("final_loss")]
+    accuracies = [*_known(run.accuracies), summary.get("test_accuracy")]
+    for number, sent, size, loss, accuracy in zip(
+        rounds, uploads, sizes, losses, accuracies, strict=False
+    ):
+        residual = None if loss is None or run.minimum is None else loss - run.minimum
+        yield run.name, run.recipe, run.seed, number, sent, size, loss, residual, accuracy
+
+
+def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _csv(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return buffer.getvalue()

@@ -1,0 +1,334 @@
+"""Find run directories and read them into arrays, whatever state the runs are in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import RunError
+from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY
+from aqg.experiments.sweep import GRID
+from aqg.sim.record import DROPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_MAX_DEPTH = 4
+_KNOWN_KEYS = frozenset(
+    ("round", "loss", "uploads", "bits_per_param", "upload_bytes", "widths", "test_accuracy")
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that went wrong in a round."""
+
+    round: int
+    client: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as read from its directory; arrays have one entry per round on record.
+
+    Attributes:
+        name: what tells the run's directory from the others in a report.
+        config: the settings as stored, whichever program stored them.
+        rounds: numbers of the rounds, counted from 1.
+        losses: loss at the model broadcast in the round, NaN where unknown.
+        accuracies: test accuracy of that model, NaN where it was not measured.
+        uploads: how many clients sent something.
+        bits: the sum of their widths.
+        upload_bytes: what they sent, in bytes.
+        widths: bits per parameter, rounds × clients; 0 for a skip, `DROPPED` for away.
+        faults: what went wrong.
+        extras: every other number that the rounds hold, by name; NaN where one is missing.
+        summary: the results, or None while the run is not finished.
+        minimum: ``f*`` where it is known.
+
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    rounds: NDArray[np.int64]
+    losses: NDArray[np.float64]
+    accuracies: NDArray[np.float64]
+    uploads: NDArray[np.int64]
+    bits: NDArray[np.int64]
+    upload_bytes: NDArray[np.int64]
+    widths: NDArray[np.int16]
+    faults: tuple[Fault, ...] = ()
+    extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    minimum: float | None = None
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name with its options."""
+        return str(self.config.get("recipe", "unknown"))
+
+    @property
+    def seed(self) -> object:
+        """The seed, or None where the run has none."""
+        return self.config.get("seed")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended because its loss left all use."""
+        return self.summary is not None and bool(self.summary.get("diverged"))
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read every run in the directories given, each once, in a stable order."""
+    found: dict[Path, str] = {}
+    for path in paths:
+        for directory in find_runs(path):
+            place = directory.resolve()
+            inside = directory.relative_to(path)
+            name = "/".join((path.resolve().name, *inside.parts))
+            found.setdefault(place, name)
+    runs = [read_run(place, name) for place, name in found.items()]
+    return _share_minima(runs)
+
+
+def find_runs(path: Path) -> list[Path]:
+    """Return the run directories in ``path``: itself, or those below it.
+
+    The runs of a comparison or a sweep have the order of its config; others are in natural order.
+    """
+    if not path.is_dir():
+        reason = "is not a directory" if path.exists() else "does not exist"
+        raise RunError(f"{str(path)!r} {reason}; name a directory that `aqg run` or a sweep made")
+    try:
+        runs = _find_below(path, _MAX_DEPTH)
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    if not runs:
+        raise RunError(
+            f"{str(path)!r} is not a run directory and holds none: "
+            f"there is no {CONFIG} with a {ROUNDS} beside it"
+        )
+    return runs
+
+
+def _find_below(path: Path, depth: int) -> list[Path]:
+    if (path / ROUNDS).is_file():
+        return [path]
+    children = [child for child in path.iterdir() if child.is_dir() and child.name[0] != "."]
+    runs = []
+    for child in sorted(children, key=lambda child: natural_key(child.name)):
+        if depth > 0:
+            runs.extend(_find_below(child, depth - 1))
+    if not runs and (path / CONFIG).is_file():
+        return [path]  # about to start
+    order = _stored_order(path)
+    if order:
+        runs.sort(key=lambda run: _positions(_read_toml(run / CONFIG), order))
+    return runs
+
+
+def _stored_order(path: Path) -> dict[str, list[Any]]:
+    """Return the settings that a comparison or a sweep varies, with their values in order."""
+    if (path / GRID).is_file():
+        grid = _read_toml(path / GRID).get("grid")
+        return (
+            {k: v for k, v in grid.items() if isinstance(v, list)} if isinstance(grid, dict) else {}
+        )
+    if (path / CONFIG).is_file():
+        recipes = _read_toml(path / CONFIG).get("recipe")
+        return {"recipe": recipes} if isinstance(recipes, list) else {}
+    return {}
+
+
+def _positions(config: Mapping[str, Any], order: Mapping[str, list[Any]]) -> list[int]:
+    values = [(config.get(name), choices) for name, choices in order.items()]
+    return [choices.index(v) if v in choices else len(choices) for v, choices in values]
+
+
+def natural_key(text: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that counts numbers as numbers.
+
+    >>> sorted(["seed-10", "seed-9", "seed-1"], key=natural_key)
+    ['seed-1', 'seed-9', 'seed-10']
+    """
+    parts = re.split(r"(\d+)", text)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Read one run directory."""
+    config = _read_toml(path / CONFIG)
+    rows = _read_rounds(path / ROUNDS)
+    summary = _read_summary(path / SUMMARY)
+    try:
+        rounds = np.array([row["round"] for row in rows], np.int64)
+        if (np.diff(rounds) <= 0).any() or (rounds < 1).any():
+            raise ValueError("round numbers must rise from 1")
+        widths = _widths([row.get("widths") or () for row in rows])
+        spoke = widths > 0
+        return Run(
+            name=name,
+            config=config,
+            rounds=rounds,
+            losses=_numbers(row["loss"] for row in rows),
+            accuracies=_numbers(row.get("test_accuracy") for row in rows),
+            uploads=_counts(rows, "uploads", spoke.sum(axis=1)),
+            bits=_counts(rows, "bits_per_param", np.where(spoke, widths, 0).sum(axis=1)),
+            upload_bytes=np.array([row["upload_bytes"] for row in rows], np.int64),
+            widths=widths,
+            faults=tuple(fault for row in rows for fault in _faults(row)),
+            extras=_extras(rows),
+            summary=summary,
+            minimum=_minimum(summary),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        file = str(path / ROUNDS)
+        raise RunError(f"{file!r} holds a line that is not a round: {what}") from None
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(
+            f"{str(file.parent)!r} is not a run directory: it has no {file.name}"
+        ) from None
+    except OSError as error:
+        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RunError(f"{str(file)!r} is not valid TOML: {error}") from None
+
+
+def _read_rounds(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``rounds.jsonl``; a last one that is still being written is left out."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    whole, _, _ = content.rpartition(b"\n")
+    lines = whole.split(b"\n") if whole else []
+    try:
+        rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        raise RunError(_first_damage(file, lines)) from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise RunError(f"{str(file)!r} is damaged: line {number} is not a JSON object")
+    return rows
+
+
+def _first_damage(file: Path, lines: Iterable[bytes]) -> str:
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            return f"{str(file)!r} is damaged: line {number} is not valid JSON ({error})"
+    return f"{str(file)!r} is damaged: its lines are not one JSON object each"
+
+
+def _read_summary(file: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RunError(
+            f"{str(file)!r} is damaged ({error}); delete it and resume the run"
+        ) from None
+    if not isinstance(summary, dict):
+        raise RunError(f"{str(file)!r} is damaged (not a JSON object); delete it and resume")
+    return summary
+
+
+def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
+    array = np.array([np.nan if value is None else value for value in values], np.float64)
+    array[np.isinf(array)] = np.nan
+    return array
+
+
+def _counts(
+    rows: Sequence[Mapping[str, Any]], key: str, otherwise: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    stored = [row.get(key) for row in rows]
+    return otherwise.astype(np.int64) if None in stored else np.array(stored, np.int64)
+
+
+def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
+    """Stack the widths; a client that a round does not know yet counts as away."""
+    num_clients = max(map(len, rows), default=0)
+    if all(len(row) == num_clients for row in rows):
+        return np.array(rows, np.int16).reshape(len(rows), num_clients)
+    padded = np.full((len(rows), num_clients), DROPPED, np.int16)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded
+
+
+def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
+    """Collect the numbers in the rounds that have no place of their own."""
+    names: dict[str, None] = {}
+    for row in rows:
+        if not (row.keys() <= _KNOWN_KEYS):
+            names.update(
+                (key, None)
+                for key, value in row.items()
+                if key not in _KNOWN_KEYS and isinstance(value, int | float)
+            )
+    return {
+        name: _numbers(
+            value if isinstance(value := row.get(name), int | float) else None for row in rows
+        )
+        for name in names
+    }
+
+
+def _faults(row: Mapping[str, Any]) -> Iterator[Fault]:
+    """Return what went wrong in a round: faults, and what deployments call incidents."""
+    for client, text in row.get("faults", ()):
+        yield Fault(row["round"], int(client), str(text))
+    for incident in row.get("incidents", ()):
+        kind, text = str(incident["kind"]), str(incident.get("text", ""))
+        if kind != "fault":  # is among the faults already
+            yield Fault(row["round"], int(incident["client"]), f"{kind}: {text}" if text else kind)
+
+
+def _minimum(summary: Mapping[str, Any] | None) -> float | None:
+    if summary is None:
+        return None
+    loss, residual = summary.get("final_loss"), summary.get("residual")
+    if not isinstance(loss, int | float) or not isinstance(residual, int | float):
+        return None
+    minimum = float(loss - residual)
+    return minimum if math.isfinite(minimum) else None
+
+
+def _share_minima(runs: Sequence[Run]) -> list[Run]:
+    """Give runs that are not finished the minimum of one that differs in the recipe only."""
+    known: dict[str, float] = {}
+    for run in runs:
+        if run.minimum is not None:
+            known.setdefault(_problem_of(run), run.minimum)
+    return [
+        run if run.minimum is not None else replace(run, minimum=known.get(_problem_of(run)))
+        for run in runs
+    ]
+
+
+def _problem_of(run: Run) -> str:
+    settings = {key: value for key, value in run.config.items() if key != "recipe"}
+    return json.dumps(settings, sort_keys=True, default=str)

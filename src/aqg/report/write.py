@@ -1,0 +1,70 @@
+"""From directories to files: the report, and the pictures and tables on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aqg.errors import RunError
+from aqg.experiments.rundir import write_atomically
+from aqg.report.groups import compare
+from aqg.report.page import make_page
+from aqg.report.results import curves_csv, summary_csv
+from aqg.report.runs import read_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where things go: the HTML file and, if wanted, directories for PNG and CSV files."""
+
+    html: Path
+    png: Path | None = None
+    csv: Path | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, and from how many runs."""
+
+    files: tuple[Path, ...]
+    num_runs: int
+
+
+def check_outputs(outputs: Outputs) -> None:
+    """Refuse places that cannot be written to, before anything is read."""
+    if outputs.html.is_dir():
+        raise RunError(
+            f"{str(outputs.html)!r} is a directory; name a file, as in --out report.html"
+        )
+    if not outputs.html.parent.is_dir():
+        raise RunError(f"directory {str(outputs.html.parent)!r} of --out does not exist")
+    for directory in (outputs.png, outputs.csv):
+        if directory is None:
+            continue
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"output directory {str(directory)!r} cannot be made: {error.strerror}"
+            ) from None
+
+
+def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
+    """Read all runs in ``directories`` and write what is asked for."""
+    comparison = compare(read_runs(directories))
+    contents = {outputs.html: make_page(comparison).encode()}
+    if outputs.png is not None:
+        from aqg.report.pictures import draw_pictures  # needs matplotlib
+
+        for name, picture in draw_pictures(comparison).items():
+            contents[outputs.png / name] = picture
+    if outputs.csv is not None:
+        contents[outputs.csv / "summary.csv"] = summary_csv(comparison.runs).encode()
+        contents[outputs.csv / "curves.csv"] = curves_csv(comparison.runs).encode()
+    for path, content in contents.items():
+        write_atomically(path, content)
+    return Written(tuple(contents), len(comparison.runs))

@@ -1,0 +1,57 @@
+"""Run directories to report on, written by the code that writes real ones."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from aqg.experiments.config import resolve
+from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.experiments.runner import create_run
+from aqg.experiments.summary import summarize
+from aqg.sim.record import DROPPED, RoundRecord
+
+MINIMUM = 0.25
+
+
+def make_lines(num_rounds, num_clients, seed, decay=0.05, fault=None):
+    """Make up rounds: clients send 4 bits, then 1 or 2, or nothing; every fifth one is away."""
+    draw = np.random.default_rng(seed)
+    lines = []
+    for k in range(num_rounds):
+        width = 4 if k < 3 else int(draw.integers(1, 3))
+        widths = np.where(draw.random(num_clients) < 0.4, width, 0)
+        widths[draw.random(num_clients) < 0.2] = DROPPED
+        loss = MINIMUM + float(np.exp(-decay * k + 0.05 * draw.normal()))
+        record = RoundRecord(
+            k + 1,
+            loss,
+            tuple(widths.tolist()),
+            100 + 50 * int(np.maximum(widths, 0).sum()),
+            ((1, fault),) if fault and k == 2 else (),
+        )
+        lines.append(Line(record, 0.1 + 0.8 * k / num_rounds if k % 5 == 0 else None))
+    return lines
+
+
+@pytest.fixture(scope="session")
+def make_run():
+    """Return a function that writes a run directory."""
+
+    def write(
+        directory, recipe="lean", seed=0, rounds=40, finished=True, fault=None, decay=0.05, **more
+    ):
+        settings = {"recipe": recipe, "seed": seed, "rounds": rounds, "target": 0.5, **more}
+        (config,) = resolve(settings)
+        create_run(directory, config)
+        lines = make_lines(rounds, config.clients, seed, decay, fault)
+        rewrite_lines(directory, lines)
+        if finished:
+            final = lines[-1].record.loss
+            summary = summarize(recipe, lines, final, 0.9, MINIMUM, config.target)
+            write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
+        return directory
+
+    return write

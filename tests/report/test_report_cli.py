@@ -1,0 +1,162 @@
+"""``aqg report`` as a user meets it: the files it writes and the errors it explains."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.experiments.rundir import CONFIG, ROUNDS
+from aqg.report.packing import Packer
+from aqg.report.page import make_page
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / "runs" / f"lean-{seed}", seed=seed, fault="lost")
+    make_run(tmp_path / "runs" / "gd", "gd")
+    return tmp_path / "runs"
+
+
+def unpack(text):
+    """Read what `Packer.pack` wrote, as the page does."""
+    content = gzip.decompress(base64.b64decode(text))
+    (length,) = struct.unpack("<I", content[:4])
+    body = content[4 + length :]
+
+    def revive(value):
+        if isinstance(value, dict) and "$" in value:
+            kind, offset, count = value["$"]
+            return np.frombuffer(body, f"<{kind}", count, offset)
+        if isinstance(value, dict):
+            return {key: revive(item) for key, item in value.items()}
+        return [revive(item) for item in value] if isinstance(value, list) else value
+
+    return revive(json.loads(content[4 : 4 + length]))
+
+
+def data_of(page):
+    return unpack(re.search(r'id="data">([^<]*)<', page)[1])
+
+
+def test_packed_arrays_come_back():
+    packer = Packer()
+    document = {
+        "a": packer.floats([0.5, np.inf, 1e300]),
+        "b": [packer.counts([3]), packer.counts([[300, 1], [2, 3]]), packer.counts([70_000])],
+        "c": packer.counts([]),
+    }
+    back = unpack(packer.pack(document))
+    np.testing.assert_array_equal(back["a"], np.array([0.5, np.nan, np.nan], np.float32))
+    assert [array.tolist() for array in back["b"]] == [[3], [300, 1, 2, 3], [70_000]]
+    assert back["c"].size == 0
+
+
+def test_one_file_with_everything_in_it(runs, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert run_app(["report", str(runs), "--out", str(out)]) == 0
+    assert "3 runs" in capsys.readouterr().out
+    page = out.read_text()
+    assert "default-src 'none'" in page
+    assert not re.search(r"(src|href)=|@import|url\(", re.sub(r"url\(#", "", page))
+    data = data_of(page)
+    assert [group["label"] for group in data["groups"]] == ["gd", "lean"]
+    assert [len(group["runs"]) for group in data["groups"]] == [1, 2]
+    lean = data["groups"][1]
+    assert lean["results"]["faults"] == [1, 1, 1]
+    curve = lean["curves"]["residual"]["bytes"]
+    assert (curve["low"] <= curve["y"]).all()
+    assert (curve["y"] <= curve["high"]).all()
+    assert data["runs"][0]["activity"]["away"].sum() > 0
+
+
+def test_pictures_and_tables_on_request(runs, tmp_path):
+    arguments = ["report", str(runs), "--out", str(tmp_path / "r.html")]
+    arguments += ["--png", str(tmp_path / "png"), "--csv", str(tmp_path / "deep" / "csv")]
+    assert run_app(arguments) == 0
+    for name in ("loss", "accuracy", "widths", "clients"):
+        content = (tmp_path / "png" / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 5000
+    with (tmp_path / "deep" / "csv" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["recipe"], row["seed"]) for row in rows] == [
+        ("gd", "0"),
+        ("lean", "0"),
+        ("lean", "1"),
+    ]
+    assert all(int(row["result_rounds"]) == 40 for row in rows)
+    with (tmp_path / "deep" / "csv" / "curves.csv").open() as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 3 * 41
+    last = points[40]
+    assert int(last["round"]) == 40
+    assert int(last["bytes"]) == int(rows[0]["upload_bytes"])
+    assert float(last["residual"]) == pytest.approx(float(rows[0]["residual"]))
+
+
+def test_runs_in_every_state_are_shown(make_run, tmp_path):
+    make_run(tmp_path / "begun", rounds=10, finished=False)
+    waiting = make_run(tmp_path / "waiting", recipe="gd", rounds=10, finished=False)
+    (waiting / ROUNDS).unlink()
+    strange = make_run(tmp_path / "strange", recipe="laq", rounds=10)
+    (strange / CONFIG).write_text('recipe = "<b>own</b>"\nnested = { a = 1 }\nwhen = 2026-01-01\n')
+    out = tmp_path / "report.html"
+    arguments = ["report", str(tmp_path), "--out", str(out)]
+    arguments += ["--png", str(tmp_path / "png"), "--csv", str(tmp_path / "csv")]
+    assert run_app(arguments) == 0
+    page = out.read_text()
+    assert "<b>own</b>" not in page
+    assert "&lt;b&gt;own&lt;/b&gt;" in page
+    states = {group["label"]: group["state"] for group in data_of(page)["groups"]}
+    assert sorted(states.values()) == ["", "not finished", "not finished"]
+
+
+def test_the_data_stays_small_for_many_clients(make_run, tmp_path):
+    from aqg.report.groups import compare
+    from aqg.report.runs import read_runs
+
+    make_run(tmp_path / "run", clients=900, rounds=60, partition="iid")
+    page = make_page(compare(read_runs([tmp_path / "run"])))
+    activity = data_of(page)["runs"][0]["activity"]
+    assert len(activity["clients"]) <= 201
+    assert activity["clients"][-1] == 900
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "'missing' does not exist"),
+        (["empty"], "'empty' is not a run directory and holds none"),
+        (["damaged"], "line 1 is not valid JSON"),
+        (["runs", "--out", "nowhere/report.html"], "directory 'nowhere' of --out does not exist"),
+        (["runs", "--out", "empty"], "'empty' is a directory; name a file"),
+        (["runs", "--png", "file"], "output directory 'file' cannot be made"),
+        ([], "Missing argument 'DIR...'"),
+    ],
+    ids=["missing", "empty", "damaged", "no place", "directory", "file in the way", "no argument"],
+)
+def test_errors_take_one_line_and_leave_nothing(
+    runs, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / CONFIG).write_text('recipe = "lean"\n')
+    (tmp_path / "damaged" / ROUNDS).write_text("{\n")
+    assert run_app(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("aqg: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not list(Path(tmp_path).glob("*.html"))
