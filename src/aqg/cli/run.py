@@ -98,6 +98,7 @@ def run_command(options: RunOptions) -> None:
         f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True
     )
     console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
+    console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
 
 
 def _plan(options: RunOptions) -> _Plan:

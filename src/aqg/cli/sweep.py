@@ -81,6 +81,7 @@ def sweep_command(options: SweepOptions) -> int:
             console.print("Means over seeds, and smallest..largest.\n", style="dim")
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
         console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
+        console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
     if failures:
         print(
             f"aqg: error: {len(failures)} of {len(rows)} runs failed: {', '.join(failures)}; "

@@ -27,6 +27,7 @@ from aqg.experiments.rundir import (
 )
 from aqg.experiments.setup import make_simulation
 from aqg.experiments.summary import Summary, Trace, has_diverged, summarize
+from aqg.experiments.versions import installed_versions
 from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ def run(
         minimum,
         config.target,
     )
-    text = json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n"
+    row = summary.to_json() | {"versions": installed_versions()}
+    text = json.dumps(row, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
     return Result(config, summary, Trace.of(lines, final_loss))
 
