@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import platformdirs
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
@@ -159,7 +158,11 @@ def _cache_root(cache_dir: Path | None) -> Path:
     if cache_dir is not None:
         return cache_dir
     from_environment = os.environ.get(CACHE_VARIABLE)
-    return Path(from_environment or platformdirs.user_cache_dir("aqg"))
+    if from_environment:
+        return Path(from_environment)
+    import platformdirs  # not needed where the environment says it
+
+    return platformdirs.user_cache_path("aqg")
 
 
 def _read_entry(path: Path, canonical: str) -> Optimum | None:

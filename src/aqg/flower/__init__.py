@@ -1,0 +1,28 @@
+"""Deployments with Flower: the same client and server as in the simulator, on a real network."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aqg.flower.client_app import make_client_app
+    from aqg.flower.server_app import make_server_app
+    from aqg.flower.task import FlowerTask, flatten, load_flat
+
+_HOMES = {
+    "FlowerTask": "aqg.flower.task",
+    "flatten": "aqg.flower.task",
+    "load_flat": "aqg.flower.task",
+    "make_client_app": "aqg.flower.client_app",
+    "make_server_app": "aqg.flower.server_app",
+}
+
+__all__ = ["FlowerTask", "flatten", "load_flat", "make_client_app", "make_server_app"]
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: the protocol alone needs no Flower."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

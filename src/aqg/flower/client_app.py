@@ -1,0 +1,194 @@
+"""The ClientApp: answers orders with frames, and remembers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, GradientError
+from aqg.flower import records
+from aqg.flower.protocol import (
+    ClientMirror,
+    answer,
+    find_base,
+    fingerprint,
+    stale_reply,
+)
+from aqg.flower.store import ClientStore, ContextVault, DirectoryVault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flwr.clientapp.typing import Mod
+
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+    from aqg.flower.messages import Order, Reply
+    from aqg.flower.protocol import Base
+    from aqg.flower.task import FlowerTask
+
+_logger = logging.getLogger("flwr.aqg")
+
+STATE_DIR = "aqg-state-dir"
+"""Key of a node's own configuration: the directory in which it remembers."""
+SHARED_STATE_DIR = "client-state-dir"
+"""Key of the run-config: a directory in which every node has one of its own."""
+_TASKS_KEPT = 8
+_NO_PARTITION = -1
+
+
+def make_client_app(
+    task_factory: Callable[[Context], FlowerTask],
+    *,
+    recipe: Recipe | None = None,
+    mods: list[Mod] | None = None,
+) -> ClientApp:
+    """Make the ClientApp of a deployment.
+
+    Args:
+        task_factory: makes a node's task from its context, with its own data.
+        recipe: in place of the one that the server names; the server must have an equal one.
+        mods: of Flower, around every handler.
+
+    Where the node's configuration has ``aqg-state-dir``, or the run-config ``client-state-dir``,
+    the client's memory is kept there and survives the node's process. Otherwise Flower keeps it, as
+    long as the node lives; a client that has lost its memory starts again from zero.
+
+    """
+    app = ClientApp(mods=mods)
+    tasks: OrderedDict[tuple[int, int], FlowerTask] = OrderedDict()
+
+    def task_of(context: Context) -> FlowerTask:
+        key = (context.run_id, context.node_id)
+        if key not in tasks:
+            tasks[key] = task_factory(context)
+            while len(tasks) > _TASKS_KEPT:  # one process may serve many nodes of a simulation
+                tasks.popitem(last=False)
+        return tasks[key]
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        started = time.perf_counter()
+        order = records.unpack_order(message.content)
+        chosen = _agree(order, recipe)
+        params = records.unpack_model(message.content, order.num_params, order.dtype)
+        store = _open_store(context, order)
+        mirror = store.load() or ClientMirror.first(chosen, order.num_params, order.dtype)
+        base = _intact_base(chosen, mirror, order)
+        if base is None:
+            _logger.warning("order for round %d is stale; nothing done", order.round)
+            return Message(records.pack_reply(stale_reply(order)), reply_to=message)
+        task = task_of(context)
+        loss, gradient = _train(task, order, params)
+        mirror, reply = answer(chosen, base, order, gradient, loss)
+        store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
+        _log(order, reply)
+        reply = replace(
+            reply,
+            loss=loss,
+            num_samples=task.num_samples,
+            work_seconds=time.perf_counter() - started,
+        )
+        return Message(records.pack_reply(reply), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        order = records.unpack_order(message.content)
+        params = records.unpack_model(message.content, order.num_params, order.dtype)
+        task = task_of(context)
+        loss = task.evaluate(params) if task.evaluate is not None else float("nan")
+        content = records.pack_fields(records.LOSS, loss=float(loss))
+        return Message(content, reply_to=message)
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        partition = _partition_of(context)
+        content = records.pack_fields(
+            records.HELLO,
+            partition=_NO_PARTITION if partition is None else partition,
+            samples=task_of(context).num_samples,
+        )
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def _agree(order: Order, recipe: Recipe | None) -> Recipe:
+    """Return the recipe, after checking that both sides mean the same."""
+    if recipe is None and not order.recipe:
+        raise ConfigError("the server has a recipe of its own; give it to make_client_app as well")
+    chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
+    if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
+        raise ConfigError(
+            f"client and server do not agree on recipe {order.recipe!r}: this client has "
+            f"{chosen!r}; both need the same version of aqg and the same recipe"
+        )
+    return chosen
+
+
+def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base | None:
+    """Find the state to answer from, and make sure that storage has not changed it."""
+    base = find_base(recipe, mirror, order, draw=secrets.randbelow(2**32))
+    if base is None or base.restarted or base.snapshot.is_intact:
+        return base
+    _logger.warning("the saved mirror does not have its digest any more; starting from zero")
+    empty = ClientMirror.first(recipe, order.num_params, order.dtype)
+    return find_base(recipe, empty, order, draw=secrets.randbelow(2**32))
+
+
+def _train(task: FlowerTask, order: Order, params: FloatArray) -> tuple[float, FloatArray]:
+    """Return the loss where it is wanted, and the vector to upload."""
+    key = (order.seed, order.client, order.round)
+    loss, gradient = task.train(params, order.round, key)
+    vector = np.asarray(gradient)
+    if vector.shape != params.shape:
+        raise GradientError(f"train returned shape {vector.shape}; the model has {params.shape}")
+    if not order.evaluate:
+        loss = float("nan")
+    elif not task.train_measures and task.evaluate is not None:
+        loss = task.evaluate(params)
+    return float(loss), vector.astype(order.dtype, copy=False)
+
+
+def _open_store(context: Context, order: Order) -> ClientStore:
+    key = f"{order.run}-{order.fingerprint.hex()}"
+    directory = _state_directory(context)
+    vault = ContextVault(context.state) if directory is None else DirectoryVault(directory / key)
+    return ClientStore(vault, key)
+
+
+def _state_directory(context: Context) -> Path | None:
+    own = context.node_config.get(STATE_DIR)
+    if own:
+        return Path(os.path.expandvars(str(own))).expanduser()
+    shared = context.run_config.get(SHARED_STATE_DIR)
+    if not shared:
+        return None
+    partition = _partition_of(context)
+    name = f"node-{context.node_id}" if partition is None else f"partition-{partition}"
+    return Path(str(shared)).expanduser() / name
+
+
+def _partition_of(context: Context) -> int | None:
+    partition = context.node_config.get("partition-id")
+    return partition if type(partition) is int else None
+
+
+def _log(order: Order, reply: Reply) -> None:
+    if reply.restarted:
+        _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
+    if reply.rolled_back:
+        _logger.warning("round %d: the last upload was lost; rolled back", order.round)
+    if reply.fault:
+        _logger.warning("round %d: nothing sent: %s", order.round, reply.fault)

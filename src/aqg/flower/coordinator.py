@@ -1,0 +1,271 @@
+"""The server's rounds: ask, wait, check, take in, step, write down."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from flwr.app import Message
+
+from aqg.errors import MessageError
+from aqg.experiments.rundir import Line
+from aqg.experiments.summary import has_diverged
+from aqg.flower import records
+from aqg.flower.messages import Order, Reply
+from aqg.flower.protocol import fingerprint, max_frame_bytes
+from aqg.flower.reports import Incident, RoundReport
+from aqg.sim.record import DROPPED, RoundRecord
+
+if TYPE_CHECKING:
+    from aqg.flower.exchange import Exchange
+    from aqg.flower.presence import Presence
+    from aqg.flower.protocol import MirrorBook
+    from aqg.flower.settings import Settings
+
+_logger = logging.getLogger("flwr.aqg")
+
+_TRAIN, _EVALUATE = "train", "evaluate"
+
+
+class _Answers(NamedTuple):
+    """What a round brought in."""
+
+    replies: dict[int, Reply]
+    incidents: list[Incident]
+    seconds: float
+
+
+class Coordinator:
+    """Runs rounds with whoever is there.
+
+    Args:
+        settings: of the run.
+        exchange: to the nodes.
+        presence: who is there, and who is who.
+        book: the model and all mirrors.
+        run: names the run.
+        incarnation: of this server.
+        recipe_spec: what clients are told to make; empty where they bring their own.
+
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        exchange: Exchange,
+        presence: Presence,
+        book: MirrorBook,
+        run: str,
+        incarnation: int,
+        recipe_spec: str,
+    ) -> None:
+        self.settings = settings
+        self.book = book
+        self._exchange = exchange
+        self._presence = presence
+        self._roster = presence.roster
+        self._run = run
+        self._incarnation = incarnation
+        self._recipe_spec = recipe_spec
+        self._training = settings.training()
+        parameters = book.parameters
+        self._dtype = str(parameters.dtype)
+        self.fingerprint = fingerprint(book.recipe, len(parameters), self._dtype, settings.seed)
+
+    def run_round(self, test_accuracy: float | None = None) -> RoundReport:
+        """Run the next round to its end, and step if enough clients answered."""
+        settings, book = self.settings, self.book
+        number = book.round
+        evaluate = (number - 1) % settings.eval_every == 0
+        self._presence.require(settings.needed_clients)
+        self._update_weights()
+        away = self._training.unsampled(number, settings.num_clients, settings.seed)
+        asked = [client for client in self._roster.present if not away[client]]
+        answers = self._ask(asked, evaluate)
+        report = self._take_in(answers, number, test_accuracy)
+        if report.stepped:
+            sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
+            book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
+        else:
+            book.skip_step()
+        return report
+
+    def _update_weights(self) -> None:
+        """Let weights follow the number of samples where another node became a client."""
+        if self.settings.weighting == "samples":
+            weights = self.settings.client_weights(self._roster.num_samples)
+            if not np.array_equal(weights, self.book.weights):
+                self.book.reweigh(weights)
+
+    def final_loss(self) -> float | None:
+        """Ask the clients for the loss of the current model; None where nobody can say."""
+        model = records.pack_model(self.book.parameters)
+        self._presence.refresh()
+        messages = [self._message(client, _EVALUATE, model) for client in self._roster.present]
+        self._exchange.send(messages)
+        losses = np.full(self.settings.num_clients, np.nan)
+        for arrival in self._exchange.collect(self.settings.round_timeout, _EVALUATE):
+            client = self._roster.client_of(arrival.sent.node)
+            if arrival.sent.kind != _EVALUATE or arrival.is_late or client is None:
+                continue
+            try:
+                content = records.content_of(arrival.reply, arrival.problem)
+                losses[client] = records.unpack_loss(content)
+            except MessageError as error:
+                _logger.warning("client %d could not evaluate: %s", client, error)
+        self._exchange.close(_EVALUATE)
+        return self._mean_loss(losses)
+
+    def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
+        """Send orders and gather replies until all are in, or the deadline passed."""
+        model = records.pack_model(self.book.parameters)
+        started = time.monotonic()
+        messages = [self._message(client, _TRAIN, model, evaluate) for client in clients]
+        incidents: list[Incident] = []
+        not_sent = self._exchange.send(messages)
+        self._exchange.send(self._presence.introductions())
+        replies: dict[int, Reply] = {}
+        finished = started
+        for arrival in self._exchange.collect(self.settings.round_timeout, _TRAIN):
+            client = self._roster.client_of(arrival.sent.node)
+            if arrival.sent.kind != _TRAIN or arrival.is_late or client is None:
+                self._presence.hear(arrival)
+                continue
+            finished = time.monotonic()
+            self._roster.heard(arrival.sent.node, answered=True)
+            try:
+                limit = max_frame_bytes(len(self.book.parameters))
+                replies[client] = records.unpack_reply(
+                    records.content_of(arrival.reply, arrival.problem), limit
+                )
+            except records.ClientError as error:
+                incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
+                self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
+            except MessageError as error:
+                incidents.append(Incident(client, arrival.sent.node, "rejected", str(error)))
+        for node in [*self._exchange.close(_TRAIN), *not_sent]:
+            self._roster.heard(node, answered=False)
+            client = self._roster.client_of(node)
+            if client is not None:
+                incidents.append(Incident(client, node, "missing"))
+                finished = time.monotonic()
+        incidents += self._presence.take_incidents()
+        return _Answers(replies, incidents, finished - started)
+
+    def _take_in(self, answers: _Answers, number: int, accuracy: float | None) -> RoundReport:
+        """Check and apply the replies in the order of clients, whatever order they came in."""
+        num_clients = self.settings.num_clients
+        widths = [DROPPED] * num_clients
+        client_bytes = [0] * num_clients
+        losses = np.full(num_clients, np.nan)
+        incidents = list(answers.incidents)
+        faults: list[tuple[int, str]] = []
+        num_taken = 0
+        for client, reply in sorted(answers.replies.items()):
+            node = self._roster.node_of(client)
+            client_bytes[client] = len(reply.frame)
+            if reply.stale:
+                incidents.append(Incident(client, node, "stale", f"round {reply.round}"))
+                continue
+            verdict = self.book.accept(client, reply, self._incarnation)
+            if verdict.message is None:
+                incidents.append(Incident(client, node, "rejected", verdict.problem))
+                continue
+            num_taken += 1
+            widths[client] = verdict.message.width
+            losses[client] = reply.loss
+            if reply.restarted:
+                incidents.append(Incident(client, node, "resync", "its mirror began from zero"))
+            if reply.rolled_back:
+                incidents.append(Incident(client, node, "rollback", "its last upload was lost"))
+            if reply.fault:
+                faults.append((client, reply.fault))
+                incidents.append(Incident(client, node, "fault", reply.fault))
+        loss = self._mean_loss(losses)
+        record = RoundRecord(number, loss, tuple(widths), sum(client_bytes), tuple(faults))
+        work = max((reply.work_seconds for reply in answers.replies.values()), default=0.0)
+        report = RoundReport(
+            line=Line(record, accuracy),
+            client_bytes=tuple(client_bytes),
+            staleness=tuple(number - entry.last_upload for entry in self.book.entries),
+            incidents=tuple(incidents),
+            stepped=num_taken >= self.settings.needed_clients,
+            round_seconds=answers.seconds,
+            work_seconds=work,
+            diverged=loss is not None and has_diverged(float(np.nanmedian(losses))),
+        )
+        _log_round(report, self.settings)
+        return report
+
+    def _mean_loss(self, losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+        """Return the weighted mean over the clients that measured; None where none did."""
+        weights = self.book.weights
+        measured = ~np.isnan(losses)
+        if not measured.any():
+            return None
+        if measured.all():
+            return float(np.mean(weights * losses))
+        return float(np.average(losses[measured], weights=weights[measured]))
+
+    def _message(
+        self, client: int, kind: str, model: records.Payload, evaluate: bool = False
+    ) -> Message:
+        settings, book = self.settings, self.book
+        stamp = book.entry(client).stamp
+        order = Order(
+            run=self._run,
+            fingerprint=self.fingerprint,
+            recipe=self._recipe_spec,
+            bits=settings.bits,
+            max_staleness=settings.max_staleness,
+            seed=settings.seed,
+            num_params=len(book.parameters),
+            dtype=self._dtype,
+            incarnation=self._incarnation,
+            round=book.round,
+            client=client,
+            movement=book.movement,
+            epoch=stamp.epoch,
+            uploads=stamp.uploads,
+            digest=stamp.digest,
+            evaluate=evaluate,
+        )
+        return Message(
+            records.pack_order(order, model),
+            dst_node_id=self._roster.node_of(client),
+            message_type=kind,
+            ttl=settings.round_timeout,  # an order that was not picked up dies with its round
+            group_id=str(book.round),
+        )
+
+
+def _log_round(report: RoundReport, settings: Settings) -> None:
+    record = report.line.record
+    loss = "   -    " if record.loss is None else f"{record.loss:.6f}"
+    answered = sum(width != DROPPED for width in record.widths)
+    _logger.info(
+        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes, %.2f s (%.2f s overhead)%s",
+        record.round,
+        settings.rounds,
+        loss,
+        answered,
+        settings.num_clients,
+        record.num_uploads,
+        record.upload_bytes,
+        report.round_seconds,
+        report.overhead_seconds,
+        "" if report.stepped else "; too few, no step",
+    )
+    for incident in report.incidents:
+        level = logging.INFO if incident.kind == "missing" else logging.WARNING
+        _logger.log(
+            level,
+            "round %d: client %d (node %d): %s %s",
+            record.round,
+            incident.client,
+            incident.node,
+            incident.kind,
+            incident.text,
+        )

@@ -1,0 +1,147 @@
+"""Where a run is written down: its directory, TensorBoard, or anything with four methods."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aqg.errors import ConfigError, RunError
+from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, Line, read_lines, write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import TextIO
+
+    from aqg.flower.reports import RoundReport
+    from aqg.flower.settings import Settings
+
+
+class RunLogger(Protocol):
+    """Is told how a run goes; wrap MLflow, Weights & Biases or a database in one of these."""
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Begin, or go on at ``next_round``: what was said of it and of later rounds is void."""
+
+    def round(self, report: RoundReport) -> None:
+        """Take note of a round."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Take note of the results."""
+
+    def close(self) -> None:
+        """Let go of files, also after an error."""
+
+
+class RunDirectory:
+    """The simulator's run directory: ``config.toml``, ``rounds.jsonl`` and ``summary.json``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Write the config, and drop the lines of rounds that will be run again."""
+        kept = self._lines_before(next_round)
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
+        write_atomically(self.path / CONFIG, text.encode())
+        write_atomically(self.path / ROUNDS, "".join(line + "\n" for line in kept).encode())
+        try:
+            self._file = (self.path / ROUNDS).open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+
+    def round(self, report: RoundReport) -> None:
+        """Add a line, on disk before the checkpoint that counts on it."""
+        if self._file is not None:
+            self._file.write(report.to_json() + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary."""
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        write_atomically(self.path / SUMMARY, text.encode())
+
+    def close(self) -> None:
+        """Close ``rounds.jsonl``."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def lines(self, before_round: int) -> list[Line]:
+        """Return the rounds before ``before_round``, as the simulator's lines."""
+        return read_lines(self.path, before_round)
+
+    def _lines_before(self, next_round: int) -> list[str]:
+        if next_round == 1:
+            return []
+        num_lines = len(self.lines(next_round))
+        return (self.path / ROUNDS).read_text(encoding="utf-8").splitlines()[:num_lines]
+
+
+class TensorBoard:
+    """Event files that TensorBoard shows; needs the package ``tensorboard``."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
+                EventFileWriter,
+            )
+        except ImportError:
+            raise ConfigError(
+                "tensorboard is true, but the package is not installed: pip install tensorboard"
+            ) from None
+        self._writer = EventFileWriter(str(path))
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Do nothing: TensorBoard itself takes what comes later for a round."""
+
+    def round(self, report: RoundReport) -> None:
+        """Write every scalar of the round."""
+        import time
+
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        values = [
+            Summary.Value(tag=f"aqg/{name}", simple_value=value)
+            for name, value in report.scalars().items()
+        ]
+        step = report.line.record.round
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._writer.add_event(event)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Make sure that all is on disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+_SHARED = (
+    "recipe",
+    "rounds",
+    "bits",
+    "max_staleness",
+    "dropout",
+    "seed",
+    "eval_every",
+    "weighting",
+    "participation",
+    "optimizer",
+)
+"""Settings that the simulator has under the same name."""
+
+
+def config_of(settings: Settings, describe: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return what goes into ``config.toml``: the simulator's names, so that runs compare."""
+    values = asdict(settings) | {"recipe": settings.recipe or "custom"}
+    config: dict[str, Any] = {"dataset": "custom", "partition": "custom", "model": "custom"}
+    config |= {name: values[name] for name in _SHARED}
+    config |= {"clients": settings.num_clients, "alpha": settings.step_size, "dtype": dtype}
+    return config | {name: value for name, value in describe.items() if value is not None}

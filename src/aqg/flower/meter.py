@@ -1,0 +1,147 @@
+"""A relay that counts the bytes on real connections, and can break them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes on a connection, headers of the transport (HTTP, TLS) included, TCP's not.
+
+    Attributes:
+        up_bytes: from the node to the SuperLink.
+        down_bytes: from the SuperLink to the node.
+
+    """
+
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(self.up_bytes - earlier.up_bytes, self.down_bytes - earlier.down_bytes)
+
+
+class Meter:
+    """Listens on ports of its own and passes everything on to another address.
+
+    One port per name, so that traffic can be told apart. Runs in a thread; a context manager.
+
+    Args:
+        host: where to listen, and where the target is.
+        target: the port to pass connections on to.
+
+    """
+
+    def __init__(self, host: str, target: int) -> None:
+        self.host = host
+        self.target = target
+        self._counts: dict[str, list[int]] = {}
+        self._cut: set[str] = set()
+        self._open: dict[str, set[asyncio.StreamWriter]] = {}
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection and stop listening."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def listen(self, name: str) -> int:
+        """Open a port for ``name`` and return its number."""
+        self._counts[name] = [0, 0]
+        self._open[name] = set()
+        return asyncio.run_coroutine_threadsafe(self._serve(name), self._loop).result(10)
+
+    def traffic(self, name: str) -> Traffic:
+        """Return what has passed for ``name`` so far."""
+        return Traffic(*self._counts[name])
+
+    def cut(self, name: str) -> None:
+        """Break the line: close its connections, and refuse new ones until `mend`."""
+        self._cut.add(name)
+        self._loop.call_soon_threadsafe(self._abort, name)
+
+    def mend(self, name: str) -> None:
+        """Let connections pass again."""
+        self._cut.discard(name)
+
+    def _abort(self, name: str) -> None:
+        for writer in self._open[name]:
+            writer.transport.abort()
+
+    async def _stop(self) -> None:
+        for server in self._servers:
+            server.close()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, name: str) -> int:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await self._pass_on(name, reader, writer)
+            writer.transport.abort()
+
+        server = await asyncio.start_server(accept, self.host, 0)
+        self._servers.append(server)
+        port: int = server.sockets[0].getsockname()[1]
+        return port
+
+    async def _pass_on(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if name in self._cut:
+            return
+        there_reader, there_writer = await asyncio.open_connection(self.host, self.target)
+        ends = {writer, there_writer}
+        self._open[name] |= ends
+        try:
+            await asyncio.gather(
+                self._pump(self._counts[name], 0, reader, there_writer),
+                self._pump(self._counts[name], 1, there_reader, writer),
+            )
+        finally:
+            self._open[name] -= ends
+            there_writer.transport.abort()
+
+    @staticmethod
+    async def _pump(
+        counts: list[int],
+        direction: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        while data := await reader.read(_CHUNK_BYTES):
+            counts[direction] += len(data)
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()

@@ -1,0 +1,115 @@
+"""Who is connected: waiting for nodes, and letting them introduce themselves."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from aqg.errors import MessageError, RunError
+from aqg.flower import records
+from aqg.flower.reports import Incident
+
+if TYPE_CHECKING:
+    from aqg.flower.exchange import Arrival, Exchange
+    from aqg.flower.roster import Roster
+    from aqg.flower.settings import Settings
+
+_logger = logging.getLogger("flwr.aqg")
+
+QUERY = "query"
+_NO_CLIENT = -1
+
+
+class Presence:
+    """Keeps a roster up to date over an exchange."""
+
+    def __init__(self, exchange: Exchange, roster: Roster, settings: Settings) -> None:
+        self.roster = roster
+        self._exchange = exchange
+        self._settings = settings
+        self._asked: dict[int, float] = {}
+        self._incidents: list[Incident] = []
+
+    @property
+    def asks_for_introductions(self) -> bool:
+        """Whether nodes must say something about themselves before they count."""
+        return self._settings.trust_partition_id or self._settings.weighting == "samples"
+
+    def refresh(self) -> None:
+        """Look who is connected."""
+        self.roster.update(self._exchange.online())
+
+    def introductions(self) -> list[Message]:
+        """Return messages that ask newcomers to introduce themselves."""
+        if not self.asks_for_introductions:
+            return []
+        now, patience = self._exchange.now(), self._settings.round_timeout
+        asked = {node: at for node, at in self._asked.items() if now - at < patience}
+        newcomers = [node for node in self.roster.strangers() if node not in asked]
+        self._asked = asked | dict.fromkeys(newcomers, now)
+        content = RecordDict({records.HELLO: ConfigRecord({"wanted": True})})
+        return [
+            Message(content, dst_node_id=node, message_type=QUERY, ttl=patience)
+            for node in newcomers
+        ]
+
+    def hear(self, arrival: Arrival) -> None:
+        """Take in an introduction; count whatever else comes outside of its time."""
+        node = arrival.sent.node
+        if arrival.sent.kind != QUERY:
+            client = self.roster.client_of(node)
+            if arrival.reply is not None and arrival.reply.has_content():
+                late = _NO_CLIENT if client is None else client
+                self._incidents.append(Incident(late, node, "late"))
+            return  # Flower's word that an order has expired is no news: it was missing before
+        try:
+            content = records.content_of(arrival.reply, arrival.problem)
+            partition, samples = records.unpack_integers(
+                content, records.HELLO, "partition", "samples"
+            )
+        except MessageError as error:
+            text = f"could not introduce itself: {error}"
+            self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
+            return
+        self.roster.introduce(node, partition, samples)
+
+    def wait_for(self, num_clients: int, seconds: float) -> bool:
+        """Wait until so many clients are there; return whether they came in time."""
+        started = self._exchange.now()
+        while True:
+            self.refresh()
+            self._exchange.send(self.introductions())
+            for arrival in self._exchange.poll():
+                self.hear(arrival)
+            if len(self.roster.present) >= num_clients and self._all_introduced():
+                return True
+            waited = self._exchange.now() - started
+            if waited >= seconds:
+                return False
+            self._exchange.rest(waited, seconds)
+
+    def require(self, num_clients: int) -> None:
+        """Wait until so many clients are there; raise `RunError` if they do not come."""
+        seconds = self._settings.start_timeout
+        if len(self.roster.present) < num_clients:
+            _logger.info("waiting for %d clients", num_clients)
+        if not self.wait_for(num_clients, seconds):
+            raise RunError(
+                f"{len(self.roster.present)} clients are connected after {seconds:g} s, and "
+                f"{num_clients} are needed; start again with the same run-dir to go on"
+            )
+
+    def take_incidents(self) -> list[Incident]:
+        """Return what happened since the last call."""
+        incidents, self._incidents = self._incidents, []
+        for node, why in self.roster.take_refusals():
+            incidents.append(Incident(_NO_CLIENT, node, "refused", why))
+        return incidents
+
+    def _all_introduced(self) -> bool:
+        """Whether the clients' weights are known, where they matter."""
+        if self._settings.weighting == "equal":
+            return True
+        return bool(all(self.roster.num_samples[client] for client in self.roster.present))

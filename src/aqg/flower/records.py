@@ -1,0 +1,148 @@
+"""Orders, replies and models as Flower's records, and back.
+
+Small payloads travel as bytes in a `ConfigRecord`; large ones as an `ArrayRecord`, which Flower
+sends in pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from aqg.errors import MessageError
+from aqg.flower.messages import Order, Reply
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+
+    from aqg.core.types import FloatArray
+
+ORDER, MODEL, REPLY, FRAME, HELLO, LOSS = "order", "model", "reply", "frame", "hello", "loss"
+LARGE_BYTES = 4 << 20
+"""Payloads above this length are sent as arrays."""
+_BYTES = "bytes"
+_LONGEST_ERROR = 200
+_UNREACHABLE = (3, 4, 5)
+"""Flower's codes: order expired, reply expired, node unavailable."""
+
+Payload = ConfigRecord | ArrayRecord
+
+
+def pack_payload(data: bytes) -> Payload:
+    """Return the record that carries ``data``."""
+    if len(data) <= LARGE_BYTES:
+        return ConfigRecord({_BYTES: data})
+    return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
+
+
+def unpack_payload(content: RecordDict, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of the record called ``name``; more than ``max_bytes`` are refused."""
+    record = content.get(name)
+    if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
+        raise MessageError(f"the message has no record {name!r} with bytes alone")
+    value: Any = record[_BYTES]
+    data = value.data if isinstance(value, Array) else value
+    if not isinstance(data, bytes):
+        raise MessageError(f"record {name!r} holds {type(data).__name__}, not bytes")
+    if len(data) > max_bytes:
+        raise MessageError(f"record {name!r} has {len(data)} bytes; {max_bytes} are the most")
+    return data
+
+
+def pack_model(parameters: FloatArray) -> Payload:
+    """Return the record of a model; made once, it can be part of many messages."""
+    return pack_payload(parameters.astype(parameters.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def unpack_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray:
+    """Return the model that came with an order; a copy, which training may change."""
+    wanted = np.dtype(dtype).newbyteorder("<")
+    data = unpack_payload(content, MODEL, num_params * wanted.itemsize)
+    if len(data) != num_params * wanted.itemsize:
+        raise MessageError(
+            f"the model has {len(data)} bytes; {num_params} parameters in {dtype} take "
+            f"{num_params * wanted.itemsize}"
+        )
+    parameters: FloatArray = np.frombuffer(data, wanted).astype(dtype)
+    return parameters
+
+
+def pack_order(order: Order, model: Payload) -> RecordDict:
+    """Return the content of a message to a client."""
+    return RecordDict({ORDER: ConfigRecord({**order.to_fields()}), MODEL: model})
+
+
+def unpack_order(content: RecordDict) -> Order:
+    """Return the order in a message."""
+    return Order.from_fields(_config(content, ORDER))
+
+
+def pack_reply(reply: Reply) -> RecordDict:
+    """Return the content of a message to the server."""
+    head = replace(reply, frame=b"").to_fields()
+    return RecordDict({REPLY: ConfigRecord({**head}), FRAME: pack_payload(reply.frame)})
+
+
+def unpack_reply(content: RecordDict, max_frame_bytes: int) -> Reply:
+    """Return the reply in a message, after checking all that can be checked by itself."""
+    if set(content) != {REPLY, FRAME}:
+        raise MessageError(f"a reply has records {REPLY!r} and {FRAME!r}, not {sorted(content)}")
+    head = Reply.from_fields(_config(content, REPLY))
+    return replace(head, frame=unpack_payload(content, FRAME, max_frame_bytes))
+
+
+def pack_fields(name: str, **values: int | float) -> RecordDict:
+    """Return a message of a few numbers."""
+    return RecordDict({name: ConfigRecord({**values})})
+
+
+def unpack_integers(content: RecordDict, name: str, *keys: str) -> list[int]:
+    """Return whole numbers that `pack_fields` wrote."""
+    record = _config(content, name)
+    numbers = [v for v in (record.get(key) for key in keys) if type(v) is int]
+    if len(numbers) < len(keys):
+        raise MessageError(f"record {name!r} holds {dict(record)!r:.80}, not integers for {keys}")
+    return numbers
+
+
+def unpack_loss(content: RecordDict) -> float:
+    """Return the loss that a client measured."""
+    loss = _config(content, LOSS).get("loss")
+    if type(loss) is not float:
+        raise MessageError(f"the loss is {loss!r:.80}, not a number")
+    return loss
+
+
+class ClientError(MessageError):
+    """Flower reports that a client failed.
+
+    Attributes:
+        is_unreachable: whether the node itself is gone, or did not pick up its order.
+
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"code {code}: {reason[:_LONGEST_ERROR]}")
+        self.is_unreachable = code in _UNREACHABLE
+
+
+def content_of(reply: Message | None, problem: str) -> RecordDict:
+    """Return what a reply holds, or raise what it says went wrong."""
+    if reply is None:
+        raise MessageError(problem)
+    if reply.has_error():
+        reason = " ".join((reply.error.reason or "").split())
+        raise ClientError(reply.error.code, reason)
+    if not reply.has_content():
+        raise MessageError("the reply is empty")
+    return reply.content
+
+
+def _config(content: RecordDict, name: str) -> ConfigRecord:
+    record = content.get(name)
+    if not isinstance(record, ConfigRecord):
+        raise MessageError(f"the message has no record {name!r}")
+    return record

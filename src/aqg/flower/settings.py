@@ -1,0 +1,188 @@
+"""Settings of a deployment: Flower's flat run-config in, checked values out."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import numpy as np
+
+from aqg.core.optimizers import make_optimizer
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError
+from aqg.sim.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import Float64Array
+
+_logger = logging.getLogger("flwr.aqg")
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_LIKELY_MISSPELLED = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run-config can set; in TOML every name is written with hyphens.
+
+    Attributes:
+        num_clients: ``M``: how many clients the federation has, away or not.
+        rounds: how many rounds to run in all, those before a restart included.
+        recipe: name and options of the recipe.
+        bits: ``b_max``.
+        max_staleness: an upload is forced after this many silent rounds.
+        alpha: ``α``, the server's step size; 0 stands for ``1/M``, which with pseudo-gradients
+            ``θ - θ_local`` is federated averaging.
+        seed: makes every random draw of the run.
+        optimizer: of the server: ``sgd``, ``momentum`` or ``adam``, with options.
+        weighting: ``equal``, or by the clients' number of ``samples``.
+        participation: the fraction of clients asked in a round.
+        dropout: ``p``, the rate of absence that Augmented AQG amplifies against.
+        min_clients: the model takes no step in a round with fewer valid replies; 0 stands for 1.
+        round_timeout: seconds until a round ends without those who have not answered.
+        start_timeout: seconds to wait for all clients before the first round, and for
+            ``min_clients`` before any other.
+        max_failed_rounds: the run stops after so many rounds in a row without a step.
+        eval_every: rounds from one measured loss to the next.
+        run_dir: where the run is written and resumed from; empty: nowhere.
+        checkpoint_every: rounds from one checkpoint to the next.
+        trust_partition_id: know clients by the ``partition-id`` that their nodes claim, for
+            demonstrations and simulations where nodes are not authenticated.
+        tensorboard: write TensorBoard events into the run directory.
+
+    """
+
+    num_clients: int
+    rounds: int
+    recipe: str = "lean"
+    bits: int = 4
+    max_staleness: int = 100
+    alpha: float = 0.0
+    seed: int = 0
+    optimizer: str = "sgd"
+    weighting: str = "equal"
+    participation: float = 1.0
+    dropout: float = 0.0
+    min_clients: int = 0
+    round_timeout: float = 60.0
+    start_timeout: float = 120.0
+    max_failed_rounds: int = 10
+    eval_every: int = 1
+    run_dir: str = ""
+    checkpoint_every: int = 1
+    trust_partition_id: bool = False
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_clients", "rounds", "eval_every", "checkpoint_every"):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _require("max_failed_rounds", self.max_failed_rounds, self.max_failed_rounds >= 0, "0 up")
+        for name in ("round_timeout", "start_timeout"):
+            value = getattr(self, name)
+            _require(name, value, 0 < value < math.inf, "above 0")
+        _require("alpha", self.alpha, 0 <= self.alpha < math.inf, "above 0, or 0 for 1/num-clients")
+        _require("seed", self.seed, self.seed >= 0, "at least 0")
+        _require("dropout", self.dropout, 0 <= self.dropout < 1, "at least 0 and below 1")
+        bound = f"0 to {self.num_clients}, the number of clients"
+        _require("min_clients", self.min_clients, 0 <= self.min_clients <= self.num_clients, bound)
+        if self.recipe:
+            self.make_recipe()
+        self.training()
+        if 0 < self.training().num_sampled(self.num_clients) < self.min_clients:
+            raise ConfigError(
+                f"min-clients is {self.min_clients}, but with participation "
+                f"{self.participation} only {self.training().num_sampled(self.num_clients)} of "
+                f"{self.num_clients} clients are asked in a round"
+            )
+        if self.tensorboard and not self.run_dir:
+            raise ConfigError("tensorboard is true, but run-dir is empty; name a directory")
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What a run that goes on must have kept as it was, beside recipe, model and seed."""
+        names = ("num_clients", "alpha", "optimizer", "weighting", "participation", "dropout")
+        return {name.replace("_", "-"): getattr(self, name) for name in names}
+
+    @property
+    def step_size(self) -> float:
+        """``α``."""
+        return self.alpha or 1.0 / self.num_clients
+
+    @property
+    def needed_clients(self) -> int:
+        """The fewest valid replies with which the model takes a step."""
+        return self.min_clients or 1
+
+    def make_recipe(self) -> Recipe:
+        """Return the recipe that is named."""
+        return make_recipe(self.recipe, self.bits, self.max_staleness)
+
+    def training(self) -> Training:
+        """Return who is asked, how clients count, and the server's step."""
+        return Training(
+            optimizer=make_optimizer(self.optimizer),
+            weighting=self.weighting,
+            participation=self.participation,
+        )
+
+    def client_weights(self, num_samples: Float64Array) -> Float64Array:
+        """Return ``w_m`` of mean 1, for clients with so many samples."""
+        if self.weighting == "equal":
+            return np.ones(self.num_clients)
+        if not (num_samples > 0).all():
+            absent = np.flatnonzero(num_samples <= 0)[:10].tolist()
+            raise ConfigError(
+                f"weighting is samples, but clients {absent} have none or were not there at the "
+                "start; wait longer with start-timeout, or use weighting equal"
+            )
+        weights: Float64Array = num_samples / num_samples.mean()
+        return weights
+
+
+def read_settings(
+    run_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read the settings of a run; keys that are not ours belong to the user's own app.
+
+    >>> settings = read_settings({"num-clients": 3, "rounds": 5, "batch-size": 32})
+    >>> settings.num_clients, settings.recipe, settings.step_size
+    (3, 'lean', 0.3333333333333333)
+    >>> read_settings({"num-clients": 3, "rounds": "five"})
+    Traceback (most recent call last):
+    aqg.errors.ConfigError: rounds is 'five'; it must be a whole number
+    """
+    merged = {**(defaults or {}), **run_config}
+    types = get_type_hints(Settings)
+    names = {field.name.replace("_", "-"): field.name for field in fields(Settings)}
+    chosen: dict[str, Any] = {}
+    for key, value in merged.items():
+        if key in names:
+            chosen[names[key]] = _typed(key, value, types[names[key]])
+        else:
+            close = difflib.get_close_matches(key, names, n=1, cutoff=_LIKELY_MISSPELLED)
+            if close:
+                _logger.warning("run-config has %r, which is ignored; %r is meant?", key, close[0])
+    for key in ("num-clients", "rounds"):
+        if names[key] not in chosen:
+            raise ConfigError(f"run-config has no {key}; add it under [tool.flwr.app.config]")
+    return Settings(**chosen)
+
+
+def _typed(key: str, value: Any, wanted: type) -> Any:
+    """Check a value's type, letting whole numbers stand for floats."""
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{key} is {value!r}; it must be {_KINDS[wanted]}")
+    return value
+
+
+def _require(name: str, value: object, holds: bool, bound: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name.replace('_', '-')} is {value}; it must be {bound}")

@@ -1,0 +1,248 @@
+"""Where a client keeps its memory between messages: a directory, or Flower's own context.
+
+A memory is two snapshots whose vectors may be large and are often the same. A vector is written
+once, under a number, and never changed; a small index says which numbers count. Replacing the
+index is the commit: a crash at any moment leaves the old memory or the new one, and the protocol
+copes with either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import zipfile
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord
+
+from aqg.core.persistence import client_from_arrays, client_to_arrays
+from aqg.errors import RunError
+from aqg.experiments.rundir import write_atomically
+from aqg.flower.messages import Stamp
+from aqg.flower.protocol import ClientMirror, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from flwr.app import RecordDict
+    from numpy.typing import NDArray
+
+    Vector = NDArray[Any]
+
+_logger = logging.getLogger("flwr.aqg")
+
+_INLINE_BYTES = 4096
+"""Arrays up to this size are written into the index itself."""
+
+
+class Vault(Protocol):
+    """Holds an index and numbered vectors."""
+
+    def read_index(self) -> str | None:
+        """Return the index, or None where there is none."""
+
+    def write_index(self, text: str) -> None:
+        """Replace the index, whole or not at all."""
+
+    def read_vector(self, number: int) -> Vector:
+        """Return a vector; raise `RunError` where it is missing or damaged."""
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Write a new vector."""
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Drop all other vectors."""
+
+
+class ClientStore:
+    """Reads and writes a client's memory in a vault.
+
+    Args:
+        vault: where it lies.
+        key: names the run and what both sides agreed on; a memory under another key is not found.
+
+    """
+
+    def __init__(self, vault: Vault, key: str) -> None:
+        self._vault = vault
+        self._key = key
+        self._stored: dict[int, Vector] = {}
+
+    def load(self) -> ClientMirror | None:
+        """Return the memory; None where there is none, or none that can be read."""
+        try:
+            text = self._vault.read_index()
+            if text is None:
+                return None
+            index = json.loads(text)
+            if index["key"] != self._key:
+                return None
+            current = self._read(index["current"])
+            before = None if index["before"] is None else self._read(index["before"])
+            incarnation, round_number = index["answered"]
+            return ClientMirror(current, before, (int(incarnation), int(round_number)))
+        except (RunError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # The server finds out from the stamp, and both sides start again from zero.
+            _logger.warning("the client's saved state cannot be used: %r", error)
+            return None
+
+    def save(self, mirror: ClientMirror) -> None:
+        """Write the memory, whole or not at all."""
+        used: dict[int, Vector] = {}
+        index = {
+            "key": self._key,
+            "answered": list(mirror.answered),
+            "current": self._write(mirror.current, used),
+            "before": None if mirror.before is None else self._write(mirror.before, used),
+        }
+        self._vault.write_index(json.dumps(index))
+        self._stored = used
+        self._vault.keep_only(set(used))
+
+    def _read(self, row: dict[str, Any]) -> Snapshot:
+        arrays = {name: self._read_array(cell) for name, cell in row["arrays"].items()}
+        state = client_from_arrays(arrays)
+        stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
+        snapshot = Snapshot(state, arrays["direction"], bytes.fromhex(row["lineage"]), stamp)
+        for name, array in _arrays_of(snapshot).items():
+            if "number" in row["arrays"][name]:
+                self._stored.setdefault(row["arrays"][name]["number"], array)
+        return snapshot
+
+    def _read_array(self, cell: dict[str, Any]) -> Vector:
+        if "number" in cell:
+            return self._vault.read_vector(int(cell["number"]))
+        data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
+        return data.reshape(cell["shape"])
+
+    def _write(self, snapshot: Snapshot, used: dict[int, Vector]) -> dict[str, Any]:
+        return {
+            "arrays": {
+                name: self._write_array(array, used) for name, array in _arrays_of(snapshot).items()
+            },
+            "lineage": snapshot.lineage.hex(),
+            "epoch": snapshot.stamp.epoch,
+            "uploads": snapshot.stamp.uploads,
+            "digest": snapshot.stamp.digest.hex(),
+        }
+
+    def _write_array(self, array: Vector, used: dict[int, Vector]) -> dict[str, Any]:
+        if array.nbytes <= _INLINE_BYTES:
+            return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
+        stored = {**self._stored, **used}
+        number = next((n for n, vector in stored.items() if vector is array), None)
+        if number is None:
+            number = max(stored, default=0) + 1
+            self._vault.write_vector(number, array)
+        used[number] = array
+        return {"number": number}
+
+
+def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
+    return {**client_to_arrays(snapshot.state), "direction": snapshot.direction}
+
+
+class DirectoryVault:
+    """A directory of files, for memory that outlives the node's process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"state directory {str(path)!r} cannot be made: {error.strerror}"
+            ) from None
+
+    def read_index(self) -> str | None:
+        """Return the text of ``state.json``."""
+        try:
+            return (self._path / "state.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{str(self._path)!r} cannot be read: {error}") from None
+
+    def write_index(self, text: str) -> None:
+        """Replace ``state.json``."""
+        write_atomically(self._path / "state.json", text.encode())
+
+    def read_vector(self, number: int) -> Vector:
+        """Load ``vector-N.npz``."""
+        return read_arrays(self._path / f"vector-{number}.npz")["vector"]
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Save ``vector-N.npz``."""
+        write_arrays(self._path / f"vector-{number}.npz", {"vector": vector})
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Delete the files of other numbers."""
+        for file in self._path.glob("vector-*.npz"):
+            found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
+            if found and int(found[1]) not in numbers:
+                file.unlink(missing_ok=True)
+
+
+class ContextVault:
+    """The state of a Flower context: in memory, for as long as node and run live."""
+
+    _INDEX = "aqg-index"
+    _PREFIX = "aqg-vector-"
+
+    def __init__(self, records: RecordDict) -> None:
+        self._records = records
+
+    def read_index(self) -> str | None:
+        """Return the text in the index record."""
+        record = self._records.get(self._INDEX)
+        return str(record["json"]) if isinstance(record, ConfigRecord) else None
+
+    def write_index(self, text: str) -> None:
+        """Replace the index record."""
+        self._records[self._INDEX] = ConfigRecord({"json": text})
+
+    def read_vector(self, number: int) -> Vector:
+        """Return the array of one record."""
+        record = self._records.get(f"{self._PREFIX}{number}")
+        if not isinstance(record, ArrayRecord):
+            raise RunError(f"the context has no vector {number}")
+        return record["vector"].numpy()
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Add a record with one array."""
+        array = Array(np.ascontiguousarray(vector))
+        self._records[f"{self._PREFIX}{number}"] = ArrayRecord({"vector": array})
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Delete the records of other numbers."""
+        kept = {f"{self._PREFIX}{number}" for number in numbers}
+        for name in list(self._records):
+            if name.startswith(self._PREFIX) and name not in kept:
+                del self._records[name]
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
+    """Save named arrays, whole or not at all, without a copy of them in memory."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def read_arrays(path: Path) -> dict[str, Vector]:
+    """Load the arrays that `write_arrays` saved."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"{str(path)!r} is missing or damaged: {error}") from None

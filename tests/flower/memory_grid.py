@@ -1,0 +1,115 @@
+"""A Flower grid in memory: real messages, really serialized, real apps, and faults on demand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from flwr.clientapp import ClientApp
+    from flwr.supercore.run import Run
+
+SUPERLINK_NODE = 1
+RAISED = 2
+"""Flower's error code for a ClientApp that raised."""
+
+
+def on_the_wire(message: Message) -> Message:
+    """Serialize and read back."""
+    return message_from_proto(
+        MessageProto.FromString(message_to_proto(message).SerializeToString())
+    )
+
+
+@dataclass
+class MemoryGrid(Grid):
+    """Runs the ClientApp of every node when a message is pushed, and keeps its reply.
+
+    ``deliver`` sees every message to a node, ``answer`` every reply; each may return another one
+    in its place, or None to lose it. ``extra`` holds replies to hand out beside the real ones.
+    """
+
+    client_app: ClientApp
+    node_configs: dict[int, dict[str, Any]]
+    run_config: dict[str, Any] = field(default_factory=dict)
+    deliver: Callable[[int, Message], Message | None] = lambda node, message: message
+    answer: Callable[[int, Message], Message | None] = lambda node, message: message
+    run_id: int = 7
+
+    def __post_init__(self) -> None:
+        TaskIdentity.run_id, TaskIdentity.task_id = self.run_id, 1
+        TaskIdentity.node_id = SUPERLINK_NODE
+        self.contexts: dict[int, Context] = {}
+        self.replies: list[Message] = []
+        self.extra: list[Message] = []
+        self._ids = count(1)
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.node_configs)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        identifiers = []
+        for message in messages:
+            identifier = f"message-{next(self._ids)}"
+            message.metadata.__dict__["_message_id"] = identifier
+            identifiers.append(identifier)
+            node = message.metadata.dst_node_id
+            delivered = self.deliver(node, on_the_wire(message))
+            if delivered is not None and node in self.node_configs:
+                reply = self.answer(node, on_the_wire(self.call(node, delivered)))
+                self.replies += [] if reply is None else [reply]
+        return identifiers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = set(message_ids)
+        found = [m for m in self.replies if m.metadata.reply_to_message_id in wanted]
+        self.replies = [m for m in self.replies if m not in found]
+        found += self.extra
+        self.extra = []
+        return found
+
+    def call(self, node: int, message: Message) -> Message:
+        """Run the node's ClientApp as a SuperNode does: an exception becomes an error reply."""
+        try:
+            return self.client_app(message, self.context_of(node))
+        except Exception as error:
+            return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+
+    def context_of(self, node: int) -> Context:
+        if node not in self.contexts:
+            self.contexts[node] = Context(
+                self.run_id, node, dict(self.node_configs[node]), RecordDict(), self.run_config
+            )
+        return self.contexts[node]
+
+    def restart_node(self, node: int, new_id: int | None = None) -> None:
+        """Forget what Flower keeps of a node; without a key it also comes back under a new id."""
+        self.contexts.pop(node, None)
+        if new_id is not None:
+            self.node_configs[new_id] = self.node_configs.pop(node)
+
+
+def server_context(run_config: dict[str, Any]) -> Context:
+    return Context(7, SUPERLINK_NODE, {}, RecordDict(), run_config)

@@ -1,0 +1,778 @@
+"""ServerApp and ClientApp, driven through a grid of real Flower messages in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aqg import RECIPES, make_recipe
+from aqg.core.optimizers import make_optimizer
+from aqg.errors import ConfigError, MessageError, RunError
+from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
+from aqg.flower import records as flower_records
+from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
+from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import Training
+
+from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.problems import tiny_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from flwr.app import Context
+
+    from aqg.flower.reports import RoundReport
+
+ALPHA = 0.1
+PROBLEM = tiny_problem(num_clients=3, unequal=True)
+
+
+def task_of(context: Context) -> FlowerTask:
+    samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+    return FlowerTask.from_objective(PROBLEM.objective, samples.features, samples.labels)
+
+
+class Federation:
+    """Three nodes, a run directory, and a state directory for each node."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.path = path
+        self.config: dict[str, Any] = {
+            "num-clients": 3,
+            "rounds": 8,
+            "alpha": ALPHA,
+            "recipe": "qgd",
+            "trust-partition-id": True,
+            "round-timeout": 0.4,
+            "start-timeout": 2.0,
+            "run-dir": str(path / "run"),
+            "client-state-dir": str(path / "nodes"),
+        } | {key.replace("_", "-"): value for key, value in config.items()}
+        nodes = {11 + 7 * index: {"partition-id": index} for index in (2, 0, 1)}
+        self.grid = MemoryGrid(make_client_app(task_of), nodes, self.config)
+        self.finals: list[np.ndarray] = []
+
+    def run(self, **options: Any) -> np.ndarray:
+        app = make_server_app(PROBLEM.initial_params, on_finish=self.finals.append, **options)
+        app(self.grid, server_context(self.config))
+        return self.finals[-1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        text = (self.path / "run" / "rounds.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def total(self, name: str) -> int:
+        return sum(row[name] for row in self.rows())
+
+    def incidents(self, kind: str) -> list[tuple[int, int]]:
+        """Return round and client of every incident of a kind."""
+        found = [(row["round"], row.get("incidents", [])) for row in self.rows()]
+        return [(k, one["client"]) for k, row in found for one in row if one["kind"] == kind]
+
+    def state_of(self, client: int) -> Path:
+        (found,) = (self.path / "nodes" / f"partition-{client}").iterdir()
+        return found
+
+    def agree(self) -> bool:
+        """Whether every client's mirror on disk has the stamp and the bits of the server's."""
+        with np.load(self.path / "run" / "checkpoint.npz") as saved:
+            for client in range(3):
+                path = self.state_of(client)
+                mirror = ClientStore(DirectoryVault(path), path.name).load()
+                assert mirror is not None
+                stamp = mirror.current.stamp
+                server = (saved["epochs"][client], saved["uploads"][client])
+                if (stamp.epoch, stamp.uploads) != server:
+                    return False
+                if stamp.digest != saved["digests"][client].tobytes():
+                    return False
+                if not np.array_equal(mirror.current.state.mirror, saved["mirrors-0"][client]):
+                    return False
+        return True
+
+
+def round_of(message: Message) -> int:
+    """Return the round that a train message belongs to; 0 for other messages."""
+    kind = message.metadata.message_type
+    return int(message.metadata.group_id) if kind == "train" else 0
+
+
+def reference(recipe: str, rounds: int, **training: Any) -> ReferenceSimulation:
+    simulation = ReferenceSimulation(
+        PROBLEM, make_recipe(recipe), ALPHA, seed=0, training=Training(**training)
+    )
+    for _ in range(rounds):
+        simulation.run_round()
+    return simulation
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "training"),
+    [
+        ("lean", {}, {}),
+        ("laq", {"weighting": "samples"}, {"weighting": "samples"}),
+        ("qsgd", {"participation": 0.67}, {"participation": 0.67}),
+        ("onebit", {"optimizer": "momentum"}, {"optimizer": make_optimizer("momentum")}),
+    ],
+)
+def test_without_faults_the_model_is_the_simulators(
+    tmp_path: Path, recipe: str, config: dict[str, Any], training: dict[str, Any]
+) -> None:
+    federation = Federation(tmp_path, recipe=recipe, **config)
+    final = federation.run(evaluate=PROBLEM.test_accuracy, describe={"dataset": "tiny"})
+    simulation = reference(recipe, 8, **training)
+    assert np.array_equal(final, simulation.parameters)
+    again = ReferenceSimulation(
+        PROBLEM, make_recipe(recipe), ALPHA, seed=0, training=Training(**training)
+    )
+    records = [again.run_round() for _ in range(8)]
+    rows = federation.rows()
+    assert [row["widths"] for row in rows] == [list(record.widths) for record in records]
+    assert [row["upload_bytes"] for row in rows] == [record.upload_bytes for record in records]
+    if "participation" not in config:
+        assert [row["loss"] for row in rows] == [record.loss for record in records]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_loss"] == simulation.loss()
+    assert summary["test_accuracy"] == PROBLEM.test_accuracy(final)
+    assert 'dataset = "tiny"' in (tmp_path / "run" / "config.toml").read_text()
+    assert not any(row.get("incidents") for row in rows)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe_ends_with_the_simulators_model(tmp_path: Path, recipe: str) -> None:
+    federation = Federation(tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="")
+    assert np.array_equal(federation.run(), reference(recipe, 4).parameters)
+
+
+def test_a_lost_reply_is_rolled_back(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    lost = []
+
+    def lose(node: int, reply: Message) -> Message | None:
+        if round_of(reply) == 3 and node == 18:
+            lost.append(reply)
+            return None
+        return reply
+
+    federation.grid.answer = lose
+    federation.run()
+    assert len(lost) == 1
+    assert federation.incidents("missing") == [(3, 1)]
+    assert federation.incidents("rollback") == [(4, 1)]
+    assert federation.rows()[2]["widths"][1] == -1
+    assert federation.agree()
+    losses = [row["loss"] for row in federation.rows()]
+    assert losses[-1] < losses[2] < losses[0]
+
+
+def test_a_late_reply_and_a_second_one_are_thrown_away(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    held: list[Message] = []
+
+    def delay(node: int, reply: Message) -> Message | None:
+        if round_of(reply) == 3 and node == 18:
+            held.append(reply)
+            return None
+        if round_of(reply) == 4 and node == 11:
+            federation.grid.replies += [*held, reply]  # one too late, one of two alike
+        return reply
+
+    federation.grid.answer = delay
+    federation.run()
+    assert federation.incidents("late") == [(4, 1)]
+    assert federation.incidents("rollback") == [(4, 1)]
+    assert federation.agree()
+
+
+def test_replies_to_nothing_and_from_nobody_change_nothing(tmp_path: Path) -> None:
+    clean = Federation(tmp_path / "clean").run()
+    federation = Federation(tmp_path / "forged")
+
+    def forge(node: int, reply: Message) -> Message | None:
+        if round_of(reply) == 3:
+            stranger = Message(reply.content, reply_to=reply)
+            stranger.metadata.__dict__["_reply_to_message_id"] = "message-0"
+            federation.grid.extra.append(stranger)
+        return reply
+
+    federation.grid.answer = forge
+    assert np.array_equal(federation.run(), clean)
+
+
+def damage_frame(reply: Message) -> None:
+    frame = bytearray(reply.content["frame"]["bytes"])
+    frame[len(frame) // 2] ^= 4
+    reply.content["frame"]["bytes"] = bytes(frame)
+
+
+def damage_round(reply: Message) -> None:
+    reply.content["reply"]["round"] = 1
+
+
+def damage_type(reply: Message) -> None:
+    reply.content["reply"]["loss"] = "low"
+
+
+def damage_records(reply: Message) -> None:
+    reply.content["more"] = ConfigRecord({"x": 1})
+
+
+def damage_size(reply: Message) -> None:
+    reply.content["frame"]["bytes"] = bytes(10_000)
+
+
+def damage_client(reply: Message) -> None:
+    reply.content["reply"]["client"] = 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (damage_frame, "checksum|reference"),
+        (damage_round, "round 1"),
+        (damage_type, "loss is str"),
+        (damage_records, "records"),
+        (damage_size, "10000 bytes"),
+        (damage_client, "unknown"),
+    ],
+)
+def test_a_damaged_reply_costs_that_client_its_update_only(
+    tmp_path: Path, damage: Callable[[Message], None], complaint: str
+) -> None:
+    federation = Federation(tmp_path, rounds=6)
+
+    def strike(node: int, reply: Message) -> Message:
+        if round_of(reply) == 3 and node == 18:
+            damage(reply)
+        return reply
+
+    federation.grid.answer = strike
+    federation.run()
+    assert federation.incidents("rejected") == [(3, 1)]
+    (incident,) = federation.rows()[2]["incidents"]
+    assert incident["node"] == 18
+    assert any(part in incident["text"] for part in complaint.split("|"))
+    assert federation.incidents("rollback") == [(4, 1)]
+    assert federation.agree()
+
+
+scalars = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=40)
+)
+records = st.one_of(
+    st.dictionaries(st.text(max_size=9) | st.just("bytes"), scalars, max_size=3).map(ConfigRecord),
+    st.binary(max_size=40).map(
+        lambda data: ArrayRecord({"bytes": Array("uint8", (len(data),), "bytes", data)})
+    ),
+    st.dictionaries(st.text(max_size=9), st.floats(), max_size=2).map(MetricRecord),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["reply", "frame", "other"]), records))
+def test_content_of_any_kind_is_read_or_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(MessageError):  # nobody finds the fields of a reply by chance
+        flower_records.unpack_reply(RecordDict(content), 30)
+
+
+def test_a_wiped_node_starts_again_and_a_restored_one_too(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=9)
+
+    def trouble(node: int, message: Message) -> Message:
+        state = federation.path / "nodes" / "partition-1"
+        if node == 18:
+            match round_of(message):
+                case 3:
+                    shutil.copytree(state, tmp_path / "copy")
+                case 5:
+                    shutil.rmtree(state)
+                case 7:
+                    shutil.rmtree(state)
+                    shutil.copytree(tmp_path / "copy", state)
+        return message
+
+    federation.grid.deliver = trouble
+    federation.run()
+    assert federation.incidents("resync") == [(5, 1), (7, 1)]
+    assert federation.agree()
+    losses = [row["loss"] for row in federation.rows()]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_damaged_state_on_disk_is_not_used(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=5)
+
+    def rot(node: int, message: Message) -> Message:
+        if node == 18 and round_of(message) == 3:
+            file = federation.state_of(1) / "state.json"
+            index = json.loads(file.read_text())
+            cell = index["current"]["arrays"]["mirror"]
+            cell["bytes"] = "0123" + cell["bytes"][4:]
+            file.write_text(json.dumps(index))
+        if node == 18 and round_of(message) == 4:
+            (federation.state_of(1) / "state.json").write_text("{")
+        return message
+
+    federation.grid.deliver = rot
+    federation.run()
+    assert federation.incidents("resync") == [(3, 1), (4, 1)]
+    assert federation.agree()
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(
+    tmp_path: Path, keeps_state: bool
+) -> None:
+    federation = Federation(tmp_path)
+    if not keeps_state:
+        del federation.config["client-state-dir"]
+
+    def restart(node: int, message: Message) -> Message:
+        if node == 18 and round_of(message) == 4:
+            federation.grid.restart_node(18)
+        return message
+
+    federation.grid.deliver = restart
+    final = federation.run()
+    assert federation.incidents("resync") == ([] if keeps_state else [(4, 1)])
+    assert np.array_equal(final, reference("qgd", 8).parameters) == keeps_state
+
+
+def test_a_node_that_comes_back_under_a_new_id_takes_its_place(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+
+    def lose_node(node: int, message: Message) -> Message | None:
+        if node == 18 and round_of(message) == 3:
+            federation.grid.restart_node(18, new_id=99)
+            return None
+        return message
+
+    federation.grid.deliver = lose_node
+    federation.run()
+    assert federation.incidents("missing") == [(3, 1)]
+    assert federation.total("resyncs") == 0
+    assert federation.rows()[-1]["widths"][1] > 0
+    assert federation.agree()
+
+
+def test_a_second_node_with_the_same_partition_is_refused(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    clean = reference("qgd", 8).parameters
+
+    def intrude(node: int, message: Message) -> Message:
+        if round_of(message) == 2:
+            federation.grid.node_configs[50] = {"partition-id": 1}
+            federation.grid.node_configs[51] = {"partition-id": 7}
+            federation.grid.node_configs[52] = {}
+        return message
+
+    federation.grid.deliver = intrude
+    assert np.array_equal(federation.run(), clean)
+    assert federation.total("refused") == 1
+    incidents = [one for row in federation.rows() for one in row.get("incidents", [])]
+    texts = {one["node"]: one["text"] for one in incidents}
+    assert texts.keys() == {50, 51, 52}
+    assert texts[50] == "node 50 reports partition 1, which is node 18"
+    assert "IndexError" in texts[51]  # there are no data for it
+
+
+def test_by_default_a_client_is_a_node(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, trust_partition_id=False)
+    final = federation.run()  # indices follow node ids, and those the partitions here
+    assert np.array_equal(final, reference("qgd", 8).parameters)
+
+
+def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path: Path) -> None:
+    failing = [False]
+
+    def fragile(context: Context) -> FlowerTask:
+        task = task_of(context)
+
+        def train(params: Any, round_number: int, key: Any) -> Any:
+            if round_number == 3 and key[1] == 1:
+                failing[0] = True
+                raise RuntimeError("out of memory")
+            return task.train(params, round_number, key)
+
+        return replace(task, train=train)
+
+    federation = Federation(tmp_path)
+    federation.grid.client_app = make_client_app(fragile)
+    federation.run()
+    assert failing == [True]
+    assert federation.incidents("error") == [(3, 1)]
+    assert "out of memory" in federation.rows()[2]["incidents"][0]["text"]
+    assert federation.total("resyncs") == federation.total("rollbacks") == 0
+    assert federation.agree()
+
+
+def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path: Path) -> None:
+    def sick(context: Context) -> FlowerTask:
+        task = task_of(context)
+
+        def train(params: Any, round_number: int, key: Any) -> Any:
+            loss, gradient = task.train(params, round_number, key)
+            if round_number == 3 and key[1] == 1:
+                gradient = np.where(np.arange(len(gradient)) < 2, np.nan, gradient)
+            return loss, gradient
+
+        return replace(task, train=train)
+
+    federation = Federation(tmp_path)
+    federation.grid.client_app = make_client_app(sick)
+    final = federation.run()
+    assert federation.incidents("fault") == [(3, 1)]
+    fault = "gradient has 2 non-finite values of 21"
+    assert federation.rows()[2]["faults"] == [[1, fault]]
+    assert federation.agree()
+    assert np.isfinite(final).all()
+
+
+def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -> None:
+    federation = Federation(tmp_path / "diverging", alpha=1e9, recipe="gd", rounds=50)
+    final = federation.run()
+    assert 2 <= len(federation.rows()) < 50
+    assert np.isfinite(final).all()
+    summary = json.loads((tmp_path / "diverging" / "run" / "summary.json").read_text())
+    assert summary["diverged"]
+
+    def lie(node: int, reply: Message) -> Message:
+        if round_of(reply) and node == 18:
+            reply.content["reply"]["loss"] = float("inf")
+        return reply
+
+    federation = Federation(tmp_path / "lied", rounds=4)
+    federation.grid.answer = lie
+    federation.run()
+    assert [row["loss"] for row in federation.rows()] == [None] * 4
+
+
+class Killed(BaseException):
+    """Stands for the end of the server's process."""
+
+
+class Killer:
+    """A logger that ends the server in the middle of its work."""
+
+    def __init__(self, at_round: int) -> None:
+        self.at_round = at_round
+
+    def start(self, config: Any, next_round: int) -> None: ...
+
+    def round(self, report: RoundReport) -> None:
+        if report.line.record.round == self.at_round:
+            raise Killed
+
+    def finish(self, summary: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("recipe", ["lean", "onebit"])
+def test_a_killed_server_goes_on_and_ends_where_it_would_have(tmp_path: Path, recipe: str) -> None:
+    federation = Federation(tmp_path, recipe=recipe)
+    for number in (3, 6):  # killed after the round was taken in, before its checkpoint
+        with pytest.raises(Killed):
+            federation.run(loggers=[Killer(number)])
+        assert len(federation.rows()) == number
+        federation.grid.run_id += 1  # a new run of Flower: its context is fresh
+        federation.grid.contexts.clear()
+    final = federation.run()
+    assert np.array_equal(final, reference(recipe, 8).parameters)
+    assert [row["round"] for row in federation.rows()] == list(range(1, 9))
+    assert federation.total("resyncs") == 0
+    assert federation.agree()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["rounds"] == 8
+
+
+def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, checkpoint_every=4)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(7)])
+    federation.run()
+    assert sorted(federation.incidents("resync")) == [(5, 0), (5, 1), (5, 2)]
+    assert federation.agree()
+
+
+def test_another_run_does_not_go_on_in_the_same_directory(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=2)
+    federation.run()
+    federation.config["recipe"] = "laq"
+    with pytest.raises(ConfigError, match="another recipe, seed or model"):
+        federation.run()
+    federation.config |= {"recipe": "qgd", "num-clients": 4}
+    with pytest.raises(ConfigError, match="with num-clients 3, and num-clients is 4"):
+        federation.run()
+
+
+def test_a_checkpoint_comes_back_as_it_was_and_notices_damage(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=3)
+    federation.run()
+    recipe = make_recipe("qgd")
+    saved = load_checkpoint(tmp_path / "run", recipe)
+    assert saved is not None
+    save_checkpoint(tmp_path, saved, group_bytes=1)
+    again = load_checkpoint(tmp_path, recipe)
+    assert again is not None
+    assert again.book.round == 4
+    assert [entry.stamp for entry in again.book.entries] == [
+        entry.stamp for entry in saved.book.entries
+    ]
+    assert np.array_equal(again.book.state.mirrors, saved.book.state.mirrors)
+    with np.load(tmp_path / "checkpoint.npz") as file:
+        arrays = dict(file)
+    assert arrays["mirrors-2"].shape == (1, 21)
+    arrays["mirrors-2"][0, 5] += 1
+    write_arrays(tmp_path / "checkpoint.npz", arrays)
+    with pytest.raises(RunError, match="mirror 2 has changed"):
+        load_checkpoint(tmp_path, recipe)
+
+
+def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rounds.jsonl").write_text("{}\n")
+    with pytest.raises(RunError, match="rounds but no checkpoint"):
+        federation.run()
+    np.savez(tmp_path / "run" / "checkpoint.npz", round=3)
+    with pytest.raises(RunError, match="it is not a server's"):
+        federation.run()
+    (tmp_path / "run" / "checkpoint.npz").write_bytes(b"PK")
+    with pytest.raises(RunError, match="missing or damaged"):
+        federation.run()
+
+
+def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, trust_partition_id=False, weighting="samples", rounds=6)
+
+    def replace_node(node: int, message: Message) -> Message | None:
+        if node == 25 and round_of(message) == 3:  # client 2 leaves; one with less data comes
+            del federation.grid.node_configs[25]
+            federation.grid.node_configs[90] = {"partition-id": 0, "aqg-state-dir": str(tmp_path)}
+            return None
+        return message
+
+    federation.grid.deliver = replace_node
+    federation.run()
+    assert federation.incidents("resync") == [(4, 2)]
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        sizes = np.array([len(PROBLEM.clients[index].labels) for index in (0, 1, 0)])
+        assert saved["num_samples"].tolist() == sizes.tolist()
+        assert np.array_equal(saved["weights"], sizes / sizes.mean())
+        total = saved["weights"] @ saved["mirrors-0"]
+        assert np.allclose(saved["total"], total, rtol=0, atol=1e-12)
+
+
+def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=2)
+
+    class Second:
+        def start(self, config: Any, next_round: int) -> None:
+            with pytest.raises(RunError, match="in use by another server"):
+                Federation(tmp_path).run()
+
+        def round(self, report: RoundReport) -> None: ...
+
+        def finish(self, summary: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+    federation.run(loggers=[Second()])
+    assert len(federation.rows()) == 2
+
+
+def test_too_few_replies_make_no_step(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, min_clients=3, rounds=5)
+    thetas: list[bytes] = []
+
+    def lose(node: int, reply: Message) -> Message | None:
+        return None if round_of(reply) == 3 and node == 18 else reply
+
+    def watch(node: int, message: Message) -> Message:
+        if node == 11 and round_of(message):
+            thetas.append(message.content["model"]["bytes"])
+        return message
+
+    federation.grid.answer, federation.grid.deliver = lose, watch
+    federation.run()
+    assert [row["stepped"] for row in federation.rows()] == [True, True, False, True, True]
+    assert thetas[2] == thetas[3] != thetas[4]
+    assert federation.agree()
+
+
+def test_a_run_that_gets_nowhere_stops_with_advice(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, max_failed_rounds=1, round_timeout=0.05)
+    federation.grid.answer = lambda node, reply: None if round_of(reply) > 2 else reply
+    with pytest.raises(RunError, match="2 rounds in a row had fewer than 1 valid"):
+        federation.run()
+    federation.grid.answer = lambda node, reply: reply
+    federation.run()
+    assert len(federation.rows()) == 8
+
+
+def test_a_run_without_clients_says_so(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, start_timeout=0.05)
+    federation.grid.node_configs.clear()
+    with pytest.raises(RunError, match=r"0 clients are connected after 0\.05 s, and 1 are needed"):
+        federation.run()
+
+
+def test_client_and_server_must_mean_the_same_recipe(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, max_failed_rounds=0, round_timeout=0.1)
+    federation.grid.client_app = make_client_app(task_of, recipe=make_recipe("laq"))
+    with pytest.raises(RunError, match="1 rounds in a row"):
+        federation.run()
+    assert "do not agree on recipe 'qgd'" in federation.rows()[0]["incidents"][0]["text"]
+
+
+def test_a_recipe_can_be_an_object_on_both_sides(tmp_path: Path) -> None:
+    recipe = replace(make_recipe("laq"), max_staleness=3)
+    federation = Federation(tmp_path)
+    federation.grid.client_app = make_client_app(task_of, recipe=recipe)
+    federation.run(recipe=recipe)
+    assert federation.total("errors") == 0
+    assert max(max(row["staleness"]) for row in federation.rows()) <= 4
+
+
+def test_large_models_travel_as_arrays(tmp_path: Path) -> None:
+    size = flower_records.LARGE_BYTES // 3
+    federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0)
+    kinds: set[str] = set()
+
+    def train(params: Any, round_number: int, key: Any) -> Any:
+        return 1.0, np.random.default_rng(key).standard_normal(size).astype(np.float32)
+
+    def watch(node: int, message: Message) -> Message:
+        kinds.update(f"{name} {type(r).__name__}" for name, r in message.content.items())
+        return message
+
+    federation.grid.client_app = make_client_app(lambda context: FlowerTask(train, 5))
+    federation.grid.deliver = federation.grid.answer = watch
+    app = make_server_app(np.zeros(size, np.float32), on_finish=federation.finals.append)
+    app(federation.grid, server_context(federation.config))
+    assert {"model ArrayRecord", "frame ArrayRecord"} <= kinds
+    sums = [
+        sum(np.random.default_rng((0, m, k)).standard_normal(size).astype(np.float32) * 1.0
+            for m in range(3)) for k in (1, 2)
+    ]  # fmt: skip
+    assert np.allclose(federation.finals[0], -ALPHA * (sums[0] + sums[1]), atol=1e-5)
+    assert federation.agree()
+
+
+def test_own_training_with_the_default_step_is_federated_averaging(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    start = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    locals_: list[np.ndarray] = []
+
+    def make_task(context: Context) -> FlowerTask:
+        module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        features = torch.tensor(samples.features, dtype=torch.float32)
+
+        def train(module: torch.nn.Module) -> float:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            module.train()
+            for _ in range(3):
+                loss = torch.nn.functional.cross_entropy(
+                    module(features), torch.tensor(samples.labels)
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            locals_.append(flatten(module))
+            return loss.item()
+
+        return FlowerTask.from_training(module, train, len(features))
+
+    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0)
+    federation.grid.client_app = make_client_app(make_task)
+    app = make_server_app(flatten(start), on_finish=federation.finals.append)
+    app(federation.grid, server_context(federation.config))
+    assert len(locals_) == 3
+    assert np.allclose(federation.finals[0], np.mean(locals_, axis=0), atol=1e-6)
+    load_flat(start, federation.finals[0])
+    assert np.array_equal(flatten(start), federation.finals[0])
+    with pytest.raises(ConfigError, match="which has 44 of them"):
+        load_flat(start, np.zeros(3))
+
+
+def test_a_module_and_its_data_make_a_task() -> None:
+    samples = PROBLEM.clients[0]
+    task = FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels, l2=0.1)
+    loss, gradient = task.train(np.zeros(21), 1, (0, 0, 1))
+    assert loss == pytest.approx(np.log(3))
+    assert gradient.shape == (21,)
+    assert task.num_samples == len(samples.labels)
+
+
+def test_a_module_trains_in_a_deployment(tmp_path: Path) -> None:
+    def make_task(context: Context) -> FlowerTask:
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        return FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels)
+
+    federation = Federation(tmp_path, rounds=3)
+    federation.grid.client_app = make_client_app(make_task)
+    federation.run()
+    assert federation.total("errors") == 0
+    losses = [row["loss"] for row in federation.rows()]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_tensorboard_shows_every_round(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    federation = Federation(tmp_path, tensorboard=True)
+    federation.run()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = events.Scalars("aqg/loss")
+    rows = federation.rows()
+    assert [event.step for event in losses] == [row["round"] for row in rows]
+    assert [event.value for event in losses] == pytest.approx([row["loss"] for row in rows])
+    sizes = events.Scalars("aqg/upload_bytes")
+    assert [event.value for event in sizes] == [row["upload_bytes"] for row in rows]
+    assert "aqg/incidents/resyncs" in events.Tags()["scalars"]
+    widths = events.Scalars("aqg/client-1/width")
+    assert [event.value for event in widths] == [row["widths"][1] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rounds": 0}, "rounds is 0; it must be at least 1"),
+        ({"rounds": "many"}, "rounds is 'many'; it must be a whole number"),
+        ({"rounds": True}, "rounds is True; it must be a whole number"),
+        ({"min-clients": 4}, "min-clients is 4; it must be 0 to 3"),
+        ({"min-clients": 2, "participation": 0.34}, "only 1 of 3 clients are asked"),
+        ({"recipe": "magic"}, "unknown recipe 'magic'"),
+        ({"optimizer": "magic"}, "unknown optimizer 'magic'"),
+        ({"weighting": "age"}, "unknown weighting 'age'"),
+        ({"round-timeout": 0.0}, "round-timeout is 0.0; it must be above 0"),
+        ({"tensorboard": True, "run-dir": ""}, "run-dir is empty"),
+        ({"trust-partition-id": "yes"}, "it must be true or false"),
+    ],
+)
+def test_a_bad_setting_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    federation = Federation(tmp_path)
+    federation.config |= change
+    with pytest.raises(ConfigError, match=complaint):
+        federation.run()
+
+
+def test_a_missing_setting_is_named(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    del federation.config["num-clients"]
+    with pytest.raises(ConfigError, match="run-config has no num-clients"):
+        federation.run()
+    federation.run(settings={"num-clients": 3})  # an app may bring its own

@@ -1,0 +1,349 @@
+"""The mirror protocol alone, over thousands of schedules of trouble."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aqg import DenseUpload, encode, make_recipe
+from aqg.core.optimizers import SGD
+from aqg.errors import MessageError
+from aqg.flower.messages import Order, Reply
+from aqg.flower.protocol import (
+    Base,
+    ClientMirror,
+    MirrorBook,
+    Verdict,
+    answer,
+    find_base,
+    fingerprint,
+    max_frame_bytes,
+    stale_reply,
+)
+
+from tests.flower.schedules import World, same
+
+if TYPE_CHECKING:
+    from aqg.core.recipe import Recipe
+
+NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "1300"))
+SIZE = 8
+
+
+def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str]:
+    """Play schedules; return what happened in them."""
+    seen: Counter[str] = Counter()
+    for seed in range(num_schedules):
+        world = World(seed, make_recipe(recipe), **options)
+        world.run(num_rounds=8)
+        seen += world.seen
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"), [("laq", 1.0), ("lean", 0.4), ("gd", 0.05), ("onebit", 0.15)]
+)
+def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) -> None:
+    seen = play(int(NUM_SCHEDULES * share), recipe)
+    # The schedules are worth something only if all of this happened in them.
+    kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
+    assert all(seen[kind] for kind in [*kinds.split(), "rolled back", "server crash"]), seen
+
+
+def test_schedules_find_a_protocol_without_digests() -> None:
+    def by_number_alone(
+        recipe: Recipe, mirror: ClientMirror, order: Order, draw: int
+    ) -> Base | None:
+        """Look for the server's state by epoch and number of uploads, as if these sufficed."""
+        for snapshot in (mirror.current, mirror.before):
+            if snapshot is not None and snapshot.stamp[:2] == order.stamp[:2]:
+                order = replace(order, digest=snapshot.stamp.digest)
+        return find_base(recipe, mirror, order, draw)
+
+    with pytest.raises(AssertionError, match="not noticed at contact"):
+        play(500, find=by_number_alone)
+
+
+def test_schedules_find_a_server_that_leaves_old_mirrors_in_its_sum() -> None:
+    class Leaky(MirrorBook):
+        def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
+            old = self.state.mirrors[client]
+            verdict = super().accept(client, reply, incarnation)
+            if verdict.message is not None and reply.restarted:
+                total = self.state.total + self.weights[client] * old
+                self.__init__(
+                    self.recipe, self.state._replace(total=total), self.entries, self.weights
+                )
+            return verdict
+
+    with pytest.raises(AssertionError, match="not the sum of the mirrors"):
+        play(50, book_type=Leaky)
+
+
+def test_schedules_find_a_server_that_takes_any_reply() -> None:
+    class Gullible(MirrorBook):
+        def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
+            stamp = self.entries[client].stamp
+            believed = replace(reply, round=self.state.round, incarnation=incarnation)
+            if not reply.restarted:
+                believed = replace(
+                    believed, epoch=stamp.epoch, uploads=stamp.uploads, base_digest=stamp.digest
+                )
+            return super().accept(client, believed, incarnation)
+
+    with pytest.raises(AssertionError, match="tampered"):
+        play(100, book_type=Gullible)
+
+
+class Pair:
+    """One server and one client, in lockstep."""
+
+    def __init__(self, recipe: str = "laq") -> None:
+        self.recipe = make_recipe(recipe)
+        self.book = MirrorBook.first(self.recipe, np.zeros(SIZE), np.ones(1), SGD())
+        self.client = ClientMirror.first(self.recipe, SIZE, "float64")
+        self.rng = np.random.default_rng(5)
+
+    def order(self, incarnation: int = 1, round_number: int | None = None) -> Order:
+        stamp = self.book.entries[0].stamp
+        return Order(
+            run="r",
+            fingerprint=fingerprint(self.recipe, SIZE, "float64", 0),
+            recipe="laq",
+            bits=4,
+            max_staleness=100,
+            seed=0,
+            num_params=SIZE,
+            dtype="float64",
+            incarnation=incarnation,
+            round=self.book.state.round if round_number is None else round_number,
+            client=0,
+            movement=0.0,
+            epoch=stamp.epoch,
+            uploads=stamp.uploads,
+            digest=stamp.digest,
+            evaluate=False,
+        )
+
+    def answer(self, order: Order, gradient: np.ndarray | None = None) -> Reply:
+        base = find_base(self.recipe, self.client, order, draw=98)
+        assert base is not None
+        if gradient is None:
+            gradient = self.rng.standard_normal(SIZE)
+        self.client, reply = answer(self.recipe, base, order, gradient)
+        return reply
+
+    def round(self) -> Reply:
+        reply = self.answer(self.order())
+        assert self.book.accept(0, reply, 1).message is not None
+        self.book.step(0.1, 0.0, 1.0, SGD())
+        return reply
+
+    @property
+    def agrees(self) -> bool:
+        entry = self.book.entries[0]
+        return self.client.current.stamp == entry.stamp and np.array_equal(
+            self.client.current.state.mirror, self.book.state.mirrors[0]
+        )
+
+
+def test_a_lost_upload_is_rolled_back_with_all_that_belongs_to_it() -> None:
+    pair = Pair("onebit")
+    pair.round()
+    kept = pair.client.current
+    pair.answer(pair.order())  # never arrives
+    assert not np.array_equal(pair.client.current.state.residual, kept.state.residual)
+    pair.book.step(0.1, 0.0, 1.0, SGD())
+    base = find_base(pair.recipe, pair.client, pair.order(), draw=98)
+    assert base == Base(kept, rolled_back=True)
+    assert base.snapshot.state.residual is kept.state.residual
+
+
+def test_a_restarted_server_gets_the_same_answer_again() -> None:
+    pair = Pair()
+    pair.round()
+    gradient = np.arange(SIZE) - 3.0
+    lost = pair.answer(pair.order(), gradient)
+    again = pair.answer(pair.order(incarnation=2), gradient)
+    assert again.frame == lost.frame
+    assert again.digest == lost.digest
+    assert again.rolled_back
+
+
+def test_a_repeated_round_undoes_a_silent_answer_too() -> None:
+    pair = Pair()
+    pair.round()
+    known = pair.client.current.state.mirror
+    pair.answer(pair.order(), known)  # nothing new: silent
+    assert pair.client.current.state.silent_rounds == 1
+    pair.answer(pair.order(incarnation=2), known)
+    assert pair.client.current.state.silent_rounds == 1
+
+
+def test_an_old_order_changes_nothing() -> None:
+    pair = Pair()
+    old = pair.order()
+    pair.round()
+    pair.round()
+    assert find_base(pair.recipe, pair.client, old, draw=98) is None
+    assert find_base(pair.recipe, pair.client, pair.order(round_number=1), draw=98) is None
+    reply = stale_reply(old)
+    assert reply.stale
+    assert reply.frame == b""
+
+
+def test_equal_numbers_with_different_content_are_told_apart() -> None:
+    pair = Pair()
+    pair.round()
+    pair.answer(pair.order())  # lost
+    other = pair.client  # a copy, with one upload that the server never saw
+    pair.book.step(0.1, 0.0, 1.0, SGD())
+    pair.round()  # rolled back, and another upload with the same number
+    assert other.current.stamp.uploads == pair.book.entries[0].stamp.uploads
+    pair.client = other
+    reply = pair.answer(pair.order())
+    assert reply.restarted
+    assert reply.epoch == 99
+    assert pair.book.accept(0, reply, 1).message is not None
+    assert pair.agrees
+    assert np.allclose(pair.book.state.total, pair.book.state.mirrors[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["laq", "onebit"])
+def test_a_wiped_client_starts_again_from_zero(recipe: str) -> None:
+    pair = Pair(recipe)
+    for _ in range(3):
+        pair.round()
+    pair.client = ClientMirror.first(pair.recipe, SIZE, "float64")
+    reply = pair.answer(pair.order())
+    assert reply.restarted
+    assert pair.book.accept(0, reply, 1).message is not None
+    assert pair.agrees
+
+
+def test_a_changed_bit_in_storage_is_found() -> None:
+    pair = Pair()
+    pair.round()
+    snapshot = pair.client.current
+    assert snapshot.is_intact
+    mirror = snapshot.state.mirror.copy()
+    mirror[3] = np.nextafter(mirror[3], 1)
+    assert not snapshot._replace(state=snapshot.state._replace(mirror=mirror)).is_intact
+    assert not snapshot._replace(direction=snapshot.direction + np.int8(1)).is_intact
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"round": 9}, "round 9"),
+        ({"incarnation": 9}, "incarnation 9"),
+        ({"frame": bytes(max_frame_bytes(SIZE) + 1)}, "are the most for 8 parameters"),
+        ({"frame": b""}, "frame is empty"),
+        ({"frame": b"\x20"}, "the client says"),
+        ({"frame": b"garbage"}, "checksum"),
+        ({"uploads": 7}, "the mirror is at 1 of 0"),
+        ({"epoch": 7}, "the mirror is at 1 of 0"),
+        ({"base_digest": bytes(16)}, "digest 0000"),
+        ({"digest": bytes(16)}, "the client says 0000"),
+        ({"restarted": True}, "upload 0 of an epoch after 0"),
+        ({"restarted": True, "uploads": 0}, "upload 0 of an epoch after 0"),
+        ({"restarted": True, "uploads": 0, "epoch": 5}, "the frame is for upload 0 of epoch 5"),
+    ],
+)
+def test_a_bad_reply_changes_nothing(change: dict[str, object], complaint: str) -> None:
+    pair = Pair()
+    pair.round()
+    good = pair.answer(pair.order())
+    state, entries = pair.book.state, pair.book.entries
+    verdict = pair.book.accept(0, replace(good, **change), 1)
+    assert verdict.message is None
+    assert complaint in verdict.problem
+    assert same(pair.book.state, state)
+    assert same(pair.book.entries, entries)
+    assert pair.book.accept(0, good, 1).message is not None
+
+
+def test_the_same_reply_is_not_taken_twice() -> None:
+    pair = Pair()
+    pair.round()
+    reply = pair.answer(pair.order())
+    assert pair.book.accept(0, reply, 1).message is not None
+    assert "the mirror is at 2" in pair.book.accept(0, reply, 1).problem
+
+
+def test_values_that_overflow_the_mirror_are_refused() -> None:
+    recipe = make_recipe("lag")
+    book = MirrorBook.first(recipe, np.zeros(SIZE, np.float32), np.ones(1), SGD())
+    huge = np.full(SIZE, 3e38, np.float32)
+    pair = Pair("lag")
+    frame = encode(DenseUpload(huge))
+    reply = replace(
+        pair.answer(pair.order()), frame=frame, base_digest=book.entries[0].stamp.digest
+    )
+    assert "the client says" in book.accept(0, reply, 1).problem  # finite: only the digest is off
+    full = (np.full(SIZE, 3e38, np.float32),)
+    book = MirrorBook(recipe, book.state._replace(mirrors=full), book.entries, book.weights)
+    assert "NaN or infinity" in book.accept(0, reply, 1).problem
+
+
+values = st.one_of(
+    st.integers(-(2**64), 2**64), st.floats(), st.text(max_size=20), st.binary(max_size=20),
+    st.booleans(), st.none(), st.lists(st.integers(), max_size=3),
+)  # fmt: skip
+
+
+names = st.sampled_from(["round", "stale", "epoch", "digest", "frame", "loss", "fault", "surplus"])
+
+
+@given(st.dictionaries(names, values, max_size=3), st.sets(names, max_size=1))
+def test_fields_of_any_kind_are_read_or_refused(
+    changes: dict[str, object], dropped: set[str]
+) -> None:
+    fields: dict[str, object] = dict(stale_reply(Pair().order()).to_fields())
+    fields |= changes
+    for name in dropped:
+        fields.pop(name, None)
+    try:
+        reply = Reply.from_fields(fields)
+    except MessageError:
+        return
+    assert set(reply.to_fields()) == set(fields)
+    assert isinstance(reply.fault, str)
+    assert len(reply.digest) == len(reply.base_digest) == 16
+
+
+def test_messages_come_back_as_they_were() -> None:
+    order = Pair().order()
+    assert Order.from_fields(order.to_fields()) == order
+    reply = replace(stale_reply(order), loss=0.5)
+    assert Reply.from_fields(reply.to_fields()) == reply
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"run": "../x"}, "letters and digits"),
+        ({"dtype": "object"}, "not float32 or float64"),
+        ({"digest": b"short"}, "5 bytes"),
+        ({"round": -1}, "round is -1"),
+        ({"movement": 1}, "movement is int, not float"),
+        ({"evaluate": 1}, "evaluate is int, not bool"),
+    ],
+)
+def test_a_bad_order_is_refused(change: dict[str, object], complaint: str) -> None:
+    with pytest.raises(MessageError, match=complaint):
+        Order.from_fields(Pair().order().to_fields() | change)
+
+
+def test_the_protocol_needs_no_flower() -> None:
+    code = "import sys, aqg.flower.protocol; sys.exit('flwr' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
