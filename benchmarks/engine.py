@@ -1,6 +1,7 @@
 """Seconds per round of the fast simulator, against the bare gradient and other simulators.
 
-    python benchmarks/engine.py                            # W1..W4, a few minutes
+    python benchmarks/engine.py                            # W1..W4, some minutes
+    python benchmarks/engine.py --peers none               # without other simulators
     python benchmarks/engine.py --workloads W3 --json      # one of them, for machines
     python benchmarks/engine.py --clients-sweep            # 1,000 to 100,000 clients
     python benchmarks/engine.py --memory                   # of W2
@@ -11,18 +12,21 @@ name  clients  samples  features  model                 precision
 ====  =======  =======  ========  ====================  =========
 W1    10       6000     784       784-200-10 network    float32
 W2    1000     60       784       784-200-10 network    float32
-W3    18       267      34        logistic regression   float64
+W3    18       128      34        logistic regression   float64
 W4    10       6000     784       784→10 softmax        float32
 ====  =======  =======  ========  ====================  =========
 
-The data is synthetic: Gaussian noise around one center per class. ``bare`` computes every client's
-loss and gradient in batched torch and does nothing else: no server, no compression, no bytes. A
-round of the engine includes everything, the exact length of every frame too.
+The data is synthetic: Gaussian noise around one center per class. W3 has as many samples in all as
+the paper's three sets have when each is cut into six equal parts (267, 58 and 59). ``bare``
+computes every client's loss and gradient in batched torch and does nothing else: no server, no
+compression, no bytes. A round of the engine includes everything, the exact length of every frame
+too.
 
 All contestants take turns, window by window, so that noise hits them alike; a window is a few
 rounds, and the smallest mean over a window is reported. The first rounds, in which all clients
-upload, come before and are reported apart. Peers (FedJAX, pfl, Flower, FedLab) take part where they
-are installed; they compute one full-batch step per client, with no compression.
+upload, come before and are reported apart. Peers (FedJAX, pfl, FedLab and Flower's simulation) take
+part where they are installed; they compute one full-batch step per client, with no compression.
+Flower runs in a process of its own, after the others.
 """
 
 from __future__ import annotations
@@ -37,63 +41,36 @@ import argparse
 import json
 import platform
 import resource
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from engine_bare import bare_gradient, numpy_gradient
+from engine_workloads import WORKLOADS, Data, Workload, make_data, make_problem
 
 from aqg.core.recipes import make_recipe
-from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.problem import Problem, Samples
+from aqg.sim.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 RECIPES = ("gd", "laq", "aqg-2", "lean")
+PEERS = ("FedJAX", "pfl", "FedLab", "Flower")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""On a machine that others use, with one thread, the time that the process had a core is fairer."""
 WARM_UP_ROUNDS = 2
 LONGEST_WINDOW = 2.0
 """Seconds: slow contestants do fewer rounds in a window."""
-L2 = 0.01
+LONGEST_TURNS = 20.0
+"""Seconds: very slow ones take fewer turns, but two at least."""
+FLOWER_ROUNDS = {"W1": 4, "W2": 2, "W3": 20, "W4": 6}
+FLOWER_SECONDS = 300
 MIRROR_BYTES = 4 + 1
 """Per parameter and client: the mirror in float32, and the direction it last went, in int8."""
-
-
-class Workload(NamedTuple):
-    """Shapes, and how many rounds make a window."""
-
-    num_clients: int
-    num_samples: int
-    num_features: int
-    model: str
-    dtype: str
-    window: int
-    repetitions: int
-
-    @property
-    def num_classes(self) -> int:
-        return 2 if self.model == "logistic" else 10
-
-    @property
-    def step_size(self) -> float:
-        return 0.1 / self.num_clients
-
-
-WORKLOADS = {
-    "W1": Workload(10, 6000, 784, "mlp:200", "float32", window=1, repetitions=6),
-    "W2": Workload(1000, 60, 784, "mlp:200", "float32", window=1, repetitions=6),
-    "W3": Workload(18, 267, 34, "logistic", "float64", window=100, repetitions=10),
-    "W4": Workload(10, 6000, 784, "softmax", "float32", window=5, repetitions=6),
-}
-
-
-class Data(NamedTuple):
-    """Features ``(M, n, f)`` and labels ``(M, n)`` of all clients."""
-
-    features: np.ndarray
-    labels: np.ndarray
 
 
 class Timing(NamedTuple):
@@ -104,165 +81,78 @@ class Timing(NamedTuple):
     uploads: float | None
 
 
-def make_data(workload: Workload, seed: int = 0) -> Data:
-    random = np.random.default_rng(seed)
-    shape = (workload.num_clients, workload.num_samples)
-    labels = random.integers(0, workload.num_classes, shape)
-    centers = random.standard_normal((workload.num_classes, workload.num_features), np.float32)
-    features = random.standard_normal((*shape, workload.num_features), np.float32)
-    features *= 0.3
-    for client, client_labels in enumerate(labels):
-        features[client] += 0.1 * centers[client_labels]
-    return Data(features.astype(workload.dtype, copy=False), labels)
-
-
-def make_problem(workload: Workload, data: Data) -> Problem:
-    objective = make_objective(
-        workload.model, workload.num_features, workload.num_classes, L2, "mean"
-    )
-    clients = tuple(Samples(*samples) for samples in zip(*data, strict=True))
-    return Problem(objective, clients, objective.init_params(0).astype(workload.dtype))
-
-
-def bare_gradient(workload: Workload, problem: Problem, data: Data, device: str) -> Callable:
-    """Return a function that computes all losses and gradients, by hand, in torch."""
-    features = torch.as_tensor(data.features, device=device)
-    labels = torch.as_tensor(data.labels, device=device)
-    params = torch.as_tensor(problem.initial_params, device=device)
-    num_clients, num_samples, num_features = features.shape
-    gradients = torch.empty((num_clients, len(params)), dtype=params.dtype, device=device)
-    flat = features.view(-1, num_features)  # the forward pass is one product for all clients
-    rows = torch.arange(num_samples, device=device)
-    inner = torch.arange(num_clients, device=device)[:, None]
-
-    def logistic() -> None:
-        signs = labels * 2 - 1
-        margins = (flat @ params).view_as(labels) * signs
-        torch.nn.functional.softplus(-margins).mean(dim=1)
-        slopes = -signs * torch.sigmoid(-margins) / num_samples
-        torch.bmm(features.transpose(1, 2), slopes[..., None], out=gradients[..., None])
-        gradients.add_(params, alpha=L2)
-
-    def layer_gradients(inputs: torch.Tensor, slopes: torch.Tensor, start: int) -> int:
-        stop = start + inputs.shape[-1] * slopes.shape[-1]
-        weights = gradients[:, start:stop].view(num_clients, inputs.shape[-1], -1)
-        if slopes.shape[-1] <= 32:  # few outputs: faster as the rows of the product
-            weights.copy_(_products(slopes.transpose(1, 2), inputs).transpose(1, 2))
-        else:
-            weights.copy_(_products(inputs.transpose(1, 2), slopes))
-        gradients[:, stop : stop + slopes.shape[-1]] = slopes.sum(dim=1)
-        return stop + slopes.shape[-1]
-
-    def class_slopes(logits: torch.Tensor) -> torch.Tensor:
-        log_probability = torch.log_softmax(logits.view(num_clients, num_samples, -1), dim=-1)
-        -log_probability[inner, rows, labels].mean(dim=1)
-        slopes = log_probability.exp_()
-        slopes[inner, rows, labels] -= 1
-        return slopes.div_(num_samples)
-
-    def softmax() -> None:
-        slopes = class_slopes(torch.addmm(params[-10:], flat, params[:-10].view(-1, 10)))
-        layer_gradients(features, slopes, 0)
-        gradients.add_(params, alpha=L2)
-
-    def network() -> None:
-        num_hidden = int(workload.model.partition(":")[2])
-        split = num_features * num_hidden
-        weight1, bias1 = params[:split].view(num_features, -1), params[split : split + num_hidden]
-        weight2, bias2 = params[split + num_hidden : -10].view(num_hidden, 10), params[-10:]
-        hidden = torch.addmm(bias1, flat, weight1).relu_()
-        slopes = class_slopes(torch.addmm(bias2, hidden, weight2))
-        hidden_slopes = (slopes.view(-1, 10) @ weight2.T).mul_(hidden > 0)
-        start = layer_gradients(features, hidden_slopes.view(num_clients, num_samples, -1), 0)
-        layer_gradients(hidden.view(num_clients, num_samples, -1), slopes, start)
-        gradients.add_(params, alpha=L2)
-
-    chosen = {"logistic": logistic, "softmax": softmax}.get(workload.model, network)
-
-    def compute() -> torch.Tensor:
-        chosen()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return gradients
-
-    _check_gradient(problem, data, compute())
-    return compute
-
-
-def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``left @ right`` for each client, the way that is faster for its size and device."""
-    if left.device.type == "cpu" and left.shape[-1] >= 1000:
-        return torch.stack([torch.mm(a, b) for a, b in zip(left, right, strict=True)])
-    return torch.bmm(left, right)
-
-
-def _check_gradient(problem: Problem, data: Data, gradients: torch.Tensor) -> None:
-    """Make sure that bare and engine compute the same."""
-    _, expected = problem.objective.losses_and_gradients(
-        problem.initial_params, data.features[0], data.labels[0]
-    )
-    difference = np.abs(gradients[0].cpu().numpy() - expected).max()
-    if difference > 1e-4 * np.abs(expected).max():
-        raise SystemExit(f"the bare gradient is off by {difference}")
-
-
-def numpy_gradient(problem: Problem, data: Data) -> Callable:
-    """Return stacked logistic gradients in NumPy, by hand: the bare loop of W3."""
-    features, params = data.features, problem.initial_params
-    signs = np.where(data.labels > 0, 1.0, -1.0).astype(features.dtype)
-    num_samples = features.shape[1]
-    transposed = features.swapaxes(1, 2)
-
-    def compute() -> np.ndarray:
-        margins = (features @ params) * signs
-        decay = np.exp(-np.abs(margins))
-        (np.log1p(decay) + np.maximum(-margins, 0)).mean(axis=1)
-        slopes = -signs * np.where(margins < 0, 1.0, decay) / (1 + decay) / num_samples
-        return (transposed @ slopes[..., None])[..., 0] + L2 * params
-
-    return compute
-
-
 def contestants(
-    workload: Workload, data: Data, recipes: Sequence[str], device: str
+    workload: Workload, data: Data, recipes: Sequence[str], peers: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
     problem = make_problem(workload, data)
     found: dict[str, Callable[[], Any]] = {
-        "bare": bare_gradient(workload, problem, data, device),
+        "bare": bare_gradient(workload, problem, data, "cpu"),
     }
-    if workload.model == "logistic" and device == "cpu":
+    if workload.model == "logistic":
         found["bare (NumPy)"] = numpy_gradient(problem, data)
     for recipe in recipes:
-        simulation = FastSimulation(problem, make_recipe(recipe), workload.step_size, device=device)
+        simulation = FastSimulation(problem, make_recipe(recipe), workload.step_size)
         found[recipe] = simulation.run_round
-    if device == "cpu":
+    if peers:
         from engine_peers import installed_peers
 
-        found.update(installed_peers(workload, data))
+        found.update(installed_peers(workload, data, peers))
     return found
 
 
-def measure(name: str, recipes: Sequence[str], device: str) -> dict[str, Timing]:
+def measure(
+    name: str,
+    recipes: Sequence[str],
+    peers: Sequence[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
+    num_samples: int | None = None,
+) -> dict[str, Timing]:
     workload = WORKLOADS[name]
+    if num_samples is not None:
+        workload = workload._replace(num_samples=num_samples)
     data = make_data(workload)
-    runs = contestants(workload, data, recipes, device)
+    runs = contestants(workload, data, recipes, peers)
     first = {key: _seconds(run) for key, run in runs.items()}
-    windows = {}
+    windows, turns = {}, {}
     for key, run in runs.items():
         warm = min(_seconds(run) for _ in range(WARM_UP_ROUNDS))
         windows[key] = max(1, min(workload.window, round(LONGEST_WINDOW / warm)))
+        turns[key] = max(2, min(workload.repetitions, round(LONGEST_TURNS / warm)))
     best = dict.fromkeys(runs, float("inf"))
     uploads: dict[str, list[int]] = {key: [] for key in runs}
-    for _ in range(workload.repetitions):
+    for turn in range(workload.repetitions):
         for key, run in runs.items():
-            start = time.perf_counter()
+            if turn >= turns[key]:
+                continue
+            start = clock()
             results = [run() for _ in range(windows[key])]
-            best[key] = min(best[key], (time.perf_counter() - start) / windows[key])
+            best[key] = min(best[key], (clock() - start) / windows[key])
             uploads[key] += [r.num_uploads for r in results if hasattr(r, "num_uploads")]
-    return {
+    timings = {
         key: Timing(first[key], best[key], float(np.mean(uploads[key])) if uploads[key] else None)
         for key in runs
     }
+    if "Flower" in peers and (flower := measure_flower(name)) is not None:
+        timings["Flower"] = flower
+    return timings
+
+
+def measure_flower(name: str) -> Timing | None:
+    """Run Flower's simulation in a process of its own; None where it is missing or fails."""
+    script = os.path.join(os.path.dirname(__file__), "engine_flower.py")
+    command = [sys.executable, script, name, "--rounds", str(FLOWER_ROUNDS[name])]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FLOWER_SECONDS, check=False
+        )
+        result = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        print(f"Flower is left out: {type(error).__name__}", file=sys.stderr)
+        return None
+    if "error" in result:
+        print(f"Flower is left out: {result['error']}", file=sys.stderr)
+        return None
+    return Timing(result["first_round"], result["seconds"], None)
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -271,10 +161,11 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def print_table(name: str, timings: dict[str, Timing]) -> None:
+def print_table(name: str, timings: dict[str, Timing], num_samples: int | None = None) -> None:
     workload = WORKLOADS[name]
+    num_samples = num_samples or workload.num_samples
     print(
-        f"\n{name}: {workload.num_clients} clients × {workload.num_samples} samples × "
+        f"\n{name}: {workload.num_clients} clients × {num_samples} samples × "
         f"{workload.num_features} features, {workload.model}, {workload.dtype}"
     )
     print(f"{'':14}{'s/round':>12}{'× bare':>9}{'rounds/s':>11}{'uploads':>9}{'first round':>13}")
@@ -340,37 +231,15 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def measure_cuda(rounds: int) -> dict[str, float]:
-    """Rounds per second of ``lean`` on W4, and the speed of W1 relative to its bare gradient."""
-    workload = WORKLOADS["W4"]
-    problem = make_problem(workload, make_data(workload))
-    simulation = FastSimulation(problem, make_recipe("lean"), workload.step_size, device="cuda")
-    for _ in range(20):
-        simulation.run_round()
-    start = time.perf_counter()
-    uploads = upload_bytes = 0
-    for _ in range(rounds):
-        record = simulation.run_round()
-        uploads += record.num_uploads
-        upload_bytes += record.upload_bytes
-    seconds = time.perf_counter() - start
-    timings = measure("W1", ("lean",), "cuda")
-    print_table("W1", timings)
-    return {
-        "w4_rounds": rounds,
-        "w4_rounds_per_second": rounds / seconds,
-        "w4_uploads": uploads,
-        "w4_upload_bytes": upload_bytes,
-        "w1_speed_of_bare": timings["bare"].seconds / timings["lean"].seconds,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--peers", default=",".join(PEERS), help="some of these, or none")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=4000, help="of W4, with --device cuda")
+    parser.add_argument("--samples", type=int, help="of each client, in place of the workload's")
+    parser.add_argument("--clock", default="wall", choices=list(CLOCKS))
+    parser.add_argument("--rounds", type=int, default=4000, help="with --device cuda")
     parser.add_argument("--clients-sweep", action="store_true")
     parser.add_argument("--clients", default="1000,3000,10000,30000,100000")
     parser.add_argument("--memory", action="store_true", help="of lean on W2, run alone")
@@ -382,6 +251,8 @@ def main() -> None:
         "device": arguments.device,
     }
     if arguments.device == "cuda":
+        from engine_cuda import measure_cuda
+
         result["gpu"] = torch.cuda.get_device_name()
         result.update(measure_cuda(arguments.rounds))
         print(json.dumps(result))
@@ -396,8 +267,11 @@ def main() -> None:
         for name in arguments.workloads.split(","):
             if name not in WORKLOADS:
                 raise SystemExit(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
-            timings = measure(name, arguments.recipes.split(","), arguments.device)
-            print_table(name, timings)
+            peers = () if arguments.peers == "none" else tuple(arguments.peers.split(","))
+            recipes = arguments.recipes.split(",")
+            clock = CLOCKS[arguments.clock]
+            timings = measure(name, recipes, peers, clock, arguments.samples)
+            print_table(name, timings, arguments.samples)
             result[name] = {key: timing._asdict() for key, timing in timings.items()}
     if arguments.json:
         print(json.dumps(result))

@@ -4,8 +4,8 @@ Each adapter runs the peer's own federated averaging with all clients, one full-
 per client, no compression and no evaluation. A peer that is not installed, or does not import here,
 is left out with a line that says so.
 
-Flower's simulation starts a Ray cluster, which does not mix with timing others in the same process;
-it has no adapter.
+Flower's simulation starts a Ray cluster, which does not mix with timing others in the same process:
+see ``engine_flower.py``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from engine import Data, Workload
+    from engine_workloads import Data, Workload
 
 LOCAL_RATE = 0.1
 
 
-def installed_peers(workload: Workload, data: Data) -> dict[str, Callable[[], Any]]:
+def installed_peers(
+    workload: Workload, data: Data, wanted: Sequence[str]
+) -> dict[str, Callable[[], Any]]:
     found = {}
     for name, module, make in (
         ("FedJAX", "fedjax", make_fedjax),
         ("pfl", "pfl.algorithm.federated_averaging", make_pfl),
         ("FedLab", "fedlab.contrib.algorithm.basic_client", make_fedlab),
     ):
+        if name not in wanted:
+            continue
         try:
             importlib.import_module(module)
         except Exception as error:  # a half-installed peer can fail in any way

@@ -109,9 +109,17 @@ class ClosedForm(Objective):
     ) -> tuple[Array, Array]:
         """Return ``Σ_i w_i loss_i`` for weights ``(..., n)``, and its gradient; no regularizer.
 
-        For objectives with classes: a weight is that of a column of slopes, ``(..., C, n)``.
+        For objectives with classes: a weight is that of a column of slopes, ``(..., C, n)``. Each
+        client may have a model of its own: ``params`` is ``(num_params,)`` or ``(...,
+        num_params)``.
         """
-        self._check(params, features)
+        one = params if params.ndim == 1 else params[(0,) * (params.ndim - 1)]
+        self._check(one, features)
+        if params.ndim > 1 and params.shape[:-1] != features.shape[:-2]:
+            raise ConfigError(
+                f"parameters have shape {tuple(params.shape)}; features of shape "
+                f"{tuple(features.shape)} need ({self.num_params},) or one such row per client"
+            )
         self._check_labels(features, labels)
         gradients = namespace(features).empty(
             (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device

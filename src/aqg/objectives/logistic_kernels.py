@@ -122,15 +122,15 @@ def _loss_and_slopes(scores: Any, labels: Any, powers: Any, slopes: Any) -> Any:
         chunk = slice(start, start + _FACTORS)
         some_slopes, some_labels = slopes[chunk], labels[chunk]
         some_scores, some_powers = scores[chunk], powers[chunk]
-        product = 1.0
+        excess = 0.0  # of the product over 1, which keeps small losses precise
         for i in range(len(some_slopes)):
             sign = 1.0 if some_labels[i] > 0 else -1.0
             margin = sign * some_scores[i]
             decay = some_slopes[i] * some_powers[i]
-            product *= 1.0 + decay
+            excess = excess * (1.0 + decay) + decay
             total += 0.0 if margin >= 0 else -margin  # NaN counts
             some_slopes[i] = -sign * (decay if margin >= 0 else 1.0) / (1.0 + decay)
-        total += np.log(product)
+        total += np.log1p(excess)
     return total
 
 

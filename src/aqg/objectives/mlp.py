@@ -63,5 +63,5 @@ class Perceptron(ClosedForm):
 
 def _hidden_layer(features: Array, weight: Array, bias: Array) -> Array:
     hidden = features @ weight
-    hidden += bias
+    hidden += bias[..., None, :]
     return namespace(hidden).clip(hidden, 0, None, out=hidden)

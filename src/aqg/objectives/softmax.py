@@ -59,12 +59,12 @@ def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
     With few classes and many samples, this order makes sums over classes run along whole rows, and
     BLAS computes the product faster in single precision.
     """
-    if _is_cuda(inputs):  # faster there as one product of all samples
+    if _is_cuda(inputs) and weight.ndim == 2:  # faster there as one product of all samples
         flat = inputs.reshape(-1, inputs.shape[-1])
         together = namespace(inputs).addmm(bias, flat, weight)
         return transpose(together.reshape(*inputs.shape[:-1], -1))
     logits = transpose(weight) @ transpose(inputs)
-    logits += bias[:, None]
+    logits += bias[..., None]
     return logits
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
+    from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
 
     Group = tuple[slice | int, FloatArray, IntArray]
@@ -58,8 +59,14 @@ class Backend(Protocol):
     def losses_and_gradients(self, params: Array, clients: IntArray) -> tuple[Array, Array]:
         """Return the loss and the gradient of each of these clients, both on the device."""
 
-    def samples(self, client: int) -> tuple[Array, Array]:
-        """Return a client's features and labels."""
+    def local_updates(
+        self,
+        local: LocalTraining,
+        params: Array,
+        clients: IntArray,
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[Array, Array]:
+        """Return what `LocalTraining.update` gives for each client: losses and updates."""
 
     def stack(self, rows: tuple[Array, ...]) -> Array:
         """Return arrays of one shape as the rows of another."""
@@ -214,9 +221,20 @@ class NumpyBackend:
             yield slice(position, stop), stack.features[members], stack.labels[members]
             position = stop
 
-    def samples(self, client: int) -> tuple[FloatArray, IntArray]:
-        """Return the very arrays of the problem."""
-        return self._clients[client]
+    def local_updates(
+        self,
+        local: LocalTraining,
+        params: FloatArray,
+        clients: IntArray,
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[FloatArray, FloatArray]:
+        """Train one client after the other, on the very arrays of the problem."""
+        results = [
+            local.update(self._objective, params, *self._clients[int(client)], key)
+            for client, key in zip(clients.tolist(), keys, strict=True)
+        ]
+        losses, updates = zip(*results, strict=True)
+        return np.stack(losses), np.stack(updates)
 
     def stack(self, rows: tuple[FloatArray, ...]) -> FloatArray:
         """Copy into one array."""

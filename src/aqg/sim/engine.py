@@ -217,17 +217,8 @@ class FastSimulation:
         local = self.training.local
         if local.is_one_gradient:
             return self.backend.losses_and_gradients(self._params, block)
-        results = [
-            local.update(
-                self.problem.objective,
-                self._params,
-                *self.backend.samples(client),
-                (self.seed, client, self.next_round),
-            )
-            for client in block.tolist()
-        ]
-        losses, updates = zip(*results, strict=True)
-        return self.backend.stack(losses), self.backend.stack(updates)
+        keys = [(self.seed, client, self.next_round) for client in block.tolist()]
+        return self.backend.local_updates(local, self._params, block, keys)
 
     def _note(self, block: IntArray, losses: Array) -> Float64Array:
         """Show the clients' losses to their schedule; return what it says to each."""

@@ -24,7 +24,11 @@ from aqg.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
+    from aqg.core.types import Float64Array, IntArray
     from aqg.objectives.base import Objective
+    from aqg.objectives.closed_form import ClosedForm
 
 Array = Any
 """A NumPy array or a torch tensor."""
@@ -111,25 +115,97 @@ class LocalTraining:
         num_steps = self.num_steps(len(labels))
         first_loss, total = None, 0.0
         with np.errstate(over="ignore", invalid="ignore"):  # divergence shows in the result
-            for batch in islice(self._batches(features, labels, key), num_steps):
-                loss, gradient = objective.losses_and_gradients(params, *batch)
+            for batch in islice(self._batches(len(labels), key), num_steps):
+                samples = (features, labels) if batch is None else (features[batch], labels[batch])
+                loss, gradient = objective.losses_and_gradients(params, *samples)
                 first_loss = loss if first_loss is None else first_loss
                 total = total + gradient
                 params = params - self.rate * gradient
             return first_loss, total / num_steps
 
-    def _batches(
-        self, features: Array, labels: Array, key: Sequence[int]
-    ) -> Iterator[tuple[Array, Array]]:
-        """Pass over the samples again and again, each time in another order."""
-        num_samples = len(labels)
+    def update_many(
+        self,
+        objective: ClosedForm,
+        params: Array,
+        features: Array,
+        labels: Array,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[Array, Array]:
+        """Let many clients take each step together; up to rounding, the same as `update` for each.
+
+        Batches are filled up to one length with samples of weight zero, and clients that have
+        taken all their steps wait for the others.
+
+        Args:
+            objective: the loss.
+            params: ``θ``, a torch tensor ``(num_params,)``.
+            features: the samples of all clients, ``(N, num_features)``.
+            labels: their labels, ``(N,)``.
+            starts: where each client's samples begin.
+            sizes: how many each has.
+            keys: integers (seed, client, round) for each.
+
+        Returns:
+            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
+
+        """
+        num_steps = [self.num_steps(size) for size in sizes]
+        rows, weights = self._lay_out(objective, starts, sizes, keys, num_steps)
+        rows, weights = _like(labels, rows), _like(params, weights)
+        waiting = [j for j in range(len(rows)) if j >= min(num_steps)]
+        models = params.repeat(len(sizes), 1)
+        total = first_losses = None
+        for j in range(len(rows)):
+            losses, gradients = objective.weighted_losses_and_gradients(
+                models, features[rows[j]], labels[rows[j]], weights[j]
+            )
+            if objective.l2:
+                losses = losses + objective.l2 / 2 * (models * models).sum(-1)
+                gradients += objective.l2 * models
+                if j in waiting:
+                    gradients *= (weights[j].sum(-1) > 0)[:, None]
+            first_losses = losses if first_losses is None else first_losses
+            total = gradients.clone() if total is None else total.add_(gradients)
+            models = models - self.rate * gradients
+        counts = _like(params, np.array(num_steps, np.float64))
+        return first_losses, total / counts[:, None]
+
+    def _lay_out(
+        self,
+        objective: ClosedForm,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        keys: Sequence[Sequence[int]],
+        num_steps: Sequence[int],
+    ) -> tuple[IntArray, Float64Array]:
+        """Return which samples every step uses and what each counts, ``(K, M, batch size)``."""
+        batch_size = min(self.batch_size or max(sizes), max(sizes))
+        rows = np.zeros((max(num_steps), len(sizes), batch_size), np.int64)
+        weights = np.zeros(rows.shape)
+        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
+            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
+                chosen = np.arange(size) if batch is None else batch
+                rows[j, m, : len(chosen)] = start + chosen
+                weights[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
+        return rows, weights
+
+    def _batches(self, num_samples: int, key: Sequence[int]) -> Iterator[IntArray | None]:
+        """Pass over the samples again and again, each time in another order; None: all of them."""
         if self.batch_size is None or self.batch_size >= num_samples:
-            yield from repeat((features, labels))
+            yield from repeat(None)
             return
         seed, client, round_number = key
         generator = np.random.default_rng([seed, _STREAM, client, round_number])
         while True:
             order = generator.permutation(num_samples)
             for start in range(0, num_samples, self.batch_size):
-                batch = order[start : start + self.batch_size]
-                yield features[batch], labels[batch]
+                yield order[start : start + self.batch_size]
+
+
+def _like(tensor: Array, array: NDArray[Any]) -> Array:
+    """Return an array as a torch tensor with the device and the precision of another."""
+    import torch
+
+    return torch.as_tensor(array, device=tensor.device, dtype=tensor.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
 from aqg.core.mirror import Memory
 from aqg.core.quantizers import GridQuantizer
+from aqg.objectives.mlp import Perceptron
 from aqg.objectives.softmax import Softmax
 from aqg.sim.backends import as_index
 from aqg.sim.pieces import Pieces, cut
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
+    from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
@@ -40,6 +43,7 @@ class TorchBackend:
         self._objective = problem.objective
         self._stack: tuple[Tensor, Tensor] | None = None
         self._pieces: Pieces | None = None
+        self._side_by_side: tuple[Tensor, Tensor, list[int]] | None = None
         sizes = {len(samples.labels) for samples in problem.clients}
         are_few = len(sizes) > 1 and problem.num_clients <= _MOST_CUT
         if are_few and isinstance(problem.objective, Softmax):
@@ -49,6 +53,7 @@ class TorchBackend:
             views = [(start, start + len(samples.labels)) for start, samples in spans]
             self._features = [flat[0][start:stop] for start, stop in views]
             self._labels = [flat[1][start:stop] for start, stop in views]
+            self._side_by_side = (*flat, self._pieces.starts)
             return
         self._features = [self.put(samples.features) for samples in problem.clients]
         self._labels = [self.put(samples.labels) for samples in problem.clients]
@@ -99,9 +104,47 @@ class TorchBackend:
             gradients = torch.stack([gradient for _, gradient in pairs])
         return losses.double(), gradients
 
-    def samples(self, client: int) -> tuple[Tensor, Tensor]:
-        """Return a client's features and labels."""
-        return self._features[client], self._labels[client]
+    def local_updates(
+        self,
+        local: LocalTraining,
+        params: Tensor,
+        clients: IntArray,
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Let all clients take each step together, where the objective allows it."""
+        members = clients.tolist()
+        if local.batch_size is not None and isinstance(self._objective, Softmax | Perceptron):
+            features, labels, starts = self._in_one_row()
+            losses, updates = local.update_many(
+                self._objective,
+                params,
+                features,
+                labels,
+                [starts[m] for m in members],
+                [len(self._labels[m]) for m in members],
+                keys,
+            )
+            return losses.double(), updates
+        pairs = [
+            local.update(self._objective, params, self._features[m], self._labels[m], key)
+            for m, key in zip(members, keys, strict=True)
+        ]
+        losses = torch.stack([loss for loss, _ in pairs])
+        return losses.double(), torch.stack([update for _, update in pairs])
+
+    def _in_one_row(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Return all samples in one tensor, their labels, and where each client begins."""
+        if self._side_by_side is None:
+            sizes = [len(labels) for labels in self._labels]
+            starts = [0, *accumulate(sizes[:-1])]
+            if self._stack is not None:
+                features, labels = (part.flatten(0, 1) for part in self._stack)
+            else:
+                features, labels = torch.cat(self._features), torch.cat(self._labels)
+                self._features = list(torch.split(features, sizes))
+                self._labels = list(torch.split(labels, sizes))
+            self._side_by_side = features, labels, starts
+        return self._side_by_side
 
     def stack(self, rows: tuple[Tensor, ...]) -> Tensor:
         """Copy into one tensor."""
