@@ -166,7 +166,8 @@ def _step_by_noise(
     before = state
     if not noisy.meter.is_noisy(state.notes):  # what was owed in an earlier noisy time is history
         before = state._replace(residual=np.zeros_like(state.residual))
-    after, message = client_step(noisy.recipe, before, gradient, movement, key)
+    trickle = replace(noisy.recipe, quantizer=noisy.quantizer(notes))
+    after, message = client_step(trickle, before, gradient, movement, key)
     if isinstance(message, Skip):
         return state, message
     return after._replace(

@@ -88,6 +88,13 @@ class NoiseMeter:
             return 1.0
         return max(0.0, noise) / energy if energy > 0 else 0.0
 
+    def noise_share(self, notes: Float64Array) -> float:
+        """Return the part of an update's energy that is noise, ``ν/2``; 1 where nothing is known.
+
+        The difference of two updates holds the noise of both.
+        """
+        return min(1.0, self.ratio(notes) / 2.0) if notes[_COUNT] >= 3 else 1.0
+
     def is_noisy(self, notes: Float64Array) -> bool:
         """Tell which the client's updates are."""
         return bool(notes[_NOISY])

@@ -9,6 +9,8 @@ import numpy as np
 
 from aqg.core.mirror import Memory
 from aqg.core.movement import Movement
+from aqg.core.policies import Always
+from aqg.core.sparsifiers import TERNARY_WIDTH, Trickle
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,17 +28,21 @@ PAPER_MOVEMENT = Movement((1.0 / DEPTH,) * DEPTH)
 
 @dataclass(frozen=True)
 class Noisy:
-    """Another recipe, and the meter that tells when it is the better one.
+    """A trickle with error feedback, and the meter that tells when it is better than a memory.
 
-    What it sends counts in its round alone: the server forgets ``ref_m``.
+    What is sent so counts in its round alone: the server forgets ``ref_m``.
     """
 
-    recipe: Recipe
     meter: NoiseMeter
 
-    def __post_init__(self) -> None:
-        if self.recipe.memory is not Memory.FEEDBACK or self.recipe.noisy is not None:
-            raise ConfigError(f"noisy updates need error feedback, not {self.recipe.memory}")
+    @property
+    def recipe(self) -> Recipe:
+        """What a client does of which nothing is known but that it is noisy."""
+        return Recipe(memory=Memory.FEEDBACK, policy=Always(TERNARY_WIDTH), quantizer=Trickle())
+
+    def quantizer(self, notes: Float64Array) -> Trickle:
+        """Return the quantizer for a client with these notes: the less noise, the more it sends."""
+        return Trickle(self.meter.noise_share(notes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +92,7 @@ class Recipe:
     @property
     def keeps_residual(self) -> bool:
         """Whether a client remembers what error feedback owes."""
-        return self.memory is Memory.FEEDBACK or (
-            self.noisy is not None and self.noisy.recipe.keeps_residual
-        )
+        return self.memory is Memory.FEEDBACK or self.noisy is not None
 
     @property
     def keeps_average(self) -> bool:

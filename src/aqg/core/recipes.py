@@ -18,7 +18,6 @@ from aqg.core.noise import NoiseMeter
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
 from aqg.core.recipe import DEPTH, Noisy, Recipe
-from aqg.core.sparsifiers import Trickle
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,8 +144,7 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5) -> Recipe:
     "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
 )
 def _auto(bits: int, *, calm: float = 0.05, noisy: float = 0.2) -> Recipe:
-    trickle = Recipe(memory=Memory.FEEDBACK, policy=Always(2), quantizer=Trickle())
-    return replace(_lean(bits), noisy=Noisy(trickle, NoiseMeter(calm, noisy)))
+    return replace(_lean(bits), noisy=Noisy(NoiseMeter(calm, noisy)))
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray, IntArray
 
 
+TERNARY_WIDTH = 2
+
+
 @dataclass(frozen=True)
 class _KeepsFew(NormOnly):
     keep: float = 0.01
@@ -81,8 +84,16 @@ class Trickle(NormOnly):
     """Like `SparseTernary`, with ``k = √n/25`` of ``n`` coordinates, and at least 16.
 
     The fewer are sent, the more each byte of them buys: what is not sent now is owed, and sent when
-    it has grown. Below 16 the bytes around them outweigh them.
+    it has grown. Below 16 the bytes around them outweigh them. Where only a part of the energy of
+    an update is noise, the rest comes again in every round and what is owed grows faster: ``k`` is
+    divided by that part.
+
+    Attributes:
+        noise_share: the part of an update's energy that is noise; at least a tenth is reckoned.
+
     """
+
+    noise_share: float = 1.0
 
     def quantize(
         self,
@@ -94,14 +105,16 @@ class Trickle(NormOnly):
         """Write the signs of the few largest coordinates, and their mean magnitude."""
         return ternary(delta, largest(delta, self.num_kept(len(delta))), width)
 
-    @staticmethod
-    def num_kept(num_params: int) -> int:
+    def num_kept(self, num_params: int) -> int:
         """Return ``k``.
 
-        >>> Trickle.num_kept(7850), Trickle.num_kept(159010), Trickle.num_kept(10**8)
+        >>> Trickle().num_kept(7850), Trickle().num_kept(159010), Trickle().num_kept(10**8)
         (16, 16, 400)
+        >>> Trickle(0.5).num_kept(159010), Trickle(0.0).num_kept(159010)
+        (32, 160)
         """
-        return min(num_params, max(16, round(math.sqrt(num_params) / 25)))
+        fewest = max(16.0, math.sqrt(num_params) / 25)
+        return min(num_params, round(fewest / min(1.0, max(0.1, self.noise_share))))
 
 
 def ternary(delta: FloatArray, indices: IntArray, width: int) -> Upload:

@@ -322,16 +322,17 @@ class FastSimulation:
         Clients are quantized and their frames sized on all cores; the sum moves in their order.
         """
         backend = self.backend
-        is_passing = recipe.memory is not self.recipe.memory
+        noisy = None if recipe.memory is self.recipe.memory else self.recipe.noisy
         mirrors = backend.rows(self._mirrors, clients)
 
         def quantize(index: int) -> tuple[AnyUpload, int | Future[int]]:
             client = int(clients[index])
             key = (self.seed, client, self.next_round)
-            upload = recipe.quantizer.quantize(
+            quantizer = recipe.quantizer if noisy is None else noisy.quantizer(self._notes[client])
+            upload = quantizer.quantize(
                 deltas[index], innovation.of(index), int(widths[index]), key
             )
-            if is_passing:
+            if noisy is not None:
                 upload = for_one_round(upload)
             return upload, self._frame_size(client, mirrors[index], upload)
 
@@ -339,7 +340,7 @@ class FastSimulation:
         results = map_threads(quantize, range(len(clients)), num_threads() if is_large else 1)
         uploads = [upload for upload, _ in results]
         total = self._total
-        if is_passing:
+        if noisy is not None:
             total = self._passing = self._total * 0.0 if self._passing is None else self._passing
         backend.advance(
             recipe.memory, self._mirrors, total, clients, uploads, self._weights[clients]
@@ -348,7 +349,7 @@ class FastSimulation:
             pairs = zip(deltas, uploads, strict=True)
             residuals = [delta - upload.values(delta.dtype.type) for delta, upload in pairs]
             backend.store(self._residuals, clients, np.stack(residuals))
-        self._stored_errors[clients] = 0.0 if is_passing else innovation.errors
+        self._stored_errors[clients] = innovation.errors if noisy is None else 0.0
         self._silent_rounds[clients] = 0
         return [frame_size for _, frame_size in results]
 
