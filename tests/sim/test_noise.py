@@ -63,10 +63,30 @@ def test_noise_that_begins_and_ends_moves_the_client_between_both_rules():
         assert np.array_equal(server.mirrors[0], client.mirror)
         assert np.allclose(server.total, client.mirror, atol=1e-12)
         seen.append(AUTO.noisy.meter.is_noisy(client.notes))
-    assert seen[:3] == [True] * 3
-    assert not any(seen[4:31])
+    assert seen[:4] == [True] * 4
+    assert not any(seen[5:31])
     assert all(seen[36:60])
     assert not any(seen[95:])
+
+
+@pytest.mark.parametrize("num_params", [40, 20_000])
+def test_the_ratio_is_twice_the_share_of_noise_and_none_for_drift_and_swings(num_params):
+    meter = AUTO.noisy.meter
+    rng = np.random.default_rng(2)
+    signal, swing = rng.standard_normal((2, num_params))
+
+    def ratio(update, rounds=200):
+        notes = meter.init(num_params)
+        ratios = []
+        for number in range(rounds):
+            notes = meter.observe(notes, update(number))
+            ratios.append(meter.ratio(notes))
+        return np.mean(ratios[5:])
+
+    assert ratio(lambda k: signal + rng.standard_normal(num_params)) == pytest.approx(1.0, rel=0.3)
+    assert ratio(lambda _: rng.standard_normal(num_params)) == pytest.approx(2.0, rel=0.3)
+    assert ratio(lambda k: signal * (1 + 0.1 * k)) < 0.01
+    assert ratio(lambda k: signal + swing * (-1) ** k) < 0.01
 
 
 def test_what_a_noisy_client_owes_is_exactly_what_it_has_not_sent():

@@ -6,9 +6,10 @@ feedback, which lets noise cancel and signal add up, pays instead. `NoiseMeter` 
 the client's own updates and a few thousand numbers of state.
 
 With differences ``d^k = g^k - g^{k-1}``, independent noise of energy ``σ²`` in every ``g`` makes
-``-2⟨d^k, d^{k-1}⟩`` equal ``2σ²`` on average, the part of ``‖d‖²`` that is noise, while a gradient
-that drifts makes it negative, however long ago the client was last asked. Its running mean over
-that of ``‖g‖²`` is the noise ratio ``ν``.
+``-2⟨d^k, d^{k-1} + d^{k-2}⟩`` equal ``2σ²`` on average, the part of ``‖d‖²`` that is noise. A
+gradient that drifts makes it negative, however long ago the client was last asked, and one that
+swings to and fro, as at the edge of stability, makes it zero. Its running mean over that of
+``‖g‖²`` is the noise ratio ``ν``.
 
 Inner products are those of sketches: coordinates are added up, with random signs, into a few
 thousand buckets, which keeps them up to a few percent.
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
 SKETCH_LENGTH = 4096
 _COUNT, _NOISE, _ENERGY, _NOISY, _HEAD = 0, 1, 2, 3, 4
-_FIRST_VERDICT = 4
-"""Updates seen before the meter may change its mind: three make the first ratio."""
+_FIRST_RATIO = 4
+"""Updates it takes to have three differences."""
+_FIRST_VERDICT = 5
+"""Updates seen before the meter may change its mind."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,20 @@ class NoiseMeter:
 
     def init(self, num_params: int) -> Float64Array:
         """Return the notes before the first update."""
-        notes = np.zeros(_HEAD + 2 * min(num_params, SKETCH_LENGTH))
+        notes = np.zeros(_HEAD + 3 * min(num_params, SKETCH_LENGTH))
         notes[_NOISY] = 1.0
         return notes
 
     def observe(self, notes: Float64Array, gradient: FloatArray) -> Float64Array:
         """Return the notes after another update."""
-        before, last, difference = _split(notes)
+        before, (last, difference, earlier) = notes[:_HEAD], notes[_HEAD:].reshape(3, -1)
         sketch = fold(gradient, len(last))
-        after = np.concatenate([before, sketch, sketch - last])
+        after = np.concatenate([before, sketch, sketch - last, difference])
         count = after[_COUNT] = before[_COUNT] + 1
-        if count >= 3:
-            noise = -2.0 * float((sketch - last) @ difference)
+        if count >= _FIRST_RATIO:
+            noise = -2.0 * float((sketch - last) @ (difference + earlier))
             energy = float(sketch @ sketch)
-            share = 1.0 if count == 3 else self.smoothing
+            share = 1.0 if count == _FIRST_RATIO else self.smoothing
             after[_NOISE] += share * (noise - after[_NOISE])
             after[_ENERGY] += share * (energy - after[_ENERGY])
         if count >= _FIRST_VERDICT:
@@ -84,7 +87,7 @@ class NoiseMeter:
     def ratio(self, notes: Float64Array) -> float:
         """Return ``ν``; 1 before there is anything to tell from."""
         noise, energy = float(notes[_NOISE]), float(notes[_ENERGY])
-        if notes[_COUNT] < 3:
+        if notes[_COUNT] < _FIRST_RATIO:
             return 1.0
         return max(0.0, noise) / energy if energy > 0 else 0.0
 
@@ -93,16 +96,11 @@ class NoiseMeter:
 
         The difference of two updates holds the noise of both.
         """
-        return min(1.0, self.ratio(notes) / 2.0) if notes[_COUNT] >= 3 else 1.0
+        return min(1.0, self.ratio(notes) / 2.0) if notes[_COUNT] >= _FIRST_RATIO else 1.0
 
     def is_noisy(self, notes: Float64Array) -> bool:
         """Tell which the client's updates are."""
         return bool(notes[_NOISY])
-
-
-def _split(notes: Float64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
-    middle = (len(notes) + _HEAD) // 2
-    return notes[:_HEAD], notes[_HEAD:middle], notes[middle:]
 
 
 def fold(vector: FloatArray, length: int) -> Float64Array:

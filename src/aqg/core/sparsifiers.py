@@ -81,7 +81,7 @@ class SparseTernary(_KeepsFew):
 
 @dataclass(frozen=True)
 class Trickle(NormOnly):
-    """Like `SparseTernary`, with ``k = √n/25`` of ``n`` coordinates, and at least 16.
+    """Like `SparseTernary`, with ``k = √n/12.5`` of ``n`` coordinates, and at least 16.
 
     The fewer are sent, the more each byte of them buys: what is not sent now is owed, and sent when
     it has grown. Below 16 the bytes around them outweigh them. Where only a part of the energy of
@@ -109,11 +109,11 @@ class Trickle(NormOnly):
         """Return ``k``.
 
         >>> Trickle().num_kept(7850), Trickle().num_kept(159010), Trickle().num_kept(10**8)
-        (16, 16, 400)
+        (16, 32, 800)
         >>> Trickle(0.5).num_kept(159010), Trickle(0.0).num_kept(159010)
-        (32, 160)
+        (64, 319)
         """
-        fewest = max(16.0, math.sqrt(num_params) / 25)
+        fewest = max(16.0, math.sqrt(num_params) / 12.5)
         return min(num_params, round(fewest / min(1.0, max(0.1, self.noise_share))))
 
 
