@@ -1,0 +1,50 @@
+"""How noisy are updates, task by task: the ratio ν that the default recipe goes by.
+
+    python benchmarks/noise.py [--rounds 40] [TASK …]
+
+prints, for every task of ``aqg compare``, the smallest and the largest ν of its clients after 10
+rounds and at the end, and how many of them count as noisy then.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from aqg.compare.problems import make_problem
+from aqg.compare.tasks import TASKS, select_tasks
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.sim.engine import FastSimulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="*", default=list(TASKS), metavar="TASK")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    recipe = make_recipe("auto")
+    assert recipe.noisy is not None
+    meter = recipe.noisy.meter
+    print(f"{'task':26}{'ν after 10 rounds':>22}{f'after {options.rounds}':>22}   noisy")
+    for task in select_tasks(options.tasks):
+        simulation = FastSimulation(
+            make_problem(task, seed=0),
+            recipe,
+            task.step_size,
+            BernoulliDropout(task.dropout, seed=0),
+            training=task.training,
+        )
+        columns = []
+        for number in range(1, options.rounds + 1):
+            simulation.run_round(evaluate=False)
+            if number in (10, options.rounds):
+                ratios = [meter.ratio(notes) for notes in simulation.state().notes]
+                columns.append(f"{min(ratios):.2g} – {max(ratios):.2g}")
+        noisy = np.mean([meter.is_noisy(notes) for notes in simulation.state().notes])
+        print(f"{task.name:26}{columns[0]:>22}{columns[-1]:>22}   {noisy:.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""``aqg reproduce``: run the paper's experiments, print its figures beside ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from aqg.experiments.sweep import SweepRun
+    from aqg.reproduce.cells import Table
+    from aqg.reproduce.outcomes import Results
+    from aqg.reproduce.plan import PlannedRun
+
+
+def reproduce(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shortened for a laptop: minutes on two cores.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for runs, tables and pictures; goes on with what is there. "
+            "runs/reproduce or runs/reproduce-quick by default."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="For MNIST; the GPU by default if there is one."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time; one per core by default.")
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="table1|logistic|softmax|dropouts|network",
+            help="Only these parts, separated by commas.",
+        ),
+    ] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option("--from", help="Run nothing: show the results in this directory."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
+    ] = None,
+) -> int:
+    """Run the paper's experiments again and print its figures beside ours.
+
+    Table 1, the six figures, dropouts over several seeds, and the 784-200-10 network. Ctrl-C saves
+    everything; the same command goes on and repeats nothing that is finished.
+    """
+    from rich.console import Console
+
+    from aqg.errors import ConfigError
+    from aqg.reproduce.execute import keep_results
+    from aqg.reproduce.outcomes import read_results
+    from aqg.reproduce.plan import FULL, QUICK, make_plan, parse_sections
+
+    console = Console()
+    if saved is not None:
+        if quick or out is not None or only is not None:
+            raise ConfigError("--from runs nothing: it goes with none of --quick, --out and --only")
+        show_results(console, read_results(saved))
+        return 0
+    sections = parse_sections(only)
+    scale = QUICK if quick else FULL
+    directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
+    plan = make_plan(scale, device or _best_device(), sections)
+    failures = run_plan(console, plan, directory, jobs, data_dir)
+    results = keep_results(plan, scale, directory)
+    show_results(console, results)
+    console.print(f"Tables, pictures and data: {directory}", highlight=False, soft_wrap=True)
+    return 1 if failures else 0
+
+
+def _best_device() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_plan(
+    console: Console,
+    plan: tuple[PlannedRun, ...],
+    directory: Path,
+    jobs: int | None,
+    data_dir: Path | None,
+) -> int:
+    """Do what is unfinished; return how many runs failed."""
+    from aqg.cli.sweep_display import Overview
+    from aqg.experiments import runner
+    from aqg.experiments.sweep import read_summary
+    from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
+    from aqg.experiments.workers import Workers, default_jobs
+    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, still_to_do
+
+    plan = adopt_devices(plan, directory)
+    left: list[SweepRun] = by_problem(still_to_do(plan, directory))
+    workers = Workers(default_jobs() if jobs is None else jobs)
+    console.print(
+        f"{len(plan)} runs, {len(plan) - len(left)} finished before, "
+        f"{workers.jobs} at a time, in {directory}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not left:
+        return 0
+    waiting = {run.name for run in left}
+    runs = directory / RUN_DIRECTORY
+    try:
+        with workers:
+            text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
+            with console.status(text):
+                minima = prepare(workers, left, data_dir, lambda *_: None)
+            runs.mkdir(parents=True, exist_ok=True)
+            spent = sum(
+                read_summary(runs / planned.run.name)["upload_bytes"]
+                for planned in plan
+                if planned.run.name not in waiting
+            )
+            with Overview(console, left, len(plan), spent) as overview:
+                failures = run_all(workers, left, minima, runs, data_dir, overview.show)
+    except runner.Interrupted:
+        raise runner.Interrupted(
+            f"stopped with {len(plan) - len(still_to_do(plan, directory))} of {len(plan)} runs "
+            "finished; everything is saved, and the same command goes on"
+        ) from None
+    if failures:
+        print(
+            f"aqg: error: {len(failures)} of {len(plan)} runs failed: {', '.join(failures)}; "
+            "the same command tries them again",
+            file=sys.stderr,
+        )
+    return len(failures)
+
+
+def show_results(console: Console, results: Results) -> None:
+    """Print every table, and what was shortened."""
+    from aqg.reproduce.tables import all_tables
+
+    if not console.is_terminal:
+        console.width = max(console.width, 200)  # a file has no edge to wrap at
+    for note in results.about["notes"]:
+        console.print(f"Shortened: {note}", style="yellow", highlight=False, soft_wrap=True)
+    for table in all_tables(results):
+        _print_table(console, table)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    from rich import box
+    from rich import table as rich_table
+
+    shown = rich_table.Table(
+        *(name.replace("`", "") for name in table.header),
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for row in table.rows:
+        shown.add_row(*(cell.replace("`", "") for cell in row))
+    console.print(f"\n[bold]{table.title.replace('`', '')}[/bold]")
+    console.print(table.note.replace("`", ""), style="dim", highlight=False)
+    console.print(shown)

@@ -1,0 +1,80 @@
+"""Run a plan across processes, going on from whatever is there, and keep what came of it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg import __version__
+from aqg.experiments.config import read_settings, resolve
+from aqg.experiments.rundir import CONFIG, write_atomically
+from aqg.experiments.sweep import Sweep, SweepRun, unfinished
+from aqg.reproduce.figures import all_figures
+from aqg.reproduce.markdown import to_markdown
+from aqg.reproduce.outcomes import collect, write_results
+from aqg.reproduce.plan import PlannedRun
+from aqg.reproduce.tables import all_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from aqg.reproduce.outcomes import Results
+    from aqg.reproduce.plan import Scale
+
+RUN_DIRECTORY = "runs"
+FIGURE_DIRECTORY = "figures"
+TABLES = "tables.md"
+
+
+def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedRun, ...]:
+    """Let runs that were begun on another device stay on it."""
+    return tuple(PlannedRun(planned.section, _adopt(planned.run, directory)) for planned in plan)
+
+
+def _adopt(run: SweepRun, directory: Path) -> SweepRun:
+    stored = directory / RUN_DIRECTORY / run.name / CONFIG
+    if not stored.exists():
+        return run
+    (config,) = resolve(read_settings(stored))
+    return SweepRun(run.name, replace(run.config, device=config.device))
+
+
+def still_to_do(plan: Sequence[PlannedRun], directory: Path) -> list[SweepRun]:
+    """Return the runs without results; those begun with other settings raise `ConfigError`."""
+    sweep = Sweep((), tuple(planned.run for planned in plan))
+    return unfinished(sweep, directory / RUN_DIRECTORY)
+
+
+def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
+    """Write results, tables and pictures of what is finished; return the results."""
+    plan = adopt_devices(plan, directory)
+    results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
+    write_results(directory, results)
+    write_views(directory, results)
+    return results
+
+
+def write_views(directory: Path, results: Results) -> None:
+    """Write the tables as Markdown and the figures as PNG."""
+    text = "\n".join(to_markdown(table) for table in all_tables(results))
+    write_atomically(directory / TABLES, text.encode())
+    figures = directory / FIGURE_DIRECTORY
+    figures.mkdir(exist_ok=True)
+    for name, picture in all_figures(results).items():
+        write_atomically(figures / f"{name}.png", picture)
+
+
+def describe(plan: Sequence[PlannedRun], scale: Scale) -> dict[str, Any]:
+    """Return what a reader of the results has to know about how they were made."""
+    devices = sorted({planned.run.config.device for planned in plan})
+    return {
+        "aqg": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "devices": devices,
+        **asdict(scale),
+    }

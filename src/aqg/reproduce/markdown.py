@@ -1,0 +1,78 @@
+"""Tables as Markdown, and documents whose tables are written by code.
+
+In a document a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; `refresh`
+replaces what is between. From the command line:
+
+    python -m aqg.reproduce.markdown docs/results.md results
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aqg.errors import RunError
+from aqg.reproduce.outcomes import read_results
+from aqg.reproduce.tables import all_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aqg.reproduce.cells import Table
+
+_PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def to_markdown(table: Table) -> str:
+    """Write a table with its title and note.
+
+    >>> from aqg.reproduce.cells import Table
+    >>> print(to_markdown(Table("t", "Costs", "In bits.", ("recipe", "bits"), (("lean", "3"),))))
+    **Costs.** In bits.
+    <BLANKLINE>
+    | recipe | bits |
+    |---|---|
+    | lean | 3 |
+    <BLANKLINE>
+    """
+    lines = [f"**{table.title}.** {table.note}", "", _line(table.header)]
+    lines.append("|" + "---|" * len(table.header))
+    lines.extend(_line(row) for row in table.rows)
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def refresh(document: str, tables: Iterable[Table]) -> str:
+    r"""Return the document with every marked table written anew.
+
+    >>> from aqg.reproduce.cells import Table
+    >>> table = Table("t", "T", "N.", ("a",), (("1",),))
+    >>> "| 1 |" in refresh("Text.\n<!-- table: t -->\n<!-- end -->\n", [table])
+    True
+    """
+    by_name = {table.name: table for table in tables}
+
+    def write(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in by_name:
+            known = ", ".join(by_name)
+            raise RunError(f"the document asks for table {name!r}; the results have: {known}")
+        return f"{match[1]}\n{to_markdown(by_name[name])}\n{match[3]}"
+
+    return _PLACE.sub(write, document)
+
+
+def main(arguments: list[str]) -> None:
+    """Refresh the document named first from the results named second."""
+    document, directory = map(Path, arguments)
+    text = refresh(document.read_text(encoding="utf-8"), all_tables(read_results(directory)))
+    document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

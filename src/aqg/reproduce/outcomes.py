@@ -1,0 +1,269 @@
+"""What came of the runs: a row of numbers and a thinned curve each, kept as two CSV files.
+
+``runs.csv`` has a row per run: its settings, what it cost in all, and what it cost until the loss
+stayed within each of `RESIDUALS` of the minimum. ``curves.csv`` has at most `CURVE_POINTS` rows per
+run. Both are small enough to live in a repository, and the tables and figures need nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import RunError
+from aqg.experiments.rundir import SUMMARY, read_lines, write_atomically
+from aqg.experiments.setup import minimum_key
+from aqg.experiments.summary import Cost, Trace, has_diverged
+from aqg.experiments.sweep import read_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from aqg.reproduce.plan import PlannedRun
+
+RUNS = "runs.csv"
+CURVES = "curves.csv"
+META = "about.json"
+RESIDUALS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+CURVE_POINTS = 80
+_COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Costs so far and the loss, at a few dozen rounds of a run."""
+
+    costs: tuple[Cost, ...]
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run's numbers.
+
+    Attributes:
+        name: of its directory.
+        section: of the results.
+        recipe: its spec.
+        partition: how the data was split.
+        scaling: ``"mean"`` or ``"sum"``.
+        alpha: the step size.
+        dropout: ``p``.
+        seed: its seed.
+        minimum: ``f*``; None where it is unknown.
+        start_loss: before the first round.
+        final_loss: after the last round; infinity where it diverged.
+        peak_loss: the largest loss along the way.
+        test_accuracy: of the final model, where there is a test set.
+        total: the cost of all rounds.
+        reached: for each residual that the loss stayed within at last, the cost until then.
+
+    """
+
+    name: str
+    section: str
+    recipe: str
+    partition: str
+    scaling: str
+    alpha: float
+    dropout: float
+    seed: int
+    minimum: float | None
+    start_loss: float
+    final_loss: float
+    peak_loss: float
+    test_accuracy: float | None
+    total: Cost
+    reached: Mapping[float, Cost] = field(default_factory=dict)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss left all use."""
+        return has_diverged(self.final_loss)
+
+    @property
+    def ran_away(self) -> bool:
+        """Whether the run ended worse than it began."""
+        return not self.final_loss <= self.start_loss
+
+    @property
+    def residual(self) -> float:
+        """``f(θ) - f*`` after the last round; NaN where ``f*`` is unknown."""
+        return np.nan if self.minimum is None else self.final_loss - self.minimum
+
+
+@dataclass(frozen=True)
+class Results:
+    """All outcomes and curves, and how they came about."""
+
+    outcomes: tuple[Outcome, ...]
+    curves: Mapping[str, Curve]
+    about: Mapping[str, Any]
+
+    def residual_after(self, outcome: Outcome, rounds: int) -> float:
+        """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
+        curve = self.curves[outcome.name]
+        index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
+        return curve.losses[index] - (outcome.minimum or 0.0)
+
+    def select(self, **settings: object) -> list[Outcome]:
+        """Return the outcomes whose attributes have these values."""
+        return [
+            outcome
+            for outcome in self.outcomes
+            if all(getattr(outcome, name) == value for name, value in settings.items())
+        ]
+
+
+def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
+    """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
+    finished = [p for p in plan if (directory / p.run.name / SUMMARY).exists()]
+    summaries = {p.run.name: read_summary(directory / p.run.name) for p in finished}
+    minima: dict[str, float] = {}
+    for planned in finished:
+        summary = summaries[planned.run.name]
+        if summary["residual"] is not None:
+            key = json.dumps(minimum_key(planned.run.config))
+            minima[key] = summary["final_loss"] - summary["residual"]
+    outcomes, curves = [], {}
+    for planned in finished:
+        config, name = planned.run.config, planned.run.name
+        summary = summaries[name]
+        final = np.inf if summary["final_loss"] is None else summary["final_loss"]
+        trace = Trace.of(read_lines(directory / name), final)
+        minimum = minima.get(json.dumps(minimum_key(config)))
+        outcomes.append(
+            Outcome(
+                name=name,
+                section=planned.section,
+                recipe=config.recipe,
+                partition=config.partition,
+                scaling=config.scaling,
+                alpha=config.alpha,
+                dropout=config.dropout,
+                seed=config.seed,
+                minimum=minimum,
+                start_loss=trace.losses[0],
+                final_loss=np.inf if has_diverged(final) else final,
+                peak_loss=max(trace.losses),
+                test_accuracy=summary["test_accuracy"],
+                total=trace.costs[-1],
+                reached=_reached(trace, minimum),
+            )
+        )
+        curves[name] = thin(trace)
+    return Results(tuple(outcomes), curves, about)
+
+
+def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
+    if minimum is None:
+        return {}
+    costs = {r: trace.cost_to_stay_below(minimum + r) for r in RESIDUALS}
+    return {residual: cost for residual, cost in costs.items() if cost is not None}
+
+
+def thin(trace: Trace) -> Curve:
+    """Keep the first point, the last, and some between: densely at first, evenly after that."""
+    last = len(trace.losses) - 1
+    half = CURVE_POINTS // 2
+    early = np.geomspace(1, max(last, 1), half)
+    even = np.linspace(0, last, half)
+    kept = np.unique(np.concatenate([early, even]).round().astype(int).clip(0, last))
+    return Curve(tuple(trace.costs[i] for i in kept), tuple(float(trace.losses[i]) for i in kept))
+
+
+def write_results(directory: Path, results: Results) -> None:
+    """Write ``runs.csv``, ``curves.csv`` and ``about.json``."""
+    write_atomically(directory / RUNS, _csv(map(_flat, results.outcomes)))
+    rows = (
+        {
+            "name": name,
+            **{column: getattr(cost, column) for column in _COST_FIELDS},
+            "loss": f"{loss:.10g}",
+        }
+        for name, curve in results.curves.items()
+        for cost, loss in zip(curve.costs, curve.losses, strict=True)
+    )
+    write_atomically(directory / CURVES, _csv(rows))
+    text = json.dumps(results.about, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(directory / META, text.encode())
+
+
+def read_results(directory: Path) -> Results:
+    """Read what `write_results` wrote."""
+    try:
+        about = json.loads((directory / META).read_text(encoding="utf-8"))
+        outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
+        points: dict[str, list[tuple[Cost, float]]] = {}
+        for row in _rows(directory / CURVES):
+            cost = Cost(*(int(row[column]) for column in _COST_FIELDS))
+            points.setdefault(row["name"], []).append((cost, float(row["loss"])))
+    except OSError as error:
+        raise RunError(
+            f"{str(directory)!r} holds no results of aqg reproduce: {error.strerror} "
+            f"({error.filename})"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"the results in {str(directory)!r} are damaged: {error}") from None
+    curves = {
+        name: Curve(tuple(cost for cost, _ in pairs), tuple(loss for _, loss in pairs))
+        for name, pairs in points.items()
+    }
+    return Results(outcomes, curves, about)
+
+
+_PLAIN = ("name", "section", "recipe", "partition", "scaling")
+_NUMBERS = (
+    "alpha",
+    "dropout",
+    "seed",
+    "minimum",
+    "start_loss",
+    "final_loss",
+    "peak_loss",
+    "test_accuracy",
+)
+
+
+def _flat(outcome: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(outcome, name) for name in (*_PLAIN, *_NUMBERS)}
+    row.update({name: getattr(outcome.total, name) for name in _COST_FIELDS})
+    for residual in RESIDUALS:
+        cost = outcome.reached.get(residual)
+        for name in _COST_FIELDS:
+            row[f"{name}_to_{residual:g}"] = None if cost is None else getattr(cost, name)
+    return row
+
+
+def _unflat(row: Mapping[str, str]) -> Outcome:
+    reached = {}
+    for residual in RESIDUALS:
+        values = [row[f"{name}_to_{residual:g}"] for name in _COST_FIELDS]
+        if all(values):
+            reached[residual] = Cost(*map(int, values))
+    numbers: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in _NUMBERS}
+    numbers["seed"] = int(row["seed"])
+    texts: dict[str, Any] = {name: row[name] for name in _PLAIN}
+    total = Cost(*(int(row[name]) for name in _COST_FIELDS))
+    return Outcome(**texts, **numbers, total=total, reached=reached)
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    rows = list(rows)
+    buffer = io.StringIO(newline="")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    writer = csv.DictWriter(buffer, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
