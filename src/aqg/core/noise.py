@@ -44,13 +44,13 @@ class NoiseMeter:
 
     Attributes:
         calm_below: updates count as repeating once ``ν`` is below this.
-        noisy_above: and as noise again once it is above this.
+        noisy_above: and as noise again once it is above this; 1 means that half of their energy is.
         smoothing: weight of the newest round in the running means.
 
     """
 
     calm_below: float = 0.05
-    noisy_above: float = 0.2
+    noisy_above: float = 1.0
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:

@@ -137,7 +137,7 @@ def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
     dataset = settings.get("dataset", "digits")
     _require_choice("dataset", dataset, DATASETS)
     merged: dict[str, Any] = {"dataset": dataset, **DATASET_DEFAULTS[dataset], **settings}
-    merged.setdefault("recipe", "lean,gd,laq")
+    merged.setdefault("recipe", "auto,gd,laq")
     merged.setdefault("alpha", _default_step_size(merged))
     recipes = merged.pop("recipe")
     names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
