@@ -1,4 +1,4 @@
-"""What a default has to survive: long absences, heavy dropouts, one client far louder than the rest."""
+"""What a default has to survive: absences, heavy dropouts, one client far louder than the rest."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""The grid, the winners, and the files that hold them."""
+
+from __future__ import annotations
+
+import pytest
+
+from aqg.compare.search import (
+    applies,
+    best_setting,
+    collect_tuned,
+    default_setting,
+    parse_recipes,
+    read_grid,
+    read_tuned,
+    settings_to_try,
+    write_tuned,
+)
+from aqg.compare.tasks import TASKS
+from aqg.compare.trial import Outcome, Setting, Trial
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.errors import ConfigError
+
+LOCAL, FULL = TASKS["local-iid"], TASKS["softmax-iid"]
+
+
+def outcome(setting, upload_bytes, ending="reached", seed=0, task="t", recipe="stc"):
+    trial = Trial(task, recipe, setting, seed)
+    return Outcome(trial, ending, 10, 10, upload_bytes, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_everyone_gets_the_same_search(recipe):
+    for task, kind in ((LOCAL, "local"), (FULL, "full-batch")):
+        steps = read_grid()[kind]["steps"]
+        settings = settings_to_try(recipe, task)
+        knobs = {(s.spec, s.bits) for s in settings}
+        assert 1 <= len(settings) / len(steps) <= 4
+        assert len(set(settings)) == len(settings)
+        for setting in settings:
+            make_recipe(setting.spec, setting.bits)
+        if recipe != "signsgd":  # its factor multiplies the step
+            assert {s.multiplier for s in settings} == set(steps)
+            assert len(settings) == len(steps) * len(knobs)
+
+
+def test_the_grid_names_recipes_that_exist():
+    grid = read_grid()
+    assert set(grid["order"]) <= set(RECIPES)
+    assert set(grid["local"]["knobs"]) <= set(RECIPES)
+
+
+def test_knobs_have_the_same_values_in_both_regimes():
+    full_batch, local = (read_grid()[kind]["knobs"] for kind in ("full-batch", "local"))
+    for recipe, knobs in full_batch.items():
+        (name, values), (other_name, other_values) = *knobs.items(), *local[recipe].items()
+        assert name == other_name
+        assert sorted(values) == sorted(other_values)
+    assert set(full_batch) == set(local)
+
+
+def test_the_default_has_no_knob():
+    assert {s.spec for s in settings_to_try("auto", LOCAL)} == {"auto"}
+
+
+def test_a_recipe_with_options_keeps_them():
+    settings = settings_to_try("stc:keep=0.05", LOCAL)
+    assert {s.spec for s in settings} == {"stc:keep=0.05"}
+    assert len(settings) == len(read_grid()["local"]["steps"])
+
+
+def test_recipes_by_name():
+    assert parse_recipes("gd, ef21 ,auto") == ("auto", "ef21", "gd")
+    assert set(parse_recipes("all")) == set(RECIPES)
+    assert parse_recipes("all")[:6] == ("stc", "lean", "auto", "ef21", "qsgd", "topk")
+    assert "auto" in parse_recipes(None)
+    with pytest.raises(ConfigError, match="unknown recipe 'zip'"):
+        parse_recipes("lean,zip")
+    with pytest.raises(ConfigError, match="'lean' is named twice in lean,gd,lean"):
+        parse_recipes("lean,gd,lean")
+
+
+def test_what_acts_on_dropouts_is_run_with_dropouts_only():
+    assert not applies("aqg-augmented", FULL)
+    assert applies("aqg-augmented", TASKS["softmax-label-dropout"])
+    assert applies("aqg-2", FULL)
+
+
+def test_the_fewest_bytes_win():
+    a, b, c = Setting("a"), Setting("b"), Setting("c", 8, 2)
+    outcomes = [outcome(a, 30), outcome(b, 5, "diverged"), outcome(c, 20)]
+    assert best_setting(outcomes) == c
+    assert best_setting(outcomes[1:2]) is None
+
+
+def test_winners_are_found_on_seed_zero_and_survive_a_file(tmp_path):
+    a, b = Setting("stc:keep=0.1"), Setting("stc:keep=0.01", 4, 2)
+    outcomes = [
+        outcome(a, 30),
+        outcome(b, 40),
+        outcome(b, 10, seed=1),
+        outcome(a, 9, "rounds", task="u"),
+        outcome(Setting("gd"), 50, recipe="gd"),
+    ]
+    tuned = collect_tuned(outcomes)
+    assert tuned == {"t": {"stc": a, "gd": Setting("gd")}}
+    (tmp_path / "tuned.json").write_text(write_tuned(tuned))
+    assert read_tuned(tmp_path / "tuned.json") == tuned
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"t": {"stc": {"speed": 1}}}', '{"t": 3}'])
+def test_damaged_settings(tmp_path, text):
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tuned\.json' are damaged"):
+        read_tuned(tmp_path / "tuned.json")
+
+
+def test_missing_settings(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.json' cannot be read: No such file"):
+        read_tuned(tmp_path / "none.json")
+
+
+def test_the_settings_of_the_package_are_of_the_grid():
+    for task, recipes in read_tuned().items():
+        for recipe, setting in recipes.items():
+            assert setting in settings_to_try(recipe, TASKS[task])
+
+
+def test_without_a_search_a_recipe_is_run_as_it_is():
+    assert default_setting("stc", LOCAL) == Setting("stc")
+    assert default_setting("signsgd", LOCAL).multiplier < 0.1

@@ -1,0 +1,1 @@
+"""The digits app, with clients that misbehave on command."""

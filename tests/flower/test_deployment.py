@@ -1,0 +1,308 @@
+"""Real processes, real connections, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from aqg.errors import RunError
+from aqg.experiments.setup import make_simulation
+from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
+from aqg.flower.certificates import make_certificates, make_node_key
+from aqg.flower.demo import APP, PRELOAD
+from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
+from aqg.flower.meter import Meter, Traffic
+
+from tests.flower.deployment_run import WatchedRun, clean_losses, incidents_of, is_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
+
+ROUND_SECONDS = 15.0
+DELAY_SECONDS = 18.0
+LEASE_SECONDS = 5.0
+FOREVER = 10_000
+
+
+def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path) -> None:
+    options = DeploymentOptions(preload=PRELOAD)
+    config = {"num-clients": 3, "rounds": 6, "seed": 5, "run-dir": str(tmp_path / "run")}
+    config["alpha"] = simulator_config(config).alpha
+    with Deployment(tmp_path / "deployment", options) as deployment:
+        deployment.start()
+        run = deployment.run(APP, {**config, "trust-partition-id": True})
+        assert deployment.wait_for_run(run, 120) == "finished:completed"
+        sent = [deployment.traffic(node).up_bytes for node in range(3)]
+
+    simulation = make_simulation(simulator_config(config), make_problem(config))
+    records = [simulation.run_round() for _ in range(6)]
+    with np.load(tmp_path / "run" / "checkpoint.npz") as checkpoint:
+        model = checkpoint["parameters"]
+    assert model.tobytes() == simulation.parameters.tobytes()
+    text = (tmp_path / "run" / "rounds.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["loss"] for row in rows] == [record.loss for record in records]
+    assert [row["upload_bytes"] for row in rows] == [record.upload_bytes for record in records]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_loss"] == simulation.loss()
+    payload = [sum(row["client_bytes"][node] for row in rows) for node in range(3)]
+    assert all(total > part for total, part in zip(sent, payload, strict=True))
+
+
+def test_training_survives_every_fault(tmp_path: Path) -> None:
+    options = DeploymentOptions(lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD)
+    with Deployment(tmp_path / "deployment", options) as deployment:
+        deployment.start()
+        run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
+        run.submit(FOREVER)
+        run.wait_for_round(2)
+        disturb(
+            run,
+            {
+                0: ("corrupt", "rejected", "rollback"),
+                1: ("drop", "error", "rollback"),
+                2: ("wipe", "resync"),
+            },
+        )
+        run.order(2, "backup")
+        run.wait_for_round(run.last_round + 2)
+        disturb(
+            run,
+            {
+                0: ("replay", "rejected", "rollback"),
+                1: (f"delay {DELAY_SECONDS}", "missing|error", "rollback"),
+                2: ("restore", "resync"),
+            },
+        )
+        a_killed_node_goes_on_where_it_was(run)
+        restarted(run, deployment.kill_server)
+        restarted(run, deployment.kill_link)
+
+        run.wait_for_clean_round(after=run.last_round)
+        deployment.kill_server()
+        deployment.stop_run(run.number)
+        run.submit(run.last_round + 3)
+        assert deployment.wait_for_run(run.number, 90) == "finished:completed"
+        for client in range(3):
+            assert run.mirrors_settle(client)
+    rows = run.rows()
+    assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))
+    losses = clean_losses(rows)
+    assert losses[-1] < losses[len(losses) // 2] < losses[0]
+
+
+def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
+    """Let every client misbehave once.
+
+    ``faults`` has, for each client, the order and the incidents that must follow. Two rounds after
+    the last of them, or earlier, mirrors are equal again; and the loss goes on falling.
+    """
+    before = run.last_round
+    loss = clean_losses(run.rows())[-1]
+    for client, (deed, *_) in faults.items():
+        run.order(client, deed)
+    for client, (_, *kinds) in faults.items():
+        at = before
+        for kind in kinds:
+            at = run.wait_for_incident(kind, client, after=at)
+        assert run.wait_for_agreement(client, after=at) <= at + 2
+    assert run.wait_for_clean_round(after=run.last_round)["loss"] < loss
+
+
+def a_killed_node_goes_on_where_it_was(run: WatchedRun) -> None:
+    upload = run.wait_for_round(run.last_round + 1)
+    run.deployment.kill_node(2)
+    gone = run.wait_for_incident("missing|error", 2, after=upload["round"])
+    back = run.wait_for_clean_round(after=gone)
+    between = [row for row in run.rows() if upload["round"] < row["round"] <= back["round"]]
+    assert not any("resync" in incidents_of(row, 2) for row in between)
+
+
+def restarted(run: WatchedRun, kill: Callable[[], None]) -> None:
+    """Kill the server's side and start it again: the run goes on from its checkpoint."""
+    before = run.wait_for_clean_round(after=run.last_round)
+    kill()
+    for client in range(3):
+        assert run.mirrors_settle(client)
+    if run.deployment.processes.is_running("superlink"):
+        run.deployment.stop_run(run.number)  # Flower itself finds out after about a minute
+    else:
+        run.deployment.start_link()
+    run.submit(FOREVER)
+    after = run.wait_for_clean_round(after=before["round"] + 2, seconds=90)
+    rows = run.rows()
+    assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))
+    assert after["loss"] < before["loss"]
+    resumed = [row for row in rows if row["round"] > before["round"]]
+    assert not any("resync" in incidents_of(row, client) for row in resumed for client in range(3))
+
+
+def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(tmp_path: Path) -> None:
+    options = DeploymentOptions(tls=True, num_nodes=2, lease_seconds=LEASE_SECONDS, preload=PRELOAD)
+    with Deployment(tmp_path / "deployment", options) as deployment:
+        deployment.start()
+        run = WatchedRun(deployment, tmp_path / "run", trust_partition_id=False)
+        run.submit(FOREVER)
+        assert is_clean(run.wait_for_round(2))
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=10)
+
+        key = deployment.nodes[1].key
+        deployment.kill_node(1)
+        deployment.nodes[1].key = tmp_path / "forged"
+        make_node_key(tmp_path / "forged")
+        deployment.launch_node(1)
+        with pytest.raises(RunError, match="node1 was not let in"):
+            deployment.wait_for_node(1)
+        assert "Exit Code: 305" in deployment.processes.read_log("node1")
+
+        deployment.nodes[1].key = key
+        rejoin(deployment, 1)
+        resumed = run.wait_for_clean_round(after=run.last_round)
+        assert not any("resync" in incidents_of(row, 1) for row in run.rows())
+        assert resumed["loss"] < run.rows()[0]["loss"]
+
+
+def rejoin(deployment: Deployment, node: int) -> None:
+    """Start a killed node until its lease has ended and it is let in again."""
+    end = time.monotonic() + 30
+    while True:
+        deployment.launch_node(node)
+        try:
+            deployment.wait_for_node(node)
+        except RunError:
+            if time.monotonic() > end:
+                raise
+        else:
+            return
+
+
+@pytest.mark.parametrize(
+    ("signum", "sign", "code"),
+    [
+        (signal.SIGINT, "lean/rounds.jsonl", 128 + signal.SIGINT),
+        (signal.SIGKILL, "deployment/logs/node0.log", -signal.SIGKILL),
+    ],
+    ids=["interrupted", "killed"],
+)
+def test_the_demonstration_leaves_no_process_behind(
+    tmp_path: Path, signum: int, sign: str, code: int
+) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "1"]
+    with subprocess.Popen(
+        [*command, "--rounds", str(FOREVER), "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as demo:
+        try:
+            wait_until(lambda: (out / sign).exists() and (out / sign).stat().st_size > 0, demo)
+            assert processes_with(str(out))
+            demo.send_signal(signum)
+            _, errors = demo.communicate(timeout=60)
+        finally:
+            demo.kill()
+    assert demo.returncode == code
+    assert "Traceback" not in errors
+    end = time.monotonic() + 10
+    while processes_with(str(out)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not processes_with(str(out))
+
+
+def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "2"]
+    done = subprocess.run(
+        [*command, "--tls", "--json", "--out", str(out)], capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout)
+    rows = [json.loads(line) for line in (out / "lean" / "rounds.jsonl").read_text().splitlines()]
+    for node in result["nodes"]:
+        assert node["payload_bytes"] == sum(row["client_bytes"][node["node"]] for row in rows)
+        assert 0 < node["payload_bytes"] < node["transport"]["up_bytes"]
+        assert node["plain_bytes"] == 2 * 4 * 650
+    assert result["final_loss"] < rows[0]["loss"]
+    again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr.startswith("aqg: error: output directory")
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a process should do."""
+    end = time.monotonic() + 90
+    while not holds():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def processes_with(text: str) -> list[str]:
+    """Return the processes that were started with a text among their environment variables."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def test_the_meter_counts_what_passes_and_cuts_the_line() -> None:
+    with socket.create_server((HOST, 0)) as server, Meter(HOST, server.getsockname()[1]) as meter:
+        port = meter.listen("line")
+        with socket.create_connection((HOST, port)) as near:
+            far, _ = server.accept()
+            with far:
+                near.sendall(b"x" * 100_000)
+                assert receive_exactly(far, 100_000) == b"x" * 100_000
+                far.sendall(b"thanks")
+                assert receive_exactly(near, 6) == b"thanks"
+                assert meter.traffic("line") == Traffic(100_000, 6)
+                meter.cut("line")
+                with contextlib.suppress(ConnectionResetError):
+                    assert near.recv(1) == b""
+        with (
+            contextlib.suppress(ConnectionResetError),
+            socket.create_connection((HOST, port)) as refused,
+        ):
+            assert refused.recv(1) == b""
+        meter.mend("line")
+        with socket.create_connection((HOST, port)) as near:
+            near.sendall(b"again")
+            far, _ = server.accept()
+            with far:
+                assert receive_exactly(far, 5) == b"again"
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    connection.settimeout(10)
+    data = b""
+    while len(data) < count:
+        data += connection.recv(count - len(data))
+    return data
+
+
+def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path, ["example.org", "::1"])
+    public = make_node_key(tmp_path / "node")
+    for secret in (files.key, tmp_path / "node"):
+        assert secret.stat().st_mode & 0o077 == 0
+    assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
+    context = ssl.create_default_context(cafile=str(files.authority))
+    assert context.get_ca_certs()[0]["subject"] == ((("commonName", "aqg authority"),),)
