@@ -11,8 +11,13 @@ import click
 import typer
 
 from aqg import __version__
+from aqg.cli.compare import compare
+from aqg.cli.flower import flower_app
 from aqg.cli.listing import list_datasets, list_recipes
+from aqg.cli.report import report
+from aqg.cli.reproduce import reproduce
 from aqg.cli.run import RunOptions, run_command
+from aqg.cli.theory import theory
 from aqg.errors import AqgError
 from aqg.experiments.runner import Interrupted
 
@@ -225,7 +230,7 @@ def run(
 ) -> None:
     """Train with one or more recipes and compare what they upload.
 
-    Without options: lean, gd and laq on scikit-learn's digits, one digit per client.
+    Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
     """
     given: dict[str, Any] = {
         "recipe": recipe,
@@ -303,3 +308,10 @@ def sweep(
     from aqg.cli.sweep import SweepOptions, sweep_command  # needs Linux or macOS
 
     return sweep_command(SweepOptions(grid, out, resume, jobs, data_dir, as_json))
+
+
+app.add_typer(flower_app)
+app.command()(compare)
+app.command()(report)
+app.command()(reproduce)
+app.command()(theory)

@@ -47,7 +47,7 @@ class DemoOptions:
     directory: Path
     nodes: int = 3
     rounds: int = 20
-    recipe: str = "lean"
+    recipe: str = "auto"
     seed: int = 0
     tls: bool = False
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.serverapp import Grid
 
-_SHORTEST_PAUSE = 0.002
+_SHORTEST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.25
-_PAUSE_SHARE = 0.04
+_PAUSE_SHARE = 0.08
 """Pauses between polls are this share of the time waited so far: they add no more than that."""
 _LATE_SECONDS = 600.0
 """For how long replies that came too late are still fetched, and thrown away."""

@@ -60,7 +60,7 @@ class Settings:
 
     num_clients: int
     rounds: int
-    recipe: str = "lean"
+    recipe: str = "auto"
     bits: int = 4
     max_staleness: int = 100
     alpha: float = 0.0
@@ -152,7 +152,7 @@ def read_settings(
 
     >>> settings = read_settings({"num-clients": 3, "rounds": 5, "batch-size": 32})
     >>> settings.num_clients, settings.recipe, settings.step_size
-    (3, 'lean', 0.3333333333333333)
+    (3, 'auto', 0.3333333333333333)
     >>> read_settings({"num-clients": 3, "rounds": "five"})
     Traceback (most recent call last):
     aqg.errors.ConfigError: rounds is 'five'; it must be a whole number

@@ -25,7 +25,7 @@ _TRIED = ("1.41.", "1.42.")
 _LOCAL_SECONDS = 0.05
 """Between two looks into the node's own memory."""
 _REMOTE_SECONDS = 0.2
-"""Between two questions to the SuperLink, which costs it CPU and the line some 290 bytes."""
+"""Between two questions to the SuperLink, which costs it CPU and the line some 700 bytes."""
 _BEATS_PER_LEASE = 2
 _CALL_SECONDS = 5.0
 """Flower subtracts this from the time between two heartbeats."""

@@ -1,0 +1,1 @@
+"""A model of any size whose clients upload noise."""
