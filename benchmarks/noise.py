@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from aqg.compare.problems import make_problem
+from aqg.compare.problems import Workshop
 from aqg.compare.tasks import TASKS, select_tasks
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
@@ -27,10 +27,11 @@ def main() -> None:
     recipe = make_recipe("auto")
     assert recipe.noisy is not None
     meter = recipe.noisy.meter
+    workshop = Workshop()
     print(f"{'task':26}{'ν after 10 rounds':>22}{f'after {options.rounds}':>22}   noisy")
     for task in select_tasks(options.tasks):
         simulation = FastSimulation(
-            make_problem(task, seed=0),
+            workshop.problem(task, seed=0),
             recipe,
             task.step_size,
             BernoulliDropout(task.dropout, seed=0),

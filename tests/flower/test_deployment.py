@@ -195,7 +195,7 @@ def rejoin(deployment: Deployment, node: int) -> None:
 @pytest.mark.parametrize(
     ("signum", "sign", "code"),
     [
-        (signal.SIGINT, "lean/rounds.jsonl", 128 + signal.SIGINT),
+        (signal.SIGINT, "auto/rounds.jsonl", 128 + signal.SIGINT),
         (signal.SIGKILL, "deployment/logs/node0.log", -signal.SIGKILL),
     ],
     ids=["interrupted", "killed"],
@@ -233,7 +233,7 @@ def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
         [*command, "--tls", "--json", "--out", str(out)], capture_output=True, text=True, check=True
     )
     result = json.loads(done.stdout)
-    rows = [json.loads(line) for line in (out / "lean" / "rounds.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "auto" / "rounds.jsonl").read_text().splitlines()]
     for node in result["nodes"]:
         assert node["payload_bytes"] == sum(row["client_bytes"][node["node"]] for row in rows)
         assert 0 < node["payload_bytes"] < node["transport"]["up_bytes"]

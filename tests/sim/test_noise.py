@@ -91,11 +91,11 @@ def test_the_ratio_is_twice_the_share_of_noise_and_none_for_drift_and_swings(num
 
 def test_what_a_noisy_client_owes_is_exactly_what_it_has_not_sent():
     rng = np.random.default_rng(1)
-    client = init_client(AUTO, 300, np.dtype(np.float64))
-    server = init_server(AUTO, np.zeros(300), 1)
-    owed = np.zeros(300)
+    client = init_client(AUTO, 3000, np.dtype(np.float64))
+    server = init_server(AUTO, np.zeros(3000), 1)
+    owed = np.zeros(3000)
     for round_number in range(1, 40):
-        gradient = rng.standard_normal(300)
+        gradient = rng.standard_normal(3000)
         owed += gradient
         client, message = client_step(AUTO, client, gradient, 0.0, (0, 0, round_number))
         assert not message.lasting

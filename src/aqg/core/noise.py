@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SKETCH_LENGTH = 4096
 _COUNT, _NOISE, _ENERGY, _NOISY, _HEAD = 0, 1, 2, 3, 4
+_SMALL_MODEL = 1024
+"""Up to so many parameters, all of them at four bits take but a few frames of a trickle."""
 _FIRST_RATIO = 4
 """Updates it takes to have three differences."""
 _FIRST_VERDICT = 5
@@ -40,17 +42,18 @@ _FIRST_VERDICT = 5
 class NoiseMeter:
     """Follows ``ν`` with two thresholds, so that it does not waver between them.
 
-    A client starts as noisy: until the meter knows better, little is sent.
+    A client starts as noisy: until the meter knows better, little is sent. With a small model it
+    starts as calm, since there a memory costs little, too.
 
     Attributes:
         calm_below: updates count as repeating once ``ν`` is below this.
-        noisy_above: and as noise again once it is above this; 1 means that half of their energy is.
+        noisy_above: and as noise again once it is above this: a tenth of their energy is.
         smoothing: weight of the newest round in the running means.
 
     """
 
-    calm_below: float = 0.05
-    noisy_above: float = 1.0
+    calm_below: float = 0.02
+    noisy_above: float = 0.2
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:
@@ -63,7 +66,7 @@ class NoiseMeter:
     def init(self, num_params: int) -> Float64Array:
         """Return the notes before the first update."""
         notes = np.zeros(_HEAD + 3 * min(num_params, SKETCH_LENGTH))
-        notes[_NOISY] = 1.0
+        notes[_NOISY] = num_params > _SMALL_MODEL
         return notes
 
     def observe(self, notes: Float64Array, gradient: FloatArray) -> Float64Array:

@@ -143,7 +143,7 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5) -> Recipe:
 @register(
     "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
 )
-def _auto(bits: int, *, calm: float = 0.05, noisy: float = 1.0) -> Recipe:
+def _auto(bits: int, *, calm: float = 0.02, noisy: float = 0.2) -> Recipe:
     return replace(_lean(bits), noisy=Noisy(NoiseMeter(calm, noisy)))
 
 
