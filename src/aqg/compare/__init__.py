@@ -1,0 +1,1 @@
+"""Recipes side by side: bytes uploaded until a task's target is reached."""

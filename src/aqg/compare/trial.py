@@ -1,0 +1,227 @@
+"""One run of one recipe on one task, stopped as soon as its outcome is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.sim.engine import FastSimulation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from aqg.compare.tasks import Target, Task
+    from aqg.sim.problem import Problem
+    from aqg.sim.record import RoundRecord
+
+Ending: TypeAlias = Literal["reached", "rounds", "diverged", "too slow", "costlier"]
+
+_HOPELESS = 100.0
+"""A loss so many times that of the first round has left all use."""
+_MILESTONES = (0.5, 0.75)
+"""At such a share of its rounds, a run must have come such a share of its way."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe with its knob and step size fixed.
+
+    Attributes:
+        spec: the recipe with its options, such as ``"stc:keep=0.001"``.
+        bits: ``b_max``.
+        multiplier: of the task's step size.
+
+    """
+
+    spec: str
+    bits: int = 4
+    multiplier: float = 1.0
+
+    def __str__(self) -> str:
+        text = self.spec if self.bits == 4 else f"{self.spec}, {self.bits} bits"
+        return text if self.multiplier == 1 else f"{text}, step ×{self.multiplier:g}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run: a task by name, a recipe by name, its setting and the seed."""
+
+    task: str
+    recipe: str
+    setting: Setting
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        trial: what was run.
+        ending: ``"reached"``; ``"rounds"``, the task's rounds were over; ``"diverged"``; ``"too
+            slow"``, not even half of the way after half of the rounds; or ``"costlier"`` than
+            another setting of the same recipe that reached the target.
+        rounds: until the target was reached; else until the end.
+        uploads: in these rounds.
+        upload_bytes: in these rounds, the length of all frames.
+        value: the loss, residual or accuracy at the end; None where it is no number.
+        seconds: the whole run took.
+
+    """
+
+    trial: Trial
+    ending: Ending
+    rounds: int
+    uploads: int
+    upload_bytes: int
+    value: float | None
+    seconds: float
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the target was reached."""
+        return self.ending == "reached"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one flat object."""
+        row = asdict(self)
+        trial = row.pop("trial")
+        setting = trial.pop("setting")
+        return {**trial, **setting, **row}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Outcome:
+        """Read what `to_json` wrote."""
+        setting = Setting(row["spec"], row["bits"], row["multiplier"])
+        trial = Trial(row["task"], row["recipe"], setting, row["seed"])
+        names = ("ending", "rounds", "uploads", "upload_bytes", "value", "seconds")
+        return Outcome(trial, **{name: row[name] for name in names})
+
+
+class Meter:
+    """Follows a run's costs and its loss or accuracy, and says when its outcome is known."""
+
+    def __init__(self, target: Target, num_rounds: int) -> None:
+        self._target = target
+        self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
+        self._uploads = self._bytes = self._rounds = 0
+        self._streak = 0
+        self._first_value = math.nan
+        self._candidate = (0, 0, 0)
+        self.value = math.nan
+
+    def pay(self, record: RoundRecord) -> None:
+        """Count what a round cost."""
+        self._rounds += 1
+        self._uploads += record.num_uploads
+        self._bytes += record.upload_bytes
+
+    def look(self, value: float, limit: float = math.inf) -> Ending | None:
+        """Take the value that the rounds paid for so far have led to.
+
+        ``limit`` is a number of bytes beyond which the cost is of no interest.
+        """
+        self.value = value
+        if math.isnan(self._first_value):
+            self._first_value = value
+        self._streak = self._streak + 1 if self._target.is_met(value) else 0
+        if self._streak == 1:
+            self._candidate = self._rounds, self._uploads, self._bytes
+        if self._streak >= self._target.hold:
+            return "reached"
+        is_loss = self._target.kind != "accuracy"
+        if not math.isfinite(value) or (is_loss and value > _HOPELESS * self._first_value):
+            return "diverged"
+        share = self._milestones.get(self._rounds, 0.0)
+        if share and self._target.progress(self._first_value, value) < share:
+            return "too slow"
+        spent = self._candidate[2] if self._streak else self._bytes
+        return "costlier" if spent > limit else None
+
+    def costs(self, ending: Ending) -> tuple[int, int, int]:
+        """Return rounds, uploads and bytes: until the target was reached, or all."""
+        return (
+            self._candidate if ending == "reached" else (self._rounds, self._uploads, self._bytes)
+        )
+
+
+def run_trial(
+    trial: Trial,
+    task: Task,
+    problem: Problem,
+    minimum: float | None,
+    device: str = "cpu",
+    limit: Callable[[], float] = lambda: math.inf,
+    watch: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Run until the target is reached, or until it is clear that it is not.
+
+    Args:
+        trial: what to run.
+        task: the task that it names.
+        problem: of the task and the trial's seed.
+        minimum: ``f*`` where the target is a residual.
+        device: where to compute.
+        limit: returns the number of bytes beyond which the outcome is of no interest.
+        watch: is told of every round.
+
+    """
+    started = time.perf_counter()
+    simulation = FastSimulation(
+        problem,
+        make_recipe(trial.setting.spec, trial.setting.bits),
+        task.step_size * trial.setting.multiplier,
+        BernoulliDropout(task.dropout, trial.seed),
+        trial.seed,
+        device=device,
+        training=task.training,
+    )
+    meter = Meter(task.target, task.rounds)
+    ending: Ending = "rounds"
+    if task.target.kind == "accuracy":
+        values = _accuracies(simulation, problem, meter, task.rounds)
+    else:
+        values = _losses(simulation, minimum or 0.0, meter, task.rounds)
+    for number, value in enumerate(values):
+        found = meter.look(value, limit())
+        if found is not None:
+            ending = found
+            break
+        watch(number)
+    rounds, uploads, upload_bytes = meter.costs(ending)
+    last = meter.value if math.isfinite(meter.value) else None
+    seconds = time.perf_counter() - started
+    return Outcome(trial, ending, rounds, uploads, upload_bytes, last, seconds)
+
+
+def _losses(
+    simulation: FastSimulation, minimum: float, meter: Meter, num_rounds: int
+) -> Iterator[float]:
+    """Yield the loss above ``minimum`` before every round: what the rounds before it led to."""
+    for record in simulation.run_rounds(num_rounds):
+        assert record.loss is not None
+        yield record.loss - minimum
+        meter.pay(record)
+
+
+def _accuracies(
+    simulation: FastSimulation, problem: Problem, meter: Meter, num_rounds: int
+) -> Iterator[float]:
+    """Yield the test accuracy after every round."""
+    assert problem.test is not None
+    backend, labels = simulation.backend, problem.test.labels
+    features = backend.put(problem.test.features)
+    for _ in range(num_rounds):
+        meter.pay(simulation.run_round(evaluate=False))
+        params = simulation.parameters
+        if not np.isfinite(params).all():
+            yield math.nan
+            continue
+        predicted = problem.objective.predict(backend.put(params), features)
+        yield float(np.mean(backend.get(predicted) == labels))
