@@ -33,7 +33,7 @@ def aqg(*arguments, cwd, env=None, check=True):
 def test_the_first_run(tmp_path):
     done = aqg("run", *QUICK, cwd=tmp_path)
     assert "Traceback" not in done.stderr
-    for word in ("lean", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "bytes"):
+    for word in ("auto", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "bytes"):
         assert word in done.stdout
     (directory,) = (tmp_path / "runs").iterdir()
     assert f"runs/{directory.name}" in done.stdout
@@ -41,12 +41,12 @@ def test_the_first_run(tmp_path):
     holdings = (directory / "clients.txt").read_text()
     assert len(holdings.splitlines()) >= 11
     assert "clients.txt" in done.stdout
-    for recipe in ("lean", "gd", "laq"):
+    for recipe in ("auto", "gd", "laq"):
         files = {path.name for path in (directory / recipe).iterdir()}
         assert files == {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}
     # The run repeats from its own directory, to the last byte.
     aqg("run", "--config", directory / "config.toml", "--out", tmp_path / "again", cwd=tmp_path)
-    for recipe in ("lean", "gd", "laq"):
+    for recipe in ("auto", "gd", "laq"):
         first = (directory / recipe / "rounds.jsonl").read_text()
         assert (tmp_path / "again" / recipe / "rounds.jsonl").read_text() == first
 

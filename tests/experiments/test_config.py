@@ -14,7 +14,7 @@ from aqg.experiments.config import parse_assignment, read_settings, resolve, to_
 
 def test_defaults_are_the_demo():
     configs = resolve({})
-    assert [config.recipe for config in configs] == ["lean", "gd", "laq"]
+    assert [config.recipe for config in configs] == ["auto", "gd", "laq"]
     assert {(c.dataset, c.partition, c.clients) for c in configs} == {("digits", "label", 10)}
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import platform
-import sys
 from importlib import metadata
 
 from aqg import __version__
 
-_LIBRARIES = ("numpy", "numba", "scipy", "torch", "flwr")
+_LIBRARIES = ("numpy", "numba", "scipy", "torch")
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of aqg, Python and those libraries that the process has loaded.
+    """Return the versions of aqg, Python and the libraries that compute, where they are installed.
 
     >>> installed_versions()["numpy"].split(".")[0]
     '2'
     """
     versions = {"aqg": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
-        if name in sys.modules:
+        try:
             versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # an optional one
+            continue
     return versions
