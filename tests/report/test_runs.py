@@ -165,3 +165,10 @@ def test_no_run_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is not a directory"):
         find_runs(tmp_path / "file")
+
+
+def test_another_programs_config_is_no_run(make_run, tmp_path):
+    make_run(tmp_path / "auto", rounds=2)
+    (tmp_path / "flower").mkdir()
+    (tmp_path / "flower" / CONFIG).write_text('[superlink]\ndefault = "local"\n')
+    assert find_runs(tmp_path) == [tmp_path / "auto"]

@@ -129,8 +129,8 @@ def _find_below(path: Path, depth: int) -> list[Path]:
     for child in sorted(children, key=lambda child: natural_key(child.name)):
         if depth > 0:
             runs.extend(_find_below(child, depth - 1))
-    if not runs and (path / CONFIG).is_file():
-        return [path]  # about to start
+    if not runs and (path / CONFIG).is_file() and "recipe" in _read_toml(path / CONFIG):
+        return [path]  # about to start; other programs have a file of that name, too
     order = _stored_order(path)
     if order:
         runs.sort(key=lambda run: _positions(_read_toml(run / CONFIG), order))
