@@ -58,7 +58,8 @@ def test_every_task_names_things_that_exist():
         assert task.is_local == (task.target.kind == "accuracy")
     assert {name for name, task in TASKS.items() if task.is_held_out} == {
         "cnn-dirichlet",
-        "sampled-dirichlet",
+        "cnn-iid",
+        "sampled-iid",
     }
 
 

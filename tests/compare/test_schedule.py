@@ -1,134 +1,180 @@
-"""The order of trials, and what is left of them after a crash."""
+"""Which trial comes next, whatever is finished, under way, or has failed."""
 
 from __future__ import annotations
 
-import math
+import random
+import sys
 
 import pytest
 
 from aqg.compare.ledger import Ledger
-from aqg.compare.schedule import Comparison, create_comparison, open_comparison, waves
-from aqg.compare.search import settings_to_try
+from aqg.compare.plan import Comparison
+from aqg.compare.schedule import Schedule
+from aqg.compare.search import pending_settings
 from aqg.compare.tasks import select_tasks
-from aqg.compare.trial import Outcome, Setting, Trial
-from aqg.errors import ConfigError, RunError
+from aqg.compare.trial import Outcome, Setting
+from aqg.errors import RunError
+from aqg.experiments.workers import Done, Failed, Started, Workers
 
 SOFTMAX, LOCAL = select_tasks(["digits-softmax", "digits-local"])
+BOTH = (SOFTMAX, LOCAL)
 
 
-def finish(ledger, trial, upload_bytes=100, ending="reached"):
+def finish(schedule, ledger, trial, upload_bytes=100, ending="reached"):
     ledger.add(Outcome(trial, ending, 1, 1, upload_bytes, 0.5, 1.0))
+    schedule.end(trial)
+
+
+def hand_out(schedule, most=1000):
+    """Take trials until the schedule has to wait."""
+    trials = []
+    while len(trials) < most and (trial := schedule.next_trial()) is not None:
+        trials.append(trial)
+    return trials
 
 
 def test_settings_found_before_are_used_for_all_seeds(tmp_path):
-    comparison = Comparison((SOFTMAX, LOCAL), ("stc", "gd"), seeds=2)
+    comparison = Comparison(BOTH, ("stc", "gd"), seeds=2)
     best = Setting("stc:keep=0.1", multiplier=2)
     ledger = Ledger(tmp_path)
-    (wave,) = waves(comparison, ledger, {LOCAL.name: {"stc": best}})
-    assert len(wave) == comparison.num_trials == 8
-    assert {t.setting for t in wave if (t.task, t.recipe) == (LOCAL.name, "stc")} == {best}
-    assert {t.setting for t in wave if (t.task, t.recipe) == (SOFTMAX.name, "stc")} == {
+    schedule = Schedule(comparison, ledger, {LOCAL.name: {"stc": best}})
+    assert schedule.most_left() == 8
+    trials = hand_out(schedule)
+    assert len(trials) == 8
+    assert {t.setting for t in trials if (t.task, t.recipe) == (LOCAL.name, "stc")} == {best}
+    assert {t.setting for t in trials if (t.task, t.recipe) == (SOFTMAX.name, "stc")} == {
         Setting("stc")
     }
-    for trial in wave[:3]:
-        finish(ledger, trial)
-    (rest,) = waves(comparison, ledger, {LOCAL.name: {"stc": best}})
-    assert rest == wave[3:]
+    for trial in trials[:3]:
+        finish(schedule, ledger, trial)
+    again = Schedule(comparison, ledger, {LOCAL.name: {"stc": best}})
+    assert set(hand_out(again)) == set(trials[3:])
 
 
-def test_a_search_comes_before_the_other_seeds(tmp_path):
+def test_recipes_in_order_and_tasks_in_turns(tmp_path):
+    comparison = Comparison(BOTH, ("auto", "stc"), seeds=1, search=True)
+    trials = hand_out(Schedule(comparison, Ledger(tmp_path), {}))
+    assert [t.task for t in trials[:4]] == [SOFTMAX.name, LOCAL.name] * 2
+    assert [t.recipe for t in trials] == ["auto"] * 9 + ["stc"] * 9
+    first = [t.setting for t in trials if (t.recipe, t.task) == ("stc", LOCAL.name)]
+    assert first == pending_settings("stc", LOCAL, {})[0]
+
+
+def test_no_one_waits_for_the_slowest(tmp_path):
+    """One trial that does not end holds up its own recipe on its own task, and nothing else."""
+    comparison = Comparison(BOTH, ("auto", "stc"), seeds=2, search=True)
+    ledger = Ledger(tmp_path)
+    schedule = Schedule(comparison, ledger, {})
+    slow = schedule.next_trial()
+    ended = []
+    while (trial := schedule.next_trial()) is not None:
+        finish(schedule, ledger, trial)
+        ended.append(trial)
+    stuck = [t for t in ended if (t.recipe, t.task) == (slow.recipe, slow.task)]
+    assert {t.seed for t in stuck} == {0}
+    others = {(t.recipe, t.task) for t in ended if t.seed == 1}
+    assert others == {(r, t.name) for r, t in comparison.pairs()} - {(slow.recipe, slow.task)}
+    finish(schedule, ledger, slow)
+    assert {t.seed for t in hand_out(schedule)} == {1}
+
+
+def test_other_seeds_follow_the_winner_where_it_arrives(tmp_path):
     comparison = Comparison((LOCAL,), ("stc", "gd"), seeds=3, search=True)
     ledger = Ledger(tmp_path)
-    steps = waves(comparison, ledger, {})
-    first = next(steps)
-    assert [t.setting for t in first] == settings_to_try("stc", LOCAL)
-    assert {t.seed for t in first} == {0}
-    for cost, trial in enumerate(first):
-        finish(ledger, trial, upload_bytes=abs(cost - 5) + 1)
-    second = next(steps)
-    best = first[5].setting
-    assert second[:2] == [Trial(LOCAL.name, "stc", best, seed) for seed in (1, 2)]
-    assert {t.recipe for t in second[2:]} == {"gd"}
-    for trial in second:
-        finish(ledger, trial, ending="reached" if trial.recipe == "stc" else "diverged")
-    assert list(steps) == [[]]  # nothing to repeat where no setting of gd arrived
-    assert comparison.num_trials == len(first) + len(second) + 2
+    schedule = Schedule(comparison, ledger, {})
+    costs = {}
+    later = []
+    while (trial := schedule.next_trial()) is not None:
+        if trial.seed:
+            later.append(trial)
+        costs[trial] = 100 + 7 * len(costs) % 11
+        finish(
+            schedule, ledger, trial, costs[trial], "too slow" if trial.recipe == "gd" else "reached"
+        )
+    searched = [t for t in costs if t.seed == 0 and t.recipe == "stc"]
+    best = min(searched, key=lambda t: (costs[t], str(t.setting)))
+    assert [(t.recipe, t.setting, t.seed) for t in later] == [
+        ("stc", best.setting, s) for s in (1, 2)
+    ]
+    assert schedule.most_left() == 0
 
 
-def test_tasks_are_searched_side_by_side(tmp_path):
-    comparison = Comparison((SOFTMAX, LOCAL), ("stc",), seeds=1, search=True)
-    wave = next(waves(comparison, Ledger(tmp_path), {}))
-    assert [trial.task for trial in wave[:4]] == [SOFTMAX.name, LOCAL.name] * 2
-    for task in (SOFTMAX, LOCAL):
-        own = [trial.setting for trial in wave if trial.task == task.name]
-        assert own == settings_to_try("stc", task)
-
-
-def test_one_seed_makes_one_wave(tmp_path):
-    comparison = Comparison((SOFTMAX, LOCAL), ("stc", "lean", "gd"), seeds=1, search=True)
-    first, rest = waves(comparison, Ledger(tmp_path), {})
-    assert len(first) == comparison.num_trials
-    assert [t.recipe for t in first] == sorted(
-        (t.recipe for t in first), key=comparison.recipes.index
-    )
-    assert rest == []
-
-
-def test_a_plan_survives_its_directory(tmp_path):
-    comparison = Comparison(
-        (SOFTMAX, LOCAL), ("stc", "lean:xi=3"), seeds=4, search=True, quick=True
-    )
-    create_comparison(tmp_path / "c", comparison)
-    assert open_comparison(tmp_path / "c") == comparison
-    with pytest.raises(RunError, match="is not empty"):
-        create_comparison(tmp_path / "c", comparison)
-    (tmp_path / "c" / "compare.json").write_text("{}")
-    with pytest.raises(RunError, match=r"compare\.json' is damaged"):
-        open_comparison(tmp_path / "c")
-    with pytest.raises(RunError, match=r"is not a comparison's directory: it has no compare\.json"):
-        open_comparison(tmp_path)
-
-
-def test_a_comparison_can_grow():
-    comparison = Comparison((LOCAL,), ("lean", "gd"), seeds=2, search=True)
-    grown = comparison.extended([SOFTMAX, LOCAL], ["stc", "gd"], seeds=5)
-    assert grown == Comparison((SOFTMAX, LOCAL), ("stc", "lean", "gd"), seeds=5, search=True)
-    assert comparison.extended((), (), None) == comparison
-
-
-def test_seeds_must_be_some():
-    with pytest.raises(ConfigError, match="seeds is 0; it must be at least 1"):
-        Comparison((LOCAL,), ("gd",), seeds=0)
-
-
-def test_a_ledger_reads_on_where_it_stopped(tmp_path):
-    reader, writer = Ledger(tmp_path), Ledger(tmp_path)
-    trials = [Trial("t", "stc", Setting("stc", multiplier=m), 0) for m in (1, 2, 4)]
-    assert reader.outcomes() == {}
-    assert reader.fewest_bytes(trials[0]) == math.inf
-    for cost, trial in zip((300, 200, 100), trials, strict=True):
-        finish(writer, trial, cost, "diverged" if cost == 100 else "reached")
-        assert trial in reader.outcomes()
-    assert reader.fewest_bytes(trials[2]) == 200
-    assert reader.fewest_bytes(Trial("t", "stc", Setting("stc"), 1)) == math.inf
-
-
-def test_a_line_cut_short_is_run_again(tmp_path):
+def test_a_winner_beyond_the_ceiling_gets_no_other_seeds(tmp_path):
+    comparison = Comparison((LOCAL,), ("auto", "gd"), seeds=2, search=True)
     ledger = Ledger(tmp_path)
-    first, second, third = (Trial("t", "gd", Setting("gd"), seed) for seed in range(3))
-    finish(ledger, first)
-    finish(ledger, second)
-    content = ledger.path.read_bytes()
-    ledger.path.write_bytes(content[:-20])
-    assert list(Ledger(tmp_path).outcomes()) == [first]
-    ledger = Ledger(tmp_path)
-    ledger.repair()
-    finish(ledger, third)
-    assert list(Ledger(tmp_path).outcomes()) == [first, third]
+    schedule = Schedule(comparison, ledger, {})
+    seeds = {"auto": set(), "gd": set()}
+    while (trial := schedule.next_trial()) is not None:
+        seeds[trial.recipe].add(trial.seed)
+        finish(schedule, ledger, trial, 100 if trial.recipe == "auto" else 2001)
+    assert seeds == {"auto": {0, 1}, "gd": {0}}
 
 
-def test_a_line_of_nonsense_is_named(tmp_path):
+@pytest.mark.parametrize("jobs", [1, 16])
+def test_the_counter_never_exceeds_its_total(tmp_path, jobs):
+    """The bound falls by at least one with every trial, and ends at zero."""
+    comparison = Comparison(BOTH, ("auto", "lean", "stc", "qsgd"), seeds=3, search=True)
     ledger = Ledger(tmp_path)
-    ledger.path.write_text('{"task": 1}\n')
-    with pytest.raises(RunError, match=r"has a damaged line, '\{\"task\": 1\}'"):
-        ledger.outcomes()
+    schedule = Schedule(comparison, ledger, {})
+    draw = random.Random(jobs)
+    under_way = hand_out(schedule, jobs)
+    left = schedule.most_left()
+    ended = set()
+    while under_way:
+        trial = under_way.pop(draw.randrange(len(under_way)))
+        ending = draw.choice(["reached", "reached", "too slow", "costlier"])
+        finish(schedule, ledger, trial, draw.randrange(100, 300), ending)
+        assert trial not in ended
+        ended.add(trial)
+        assert schedule.most_left() <= left - 1
+        left = schedule.most_left()
+        under_way += hand_out(schedule, jobs - len(under_way))
+    assert left == 0
+
+
+def test_an_outcome_that_was_written_but_not_told_yet_is_still_counted(tmp_path):
+    comparison = Comparison((LOCAL,), ("auto",), seeds=1, search=True)
+    ledger = Ledger(tmp_path)
+    schedule = Schedule(comparison, ledger, {})
+    trial = schedule.next_trial()
+    ledger.add(Outcome(trial, "reached", 1, 1, 100, 0.5, 1.0))
+    assert schedule.most_left() == 5
+    schedule.end(trial)
+    assert schedule.most_left() == 4
+
+
+def test_what_failed_is_not_tried_twice_and_stops_its_own_search_only(tmp_path):
+    comparison = Comparison((LOCAL,), ("stc", "gd"), seeds=2, search=True)
+    ledger = Ledger(tmp_path)
+    schedule = Schedule(comparison, ledger, {})
+    failed = schedule.next_trial()
+    schedule.end(failed, RunError("out of memory"))
+    seen = []
+    while (trial := schedule.next_trial()) is not None:
+        seen.append(trial)
+        finish(schedule, ledger, trial)
+    assert failed not in seen
+    assert {t.seed for t in seen if t.recipe == "stc"} == {0}
+    assert {t.seed for t in seen if t.recipe == "gd"} == {0, 1}
+    assert list(schedule.failures) == [failed]
+    assert schedule.most_left() == 0
+    again = Schedule(comparison, ledger, {})
+    assert again.next_trial() == failed
+
+
+def test_processes_ask_for_the_next_task_when_one_has_ended():
+    """A task that is known only after another, which may even take its process down."""
+    waiting = [callable, sys.exit, callable]  # each is called with one argument
+    events = []
+
+    def next_task():
+        ended = [event for event in events if isinstance(event, Done | Failed)]
+        started = [event for event in events if isinstance(event, Started)]
+        return waiting.pop(0) if waiting and len(ended) == len(started) else None
+
+    with Workers(2) as workers:
+        workers.serve(next_task, events.append)
+    assert waiting == []
+    assert [type(event) for event in events] == [Started, Done, Started, Failed, Started, Done]
+    assert [event.index for event in events] == [0, 0, 1, 1, 2, 2]
+    assert events[1].value is True

@@ -6,13 +6,15 @@ import pytest
 
 from aqg.compare.search import (
     applies,
+    axes_of,
     best_setting,
     collect_tuned,
     default_setting,
+    leading_setting,
     parse_recipes,
+    pending_settings,
     read_grid,
     read_tuned,
-    settings_to_try,
     write_tuned,
 )
 from aqg.compare.tasks import TASKS
@@ -28,11 +30,41 @@ def outcome(setting, upload_bytes, ending="reached", seed=0, task="t", recipe="s
     return Outcome(trial, ending, 10, 10, upload_bytes, 0.5, 1.0)
 
 
+def grid(recipe, task):
+    """Return all settings that a search may come upon."""
+    axes = axes_of(recipe, task)
+    return [axes.setting(step, value) for step in axes.steps for value in axes.values]
+
+
+def search(recipe, task, cost, quick=False):
+    """Search with ``cost`` of a setting: bytes, or a string and a value where it does not arrive.
+
+    Return what was tried, stage by stage.
+    """
+    tried, stages = {}, []
+    bound = None
+    while True:
+        settings, most_later = pending_settings(recipe, task, tried, quick)
+        assert bound is None or len(settings) <= bound
+        bound = most_later
+        if not settings:
+            assert most_later == 0
+            return stages
+        stages.append(settings)
+        for setting in settings:
+            result = cost(setting)
+            trial = Trial(task.name, recipe, setting, 0)
+            if isinstance(result, tuple):
+                tried[setting] = Outcome(trial, result[0], 9, 9, 1, result[1], 1.0)
+            else:
+                tried[setting] = Outcome(trial, "reached", 9, 9, result, 0.5, 1.0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_everyone_gets_the_same_search(recipe):
     for task, kind in ((LOCAL, "local"), (FULL, "full-batch")):
         steps = read_grid()[kind]["steps"]
-        settings = settings_to_try(recipe, task)
+        settings = grid(recipe, task)
         knobs = {(s.spec, s.bits) for s in settings}
         assert 1 <= len(settings) / len(steps) <= 4
         assert len(set(settings)) == len(settings)
@@ -59,11 +91,11 @@ def test_knobs_have_the_same_values_in_both_regimes():
 
 
 def test_the_default_has_no_knob():
-    assert {s.spec for s in settings_to_try("auto", LOCAL)} == {"auto"}
+    assert {s.spec for s in grid("auto", LOCAL)} == {"auto"}
 
 
 def test_a_recipe_with_options_keeps_them():
-    settings = settings_to_try("stc:keep=0.05", LOCAL)
+    settings = grid("stc:keep=0.05", LOCAL)
     assert {s.spec for s in settings} == {"stc:keep=0.05"}
     assert len(settings) == len(read_grid()["local"]["steps"])
 
@@ -71,12 +103,71 @@ def test_a_recipe_with_options_keeps_them():
 def test_recipes_by_name():
     assert parse_recipes("gd, ef21 ,auto") == ("auto", "ef21", "gd")
     assert set(parse_recipes("all")) == set(RECIPES)
-    assert parse_recipes("all")[:6] == ("stc", "lean", "auto", "ef21", "qsgd", "topk")
+    assert parse_recipes("all")[:6] == ("auto", "lean", "stc", "ef21", "qsgd", "topk")
     assert "auto" in parse_recipes(None)
     with pytest.raises(ConfigError, match="unknown recipe 'zip'"):
         parse_recipes("lean,zip")
     with pytest.raises(ConfigError, match="'lean' is named twice in lean,gd,lean"):
         parse_recipes("lean,gd,lean")
+
+
+def test_steps_then_the_knob_then_the_steps_beside():
+    def cost(setting):
+        value = float(setting.spec.partition("keep=")[2])
+        return round(1000 + 100 * abs(setting.multiplier - 3.9) + 1000 * abs(value - 1e-2))
+
+    steps, values, beside = search("stc", LOCAL, cost)
+    assert [s.multiplier for s in steps] == [4, 8, 2, 16, 1]
+    assert {s.spec for s in steps} == {"stc:keep=0.0001"}
+    assert [s.spec for s in values] == ["stc:keep=0.001", "stc:keep=0.01", "stc:keep=0.1"]
+    assert {s.multiplier for s in values} == {4}
+    assert beside == [Setting("stc:keep=0.01", multiplier=m) for m in (2, 8)]
+
+
+def test_at_the_edge_there_is_one_step_beside():
+    first_value = "stc:keep=0.0001"
+    *_, beside = search("stc", LOCAL, lambda s: (s.spec == first_value) + round(20 - s.multiplier))
+    assert [s.multiplier for s in beside] == [8]
+
+
+def test_if_the_first_value_stays_best_nothing_is_beside():
+    stages = search("stc", LOCAL, lambda s: 1 if s.spec == "stc:keep=0.0001" else 2)
+    assert [len(stage) for stage in stages] == [5, 3]
+
+
+def test_without_a_knob_there_is_one_stage():
+    assert [len(stage) for stage in search("auto", LOCAL, lambda _: 1)] == [5]
+    assert [len(stage) for stage in search("stc", LOCAL, lambda _: 1, quick=True)] == [2, 1]
+
+
+@pytest.mark.parametrize(("task", "closer", "farther"), [(LOCAL, 0.8, 0.6), (FULL, 0.6, 0.8)])
+def test_where_no_one_arrives_the_search_follows_the_closest(task, closer, farther):
+    def cost(setting):
+        if setting.multiplier == 1:
+            return "diverged", None
+        return "too slow", closer if setting.multiplier == 2 else farther
+
+    _, values, *_ = search("lean", task, cost)
+    assert {s.multiplier for s in values} == {2}
+
+
+def test_whoever_arrives_is_ahead_of_whoever_does_not():
+    a, b, c, d = (Setting(name) for name in "abcd")
+    outcomes = [
+        outcome(a, 1, "rounds"),
+        outcome(b, 9000),
+        outcome(c, 8000, "diverged"),
+        outcome(d, 8000),
+    ]
+    assert leading_setting(outcomes, LOCAL) == d
+    assert leading_setting(outcomes[:2], LOCAL) == b
+    assert leading_setting(outcomes[:1], LOCAL) == a
+
+
+def test_what_was_tried_before_counts():
+    steps, _ = pending_settings("auto", LOCAL, {})
+    tried = {setting: outcome(setting, 10) for setting in steps[:3]}
+    assert pending_settings("auto", LOCAL, tried) == (steps[3:], 0)
 
 
 def test_what_acts_on_dropouts_is_run_with_dropouts_only():
@@ -122,7 +213,7 @@ def test_missing_settings(tmp_path):
 def test_the_settings_of_the_package_are_of_the_grid():
     for task, recipes in read_tuned().items():
         for recipe, setting in recipes.items():
-            assert setting in settings_to_try(recipe, TASKS[task])
+            assert setting in grid(recipe, TASKS[task])
 
 
 def test_without_a_search_a_recipe_is_run_as_it_is():

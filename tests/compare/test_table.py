@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from aqg.compare.picture import draw
-from aqg.compare.schedule import Comparison
-from aqg.compare.search import settings_to_try
-from aqg.compare.table import as_tables, cell_text, make_cells, settings_table
+from aqg.compare.plan import Comparison
+from aqg.compare.search import pending_settings
+from aqg.compare.table import as_tables, cell_text, make_cells, settings_table, summary
 from aqg.compare.tasks import select_tasks
-from aqg.compare.trial import Outcome, Setting, Trial
+from aqg.compare.trial import CEILING, Outcome, Setting, Trial
 
 SOFTMAX, LOCAL = select_tasks(["digits-softmax", "digits-local"])
-COMPARISON = Comparison((SOFTMAX, LOCAL), ("stc", "lean", "gd"), seeds=5)
+COMPARISON = Comparison((SOFTMAX, LOCAL), ("auto", "lean", "stc", "gd"), seeds=5)
 FAST, SLOW = Setting("stc:keep=0.1"), Setting("stc:keep=0.01")
 
 
-def outcomes_of(recipe, costs, task=LOCAL, setting=None, value=0.91):
-    """Return an outcome per seed; a cost of None is a target that was not reached."""
+def outcomes_of(recipe, costs, task=LOCAL, setting=None, value=0.91, failure="rounds"):
+    """Return an outcome per seed; without a cost, or below zero, the target was not reached."""
     result = {}
     for seed, cost in enumerate(costs):
         trial = Trial(task.name, recipe, setting or Setting(recipe), seed)
-        ending = "rounds" if cost is None else "reached"
-        result[trial] = Outcome(trial, ending, 10 * (seed + 1), 5, cost or 7, value, 1.0)
+        ending = failure if cost is None or cost < 0 else "reached"
+        result[trial] = Outcome(trial, ending, 10 * (seed + 1), 5, abs(cost or 7), value, 1.0)
     return result
 
 
@@ -45,11 +45,11 @@ def test_median_spread_and_ratio():
 def test_seeds_that_do_not_arrive_count_as_infinite():
     two_of_three = cell_of(outcomes_of("stc", [900, None, 1000]), "stc")
     assert (two_of_three.median_bytes, two_of_three.num_reached) == (1000, 2)
-    assert cell_text(two_of_three, LOCAL) == ("1 kB ×1.00", "900 B–1 kB (2 of 3)")
+    assert cell_text(two_of_three, LOCAL) == ("1 kB ×1.00", "900 B–1 kB 2/3")
     one_of_three = cell_of(outcomes_of("stc", [900, None, None]), "stc")
     assert one_of_three.median_bytes is None
     assert one_of_three.ratio is None
-    assert cell_text(one_of_three, LOCAL) == ("– (91.0%)", "1 of 3 reached")
+    assert cell_text(one_of_three, LOCAL) == ("– (91.0%)", "1/3")
 
 
 def test_the_winner_of_seed_zero_is_shown_for_all_seeds():
@@ -70,22 +70,77 @@ def test_without_a_winner_the_closest_is_shown():
     assert cell_text(cell_of(diverged, "gd", SOFTMAX), SOFTMAX) == ("– (diverged)", "")
 
 
-def test_a_search_that_was_cut_short_is_marked():
+def test_who_was_stopped_at_the_ceiling_is_said_to_be_above_it():
+    outcomes = outcomes_of("stc", [100]) | outcomes_of("gd", [-2003], failure="beyond", value=0.5)
+    cell = cell_of(outcomes, "gd")
+    assert (cell.median_bytes, cell.ratio, cell.beyond_bytes, cell.ratio_above) == (
+        None,
+        None,
+        2003,
+        CEILING,
+    )
+    assert cell_text(cell, LOCAL) == (f"> ×{CEILING}", "")
+    # One setting stopped there is enough, whatever became of the others that did not arrive.
+    outcomes |= outcomes_of("gd", [None], setting=FAST, value=0.89)
+    assert cell_text(cell_of(outcomes, "gd"), LOCAL) == (f"> ×{CEILING}", "")
+    # One that arrived is worth more.
+    outcomes |= outcomes_of("gd", [2500], setting=SLOW)
+    assert cell_text(cell_of(outcomes, "gd"), LOCAL) == ("2.5 kB ×25.00", "")
+
+
+def test_a_ceiling_that_has_moved_since_says_less():
+    """The recipe that set it was measured anew, and needs more now."""
+    outcomes = outcomes_of("stc", [300]) | outcomes_of("gd", [-2003], failure="beyond", value=0.5)
+    assert cell_text(cell_of(outcomes, "gd"), LOCAL) == ("> ×6", "")
+    alone = outcomes_of("gd", [-2003], failure="beyond", value=0.5)
+    assert cell_text(cell_of(alone, "gd"), LOCAL) == ("– (50.0%)", "")
+
+
+def test_seeds_stopped_at_the_ceiling():
+    outcomes = outcomes_of("stc", [100]) | outcomes_of("gd", [1900, -2001, -2001], failure="beyond")
+    assert cell_text(cell_of(outcomes, "gd"), LOCAL) == (f"> ×{CEILING}", "1/3")
+    outcomes = outcomes_of("stc", [100]) | outcomes_of("gd", [1900, 1950, -2001], failure="beyond")
+    assert cell_text(cell_of(outcomes, "gd"), LOCAL) == ("1.95 kB ×19.50", "1.9 kB–1.95 kB 2/3")
+
+
+def test_a_search_that_is_not_finished_is_marked():
     comparison = Comparison((LOCAL,), ("stc",), seeds=1, search=True)
-    settings = settings_to_try("stc", LOCAL)
     outcomes = {}
-    for cost, setting in enumerate(settings, start=1):
-        (cell,) = make_cells(comparison, outcomes) or [None]
-        assert cell is None or cell_text(cell, LOCAL)[0] == "1 B ×1.00†"
-        outcomes |= outcomes_of("stc", [cost], setting=setting)
+    tried = 0
+    while settings := pending_settings("stc", LOCAL, {t.setting: o for t, o in outcomes.items()})[
+        0
+    ]:
+        for setting in settings:
+            (cell,) = make_cells(comparison, outcomes) or [None]
+            assert cell is None or cell_text(cell, LOCAL)[0] == "1 B ×1.00†"
+            tried += 1
+            outcomes |= outcomes_of("stc", [tried], setting=setting)
     (cell,) = make_cells(comparison, outcomes)
     assert cell_text(cell, LOCAL)[0] == "1 B ×1.00"
+    assert tried == 8  # of 20: the first value of the knob stays best
+
+
+def test_a_line_says_how_the_default_compares():
+    assert summary(make_cells(COMPARISON, outcomes_of("stc", [100]))) == ""
+    assert summary(make_cells(COMPARISON, outcomes_of("auto", [None]))) == ""
+    outcomes = outcomes_of("stc", [1000]) | outcomes_of("auto", [1100])
+    outcomes |= outcomes_of("lean", [1000], SOFTMAX) | outcomes_of("auto", [1500], SOFTMAX)
+    assert summary(make_cells(COMPARISON, outcomes)) == (
+        "auto is within 10% of the best on 1 of 2 tasks; at worst it needs ×1.50, on "
+        "digits-softmax."
+    )
+    outcomes |= outcomes_of("auto", [None], SOFTMAX)
+    assert summary(make_cells(COMPARISON, outcomes)) == (
+        "auto is within 10% of the best on 1 of 2 tasks; at worst it needs ×1.10, on "
+        "digits-local; it does not reach the target on digits-softmax."
+    )
 
 
 def test_tables_have_a_row_per_recipe_and_a_column_per_task():
     outcomes = outcomes_of("stc", [1000, 2000, 3000]) | outcomes_of("lean", [50_000], SOFTMAX)
     cells = make_cells(COMPARISON, outcomes)
-    full_batch, local = as_tables(COMPARISON, cells)
+    (full_batch, _), (local, line) = as_tables(COMPARISON, cells)
+    assert line == ""  # no result of the default
     assert full_batch.header == ("recipe", "digits-softmax<br>residual 0.001")
     assert full_batch.rows == (("`lean`", "50 kB ×1.00"),)  # what was not run is left out
     assert local.rows == (("`stc`", "2 kB ×1.00<br>1 kB–3 kB"),)
@@ -95,4 +150,6 @@ def test_tables_have_a_row_per_recipe_and_a_column_per_task():
 
 def test_the_picture_is_a_picture():
     outcomes = outcomes_of("stc", [1000, 2000]) | outcomes_of("gd", [None, None])
-    assert draw(COMPARISON, make_cells(COMPARISON, outcomes)).startswith(b"\x89PNG")
+    outcomes |= outcomes_of("lean", [-90_000], failure="beyond") | outcomes_of("auto", [5], SOFTMAX)
+    for some in (outcomes, outcomes_of("gd", [None]), {}):
+        assert draw(COMPARISON, make_cells(COMPARISON, some)).startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ import pytest
 
 from aqg.compare.problems import Workshop
 from aqg.compare.tasks import TASKS, Target
-from aqg.compare.trial import Meter, Outcome, Setting, Trial, run_trial
+from aqg.compare.trial import Limits, Meter, Outcome, Setting, Trial, run_trial
 from aqg.core.recipes import make_recipe
 from aqg.sim.record import RoundRecord
 from aqg.sim.reference import ReferenceSimulation
@@ -24,12 +24,12 @@ def workshop():
     return Workshop()
 
 
-def follow(target, values, limit=math.inf, num_rounds=1000):
+def follow(target, values, limits=Limits(), num_rounds=1000):  # noqa: B008
     """Feed a meter one value per round of two uploads and 100 bytes; return how it ends."""
     meter = Meter(target, num_rounds)
     for number, value in enumerate(values, start=1):
         meter.pay(RoundRecord(number, None, (4, 4, 0), 100))
-        ending = meter.look(value, limit)
+        ending = meter.look(value, limits)
         if ending is not None:
             return ending, meter.costs(ending)
     return None, meter.costs("rounds")
@@ -58,11 +58,20 @@ def test_an_accuracy_of_zero_is_no_divergence():
     assert follow(Target("accuracy", 0.9), [0.1, 0.0, 0.0]) == (None, (3, 6, 300))
 
 
-def test_costs_beyond_the_limit_are_of_no_interest():
+@pytest.mark.parametrize(
+    ("limits", "ending"),
+    [
+        (Limits(own=250), "costlier"),
+        (Limits(ceiling=250), "beyond"),
+        (Limits(own=250, ceiling=250), "costlier"),
+        (Limits(own=900, ceiling=900), None),
+    ],
+)
+def test_costs_beyond_a_limit_are_of_no_interest(limits, ending):
     target = Target("accuracy", 0.9)
-    assert follow(target, [0.1] * 9, limit=250)[0] == "costlier"
+    assert follow(target, [0.1] * 9, limits)[0] == ending
     # What was met within the limit may still be confirmed beyond it.
-    assert follow(target, [0.1, 0.95, 0.95, 0.95], limit=250) == ("reached", (2, 4, 200))
+    assert follow(target, [0.1, 0.95, 0.95, 0.95], limits) == ("reached", (2, 4, 200))
 
 
 def test_half_of_the_way_by_half_of_the_rounds():
@@ -116,6 +125,14 @@ def test_the_step_size_is_multiplied(workshop):
         rounds[multiplier] = outcome.rounds
         assert outcome.ending == ("diverged" if multiplier == 1000 else "reached")
     assert rounds[0.5] > rounds[1]
+
+
+def test_limits_are_asked_for_while_it_runs(workshop):
+    problem = workshop.problem(LOCAL, 0)
+    answers = iter([Limits(), Limits(), Limits(ceiling=1)])
+    trial = Trial(LOCAL.name, "lean", LEAN, 0)
+    outcome = run_trial(trial, LOCAL, problem, None, limits=lambda: next(answers))
+    assert (outcome.ending, outcome.rounds) == ("beyond", 3)
 
 
 def test_rounds_run_out(workshop):

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aqg.compare.schedule import Comparison
+    from aqg.compare.plan import Comparison
     from aqg.compare.search import Tuned
     from aqg.compare.trial import Trial
     from aqg.errors import AqgError
@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What to compare, and where; the directory of a new one does not exist yet."""
+class _Work:
+    """What to do, and where.
+
+    Attributes:
+        comparison: all that is compared.
+        part: of it, what to run now.
+        directory: for the results; that of a new comparison does not exist yet.
+        is_new: whether the comparison is.
+        again: recipes whose finished trials on the part's tasks are dropped first.
+
+    """
 
     comparison: Comparison
+    part: Comparison
     directory: Path
-    is_new: bool
+    is_new: bool = True
+    again: tuple[str, ...] = ()
 
 
 def compare(
@@ -51,7 +62,16 @@ def compare(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Go on with the comparison in this directory; recipes and tasks named are added."
+            help="Go on with the comparison in this directory: with everything unfinished, or with "
+            "the recipes and tasks named, which are added to it."
+        ),
+    ] = None,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME]",
+            help="With --resume: forget what these recipes did on the tasks named, or on all, and "
+            "run them anew.",
         ),
     ] = None,
     jobs: Annotated[
@@ -90,7 +110,7 @@ def compare(
     """
     from rich.console import Console
 
-    from aqg.compare.schedule import Comparison, open_comparison
+    from aqg.compare.plan import Comparison, open_comparison
     from aqg.compare.search import parse_recipes, read_tuned
     from aqg.compare.tasks import parse_tasks
     from aqg.errors import ConfigError
@@ -100,8 +120,8 @@ def compare(
 
     console = Console(stderr=as_json)
     if saved is not None:
-        if resume is not None or out is not None:
-            raise ConfigError("--from runs nothing: it goes with neither --resume nor --out")
+        if resume is not None or out is not None or again is not None:
+            raise ConfigError("--from runs nothing: it excludes --resume, --out and --again")
         _show(console, open_comparison(saved), saved, as_json)
         return 0
     check_device(device)
@@ -111,11 +131,10 @@ def compare(
         for name, is_given in (("--out", out), ("--search", search), ("--quick", quick)):
             if is_given:
                 raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
-        directory = resume
-        comparison = open_comparison(directory).extended(
-            parse_tasks(task) if task else (), parse_recipes(recipes) if recipes else (), seeds
-        )
+        work = _go_on(resume, recipes, task, seeds, again)
     else:
+        if again is not None:
+            raise ConfigError(f"--again {again} needs --resume: nothing was run before")
         comparison = Comparison(
             tasks=parse_tasks(task),
             recipes=parse_recipes(recipes),
@@ -127,23 +146,40 @@ def compare(
         directory = out or Path("runs") / f"compare-{stamp}"
         if directory.exists():
             create_directory(directory)  # refuses an occupied one now, not after the preparations
-    plan = _Plan(comparison, directory, is_new=resume is None)
-    failures = _run(console, plan, workers, settings, device, data_dir)
-    _show(console, comparison, directory, as_json)
+        work = _Work(comparison, comparison, directory)
+    failures = _run(console, work, workers, settings, device, data_dir)
+    _show(console, work.comparison, work.directory, as_json)
     if failures:
         trial, error = next(iter(failures.items()))
         print(
             f"aqg: error: {len(failures)} runs failed, the first {trial.recipe} on {trial.task}: "
-            f"{error}; try them again with: aqg compare --resume {directory}",
+            f"{error}; try them again with: aqg compare --resume {work.directory}",
             file=sys.stderr,
         )
         return 1
     return 0
 
 
+def _go_on(
+    directory: Path, recipes: str | None, task: str | None, seeds: int | None, again: str | None
+) -> _Work:
+    """Return what to do in a directory that exists: all of its comparison, or what is named."""
+    from aqg.compare.plan import open_comparison
+    from aqg.compare.search import parse_recipes
+    from aqg.compare.tasks import parse_tasks
+
+    before = open_comparison(directory)
+    tasks = parse_tasks(task) if task else ()
+    repeated = parse_recipes(again) if again else ()
+    named = (*(parse_recipes(recipes) if recipes else ()), *repeated)
+    comparison = before.extended(tasks, named, seeds)
+    part = comparison.narrowed(tasks, named)
+    return _Work(comparison, part, directory, is_new=False, again=repeated)
+
+
 def _run(
     console: Console,
-    plan: _Plan,
+    work: _Work,
     workers: Workers,
     tuned: Tuned,
     device: str,
@@ -152,44 +188,48 @@ def _run(
     """Run what is left, with a bar and the time left, or a line for each where no one looks."""
     from aqg.cli.compare_display import Overview
     from aqg.compare.ledger import Ledger
-    from aqg.compare.schedule import (
-        create_comparison,
-        prepare,
-        run_comparison,
-        write_comparison,
-    )
+    from aqg.compare.plan import create_comparison, write_comparison
+    from aqg.compare.schedule import Schedule, prepare, run_comparison
+    from aqg.compare.work import RunTrial
     from aqg.experiments.runner import Interrupted
 
-    comparison, directory = plan.comparison, plan.directory
+    part, directory = work.part, work.directory
     ledger = Ledger(directory)
     ledger.repair()
-    num_before = len(ledger.outcomes())
-    total = comparison.num_trials
+    if work.again:
+        num_dropped = ledger.forget(work.again, [task.name for task in part.tasks])
+        console.print(f"Forgotten: {num_dropped} runs of {', '.join(work.again)}", highlight=False)
+    schedule = Schedule(part, ledger, tuned)
+    most = schedule.most_left()
     console.print(
-        f"Recipes: {len(comparison.recipes)}, tasks: {len(comparison.tasks)}, up to {total} runs, "
-        f"{num_before} finished before, {workers.jobs} at a time, in {directory}",
+        f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs, "
+        f"{len(ledger.outcomes())} finished before, {workers.jobs} at a time, in {directory}",
         highlight=False,
         soft_wrap=True,
     )
+    tasks = {task.name: task for task in part.tasks}
+
+    def run(trial: Trial) -> RunTrial:
+        return RunTrial(trial, tasks[trial.task], directory, device, data_dir, part.search)
+
     try:
         with workers:
-            with console.status("Preparing kernels, data and minima (cached for next time) ..."):
-                prepare(workers, comparison, data_dir)
-            if plan.is_new:
-                create_comparison(directory, comparison)
+            if most:
+                with console.status("Preparing kernels, data and minima (cached for next time) …"):
+                    prepare(workers, part, data_dir)
+            if work.is_new:
+                create_comparison(directory, work.comparison)
             else:
-                write_comparison(directory, comparison)
-            with Overview(console, total, num_before) as overview:
-                return run_comparison(
-                    workers, comparison, directory, tuned, device, data_dir, overview.show
-                )
+                write_comparison(directory, work.comparison)
+            with Overview(console, most) as overview:
+                return run_comparison(workers, schedule, run, overview.show)
     except Interrupted:
         raise Interrupted(_how_to_go_on(directory)) from None
 
 
 def _how_to_go_on(directory: Path) -> str:
     from aqg.compare.ledger import Ledger
-    from aqg.compare.schedule import PLAN
+    from aqg.compare.plan import PLAN
 
     if not (directory / PLAN).exists():
         return "stopped before the first run; nothing was written"
@@ -201,6 +241,8 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     """Write results, tables, picture and the settings found; print the table."""
     from aqg.cli.compare_display import comparison_tables
     from aqg.compare.results import PICTURE, write_results
+    from aqg.compare.table import summary
+    from aqg.compare.trial import CEILING
 
     cells = write_results(comparison, directory)
     if as_json:
@@ -212,9 +254,12 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     for table in comparison_tables(comparison, cells, console.width):
         console.print(table)
     console.print(
-        "Bytes until the target is reached: median, its ratio to the best, smallest–largest. "
-        "†: the search was cut short.\n",
+        "Bytes until the target is reached: median, its ratio to the best, smallest–largest; 2/3: "
+        f"only so many seeds reached it. > ×{CEILING}: stopped there. –: not reached. †: the "
+        "search is not finished.\n",
         style="dim",
     )
+    if line := summary(cells):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)
     console.print(f"Results: {directory}", highlight=False, soft_wrap=True)

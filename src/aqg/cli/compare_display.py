@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from aqg.cli.live import LiveDisplay, plain_table
 from aqg.compare.table import cell_text
 from aqg.errors import AqgError
 from aqg.reproduce.cells import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from rich.console import Console
+    from rich.table import Table
 
-    from aqg.compare.schedule import Comparison
+    from aqg.compare.plan import Comparison
     from aqg.compare.table import Cell
     from aqg.compare.trial import Outcome, Trial
 
@@ -28,17 +27,14 @@ _COLUMN = 24
 """A task's column in a table, at its widest."""
 
 
-class Overview:
-    """Shows how many of ``total`` trials have ended, and the time left.
+class Overview(LiveDisplay):
+    """Shows how many trials have ended, of how many there are at most, and the time left.
 
     On a terminal: a bar. Elsewhere: a line per trial.
     """
 
-    def __init__(self, console: Console, total: int, num_before: int) -> None:
-        self._console = console
-        self._total = total
-        self._num_before = num_before
-        self._num_ended = num_before
+    def __init__(self, console: Console, most: int) -> None:
+        self._num_ended = 0
         self._started = time.monotonic()
         self._bar = Progress(
             TextColumn("compare", style="bold"),
@@ -49,41 +45,22 @@ class Overview:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("", total=total, completed=num_before)
+        self._task = self._bar.add_task("", total=most)
+        super().__init__(console, self._bar)
 
-    def __enter__(self) -> Overview:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, result: Outcome | AqgError, trial: Trial) -> None:
-        """Count one more trial."""
+    def show(self, result: Outcome | AqgError, trial: Trial, most_left: int) -> None:
+        """Count one more trial; the total falls when trials prove needless."""
         self._num_ended += 1
+        total = self._num_ended + most_left
         what = f"{trial.task}: {trial.setting}, seed {trial.seed}"
-        self._bar.update(self._task, completed=self._num_ended, description=what)
-        if isinstance(result, AqgError):
-            self._say(f"{what}: failed: {result}")
-        elif not self._console.is_terminal:
-            self._say(f"{what}: {_in_one_line(result)}")
-
-    def _say(self, text: str) -> None:
+        self._bar.update(self._task, completed=self._num_ended, total=total, description=what)
         elapsed = time.monotonic() - self._started
-        done = self._num_ended - self._num_before
-        left = elapsed / done * max(0, self._total - self._num_ended)
-        self._console.print(
-            f"[{self._num_ended}/{self._total}, {_clock(elapsed)}, {_clock(left)} left] {text}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        left = elapsed / self._num_ended * most_left
+        head = f"[{self._num_ended}/{total}, {_clock(elapsed)}, {_clock(left)} left] {what}"
+        if isinstance(result, AqgError):
+            self._say(f"{head}: failed: {result}")
+        elif not self._console.is_terminal:
+            self._say(f"{head}: {_in_one_line(result)}")
 
 
 def _clock(seconds: float) -> str:
@@ -112,9 +89,7 @@ def comparison_tables(comparison: Comparison, cells: Sequence[Cell], width: int)
     tasks = comparison.tasks
     for start in range(0, len(tasks), per_table):
         shown = tasks[start : start + per_table]
-        table = Table(
-            box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
-        )
+        table = plain_table()
         table.add_column("recipe", style="bold", no_wrap=True)
         for task in shown:
             table.add_column(f"{task.name}\n{task.target}", justify="right", no_wrap=True)

@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Column
 
 from aqg.cli.display import format_bytes
+from aqg.cli.live import LiveDisplay, plain_table
 from aqg.experiments.workers import Done, Event, Failed, Reported, Started, Stopping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from rich.console import Console
     from rich.progress import TaskID
+    from rich.table import Table
 
     from aqg.experiments.sweep import SweepRun
 
     Row = Mapping[str, Any]
 
 
-class Overview:
+class Overview(LiveDisplay):
     """Shows what happens to ``runs``, the part of a sweep of ``total`` that was left to do.
 
     On a terminal: one bar for the sweep, and a line per run under way. Elsewhere: a line per run
@@ -36,7 +36,6 @@ class Overview:
     def __init__(
         self, console: Console, runs: Sequence[SweepRun], total: int, bytes_before: int
     ) -> None:
-        self._console = console
         self._runs = runs
         self._total = total
         self._num_ended = total - len(runs)
@@ -63,20 +62,7 @@ class Overview:
             TextColumn("{task.fields[size]}", style="cyan"),
             console=console,
         )
-        self._live = Live(Group(self._sweep_bar, self._run_lines), console=console)
-
-    def __enter__(self) -> Overview:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.stop()
+        super().__init__(console, Live(Group(self._sweep_bar, self._run_lines), console=console))
 
     def show(self, event: Event) -> None:
         """Bring the picture up to date."""
@@ -113,9 +99,6 @@ class Overview:
         if failed or not self._console.is_terminal:
             self._say(f"[{self._num_ended}/{self._total}] {self._runs[index].name}: {result}")
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 def _in_one_line(summary: Row) -> str:
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
@@ -134,7 +117,7 @@ def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
         groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
     with_target = any("target" in row for row in rows)
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     for name in names:
         table.add_column(name, style="bold")
     for column in ("runs", "final loss", "test acc", "uploads", "bytes"):

@@ -7,10 +7,13 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from aqg.compare.trial import Outcome
+from aqg.compare.search import SEARCH_SEED
+from aqg.compare.trial import CEILING, Limits, Outcome
 from aqg.errors import RunError
+from aqg.experiments.rundir import write_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from aqg.compare.trial import Trial
@@ -37,7 +40,7 @@ class Ledger:
 
     def add(self, outcome: Outcome) -> None:
         """Append a line, in one piece: other processes may do the same."""
-        line = json.dumps(outcome.to_json(), allow_nan=False) + "\n"
+        line = _write(outcome)
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
@@ -66,12 +69,38 @@ class Ledger:
                 self._outcomes[outcome.trial] = outcome
         return self._outcomes
 
-    def fewest_bytes(self, trial: Trial) -> float:
-        """Return what the best setting so far needs for the same task, recipe and seed."""
-        costs = [
-            outcome.upload_bytes
-            for other, outcome in self.outcomes().items()
-            if (other.task, other.recipe, other.seed) == (trial.task, trial.recipe, trial.seed)
-            and outcome.is_reached
+    def limits(self, trial: Trial) -> Limits:
+        """Return the bytes beyond which the cost of a trial is of no interest.
+
+        For a setting of the search: what the best setting of the same recipe needs. For all: so
+        many times what the best recipe needs on the same task. Both are taken from seed 0, on which
+        all are measured.
+        """
+        own = every = math.inf
+        for other, outcome in self.outcomes().items():
+            if outcome.is_reached and (other.task, other.seed) == (trial.task, SEARCH_SEED):
+                every = min(every, outcome.upload_bytes)
+                if other.recipe == trial.recipe:
+                    own = min(own, outcome.upload_bytes)
+        return Limits(own if trial.seed == SEARCH_SEED else math.inf, CEILING * every)
+
+    def forget(self, recipes: Collection[str], tasks: Collection[str]) -> int:
+        """Drop all trials of these recipes on these tasks, and return how many there were.
+
+        The file is replaced whole or not at all; no one else may be writing to it.
+        """
+        outcomes = self.outcomes()
+        kept = [
+            outcome
+            for trial, outcome in outcomes.items()
+            if trial.recipe not in recipes or trial.task not in tasks
         ]
-        return min(costs, default=math.inf)
+        num_dropped = len(outcomes) - len(kept)
+        if num_dropped:
+            write_atomically(self.path, "".join(map(_write, kept)).encode())
+            self._position, self._outcomes = 0, {}
+        return num_dropped
+
+
+def _write(outcome: Outcome) -> str:
+    return json.dumps(outcome.to_json(), allow_nan=False) + "\n"

@@ -1,83 +1,140 @@
-"""The comparison as a picture: a row for each task, a dot for each recipe, bytes to the right."""
+"""The comparison as a picture: a row for each recipe, a column for each task, bytes as colors."""
 
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING
+
+from aqg.compare.table import DEFAULT, PARTIAL, above_text
+from aqg.compare.trial import CEILING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqg.compare.schedule import Comparison
+    from matplotlib.axes import Axes
+
+    from aqg.compare.plan import Comparison
     from aqg.compare.table import Cell
 
-_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C510A", "#555555")
-_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
-_DEFAULT = "auto"
-_DEFAULT_COLOR = "#D55E00"
+_BEYOND = "#3b2333"
+_UNREACHED = "#dddddd"
+_FRAME = "#D55E00"
+_ROW, _COLUMN = 0.3, 0.72
+"""Inches."""
 
 
 def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
-    """Draw medians as dots, smallest to largest as lines; return a PNG.
+    """Draw every cell's ratio to the best recipe of its task; return a PNG.
 
-    Recipes that did not reach a target are named at the right end of its row.
+    A cell is as dark as its recipe is costly; those beyond the ceiling and those that did not reach
+    the target have looks of their own, and what was not run stays white. The default is framed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    measured = {cell.task for cell in cells}
-    tasks = [task for task in reversed(comparison.tasks) if task.name in measured]
-    height = max(1.4 + 0.55 * len(tasks), 0.7 + 0.21 * len(comparison.recipes))
-    figure = Figure(figsize=(11, height), layout="constrained")
+    measured = [task for task in comparison.tasks if any(cell.task == task.name for cell in cells)]
+    tasks = sorted(measured, key=lambda task: task.is_local)
+    recipes = [name for name in comparison.recipes if any(cell.recipe == name for cell in cells)]
+    width, height = 2.2 + _COLUMN * max(3, len(tasks)), 2.4 + _ROW * len(recipes)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    rows = {task.name: row for row, task in enumerate(tasks)}
-    for index, recipe in enumerate(comparison.recipes):
-        own = [c for c in cells if c.recipe == recipe and c.median_bytes is not None]
-        is_default = recipe == _DEFAULT
-        color = _DEFAULT_COLOR if is_default else _COLORS[index % len(_COLORS)]
-        for cell in own:
-            row = rows[cell.task]
-            assert cell.lowest_bytes is not None
-            assert cell.highest_bytes is not None
-            axis.plot(
-                [cell.lowest_bytes, cell.highest_bytes], [row, row], color=color, linewidth=1.2
-            )
-        axis.plot(
-            [c.median_bytes or 0 for c in own],
-            [rows[c.task] for c in own],
-            linestyle="none",
-            marker="*" if is_default else _MARKERS[index // len(_COLORS) % len(_MARKERS)],
-            markersize=14 if is_default else 6.5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            color=color,
-            label=recipe,
-            zorder=4 if is_default else 3,
-        )
-    for name, row in rows.items():
-        missing = [c.recipe for c in cells if c.task == name and c.median_bytes is None]
-        if missing:
-            axis.annotate(
-                "not reached: " + ", ".join(missing),
-                (0.995, row),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, -9),
-                textcoords="offset points",
-                ha="right",
-                fontsize=6,
-                color="#777777",
-            )
-    axis.set_xscale("log")
-    axis.set_yticks(
-        range(len(tasks)), [f"{task.name}\n{task.target}" for task in tasks], fontsize=8
+    columns = {task.name: column for column, task in enumerate(tasks)}
+    rows = {recipe: row for row, recipe in enumerate(recipes)}
+    for cell in cells:
+        _draw_cell(axis, cell, columns[cell.task], rows[cell.recipe])
+    num_exact = sum(not task.is_local for task in tasks)
+    for text, first, last in (
+        ("exact gradients", 0, num_exact),
+        ("local training", num_exact, len(tasks)),
+    ):
+        if first < last:
+            center = (first + last - 1) / 2
+            axis.text(center, len(recipes) - 0.35, text, ha="center", va="top", fontsize=9)
+    if 0 < num_exact < len(tasks):
+        axis.axvline(num_exact - 0.5, color="black", linewidth=2)
+    if DEFAULT in rows:
+        _frame_row(axis, rows[DEFAULT], len(tasks))
+    axis.set_xlim(-0.5, max(1, len(tasks)) - 0.5)
+    axis.set_ylim(max(1, len(recipes)) - 0.5, -0.5)
+    axis.set_xticks(
+        range(len(tasks)),
+        [f"{task.name}{' *' if task.is_held_out else ''}" for task in tasks],
+        rotation=40,
+        ha="left",
+        rotation_mode="anchor",
+        fontsize=8,
     )
-    axis.set_ylim(-0.6, len(tasks) - 0.4)
-    axis.set_xlabel("bytes uploaded until the target is reached (all clients, median over seeds)")
-    axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    axis.xaxis.tick_top()
+    axis.set_yticks(range(len(recipes)), recipes, fontsize=9)
+    for label in axis.get_yticklabels():
+        if label.get_text() == DEFAULT:
+            label.set(fontweight="bold", color=_FRAME)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xlabel(
+        "bytes uploaded until the target, as a multiple of the best recipe's (median over seeds)\n"
+        f"> ×{CEILING}: stopped there    –: target not reached    white: not run    "
+        f"{PARTIAL}: search not finished    *: held out while the default took shape",
+        fontsize=8,
+        labelpad=16,
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
+
+
+def _draw_cell(axis: Axes, cell: Cell, column: int, row: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    hatch = None
+    if cell.ratio is not None:
+        fill, text = _shade(cell.ratio), _ratio_text(cell.ratio)
+        ink = "white" if cell.ratio > math.sqrt(CEILING) else "black"
+    elif cell.ratio_above is not None:
+        fill, text, ink = _BEYOND, above_text(cell), "white"
+    else:
+        fill, text, ink, hatch = _UNREACHED, "–", "black", "////"
+    box = Rectangle(
+        (column - 0.5, row - 0.5), 1, 1, facecolor=fill, edgecolor="white", hatch=hatch, linewidth=1
+    )
+    axis.add_patch(box)
+    weight = "bold" if cell.ratio == 1 else "normal"
+    text += PARTIAL if cell.is_partial else ""
+    axis.text(column, row, text, ha="center", va="center", fontsize=8, color=ink, fontweight=weight)
+
+
+def _ratio_text(ratio: float) -> str:
+    """Write a ratio with three digits, as far as they matter.
+
+    >>> _ratio_text(1.234), _ratio_text(12.34), _ratio_text(123.4)
+    ('1.23', '12.3', '123')
+    """
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def _shade(ratio: float) -> str:
+    """Return a color: light at 1, dark at the ceiling, in equal steps of the logarithm."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    share = min(1.0, math.log(ratio) / math.log(CEILING))
+    return to_hex(colormaps["YlGnBu"](0.08 + 0.84 * share))
+
+
+def _frame_row(axis: Axes, row: int, num_columns: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(
+        Rectangle(
+            (-0.5, row - 0.5),
+            num_columns,
+            1,
+            fill=False,
+            edgecolor=_FRAME,
+            linewidth=2.5,
+            zorder=5,
+            clip_on=False,
+        )
+    )

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 from aqg.compare.ledger import Ledger
 from aqg.compare.picture import draw
-from aqg.compare.schedule import open_comparison
+from aqg.compare.plan import open_comparison
 from aqg.compare.search import TUNED, collect_tuned, write_tuned
 from aqg.compare.table import Cell, as_tables, make_cells, settings_table
 from aqg.experiments.rundir import write_atomically
 from aqg.reproduce.markdown import refresh, to_markdown
 
 if TYPE_CHECKING:
-    from aqg.compare.schedule import Comparison
+    from aqg.compare.plan import Comparison
     from aqg.reproduce.cells import Table
 
 RESULTS = "results.json"
@@ -44,7 +44,7 @@ def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
     cells = make_cells(comparison, outcomes)
     text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)
     write_atomically(directory / RESULTS, (text + "\n").encode())
-    tables = "\n".join(map(to_markdown, _all_tables(comparison, cells)))
+    tables = "\n".join(_with_line(*pair) for pair in _all_tables(comparison, cells))
     write_atomically(directory / TABLES, tables.encode())
     write_atomically(directory / PICTURE, draw(comparison, cells))
     if comparison.search:
@@ -53,16 +53,23 @@ def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
     return cells
 
 
-def _all_tables(comparison: Comparison, cells: list[Cell]) -> list[Table]:
-    return [*as_tables(comparison, cells), settings_table(cells)]
+def _all_tables(comparison: Comparison, cells: list[Cell]) -> list[tuple[Table, str]]:
+    return [*as_tables(comparison, cells), (settings_table(cells), "")]
+
+
+def _with_line(table: Table, line: str) -> str:
+    """Write a table, and the line that belongs below it."""
+    return to_markdown(table) + (f"\n{line}\n" if line else "")
 
 
 def main(arguments: list[str]) -> None:
     """Refresh the document named first from the comparison named second."""
     document, directory = map(Path, arguments)
     comparison = open_comparison(directory)
-    cells = make_cells(comparison, Ledger(directory).outcomes())
-    text = refresh(document.read_text(encoding="utf-8"), _all_tables(comparison, cells))
+    tables = _all_tables(comparison, make_cells(comparison, Ledger(directory).outcomes()))
+    text = refresh(document.read_text(encoding="utf-8"), [table for table, _ in tables])
+    for table, line in tables:
+        text = text.replace(to_markdown(table), _with_line(table, line))
     document.write_text(text, encoding="utf-8")
 
 

@@ -1,16 +1,23 @@
 """The search for every recipe's best setting on every task, and what came of it.
 
-``grid.toml`` says what is tried, the same for everyone: some step sizes, times the values of one
-knob of the recipe's own. A setting's score is the bytes it needs on seed 0. ``tuned.json`` holds
-the winners; `aqg compare` uses them for all seeds.
+``grid.toml`` says what can be tried, the same for everyone: some step sizes, times the values of
+one knob of the recipe's own. A setting's score is the bytes it needs on seed 0. The search goes
+along one axis after the other:
+
+1. every step size, with the first value of the knob;
+2. the other values of the knob, with the best of these steps;
+3. with the best of these values, the step sizes next to the best that it was not tried with.
+
+``tuned.json`` holds the winners; `aqg compare` uses them for all seeds.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -66,30 +73,104 @@ def applies(recipe: str, task: Task) -> bool:
     return task.dropout > 0 or not make_recipe(recipe).amplify_dropouts
 
 
-def settings_to_try(recipe: str, task: Task, quick: bool = False) -> list[Setting]:
-    """Return every setting of the grid; a recipe with options of its own keeps them.
+@dataclass(frozen=True)
+class Axes:
+    """What a recipe can be tried with on a task, in the order it is tried.
+
+    Attributes:
+        recipe: its name; one with options of its own keeps them.
+        steps: multiples of the task's step size.
+        knob: an option of the recipe, ``"bits"``, or ``"factor"``, one more factor on the step.
+        values: of the knob.
+
+    """
+
+    recipe: str
+    steps: tuple[float, ...]
+    knob: str
+    values: tuple[float, ...]
+
+    def setting(self, step: float, value: float) -> Setting:
+        """Return one point of the grid."""
+        match self.knob:
+            case "factor":
+                return Setting(self.recipe, multiplier=step * value)
+            case "bits":
+                return Setting(self.recipe, bits=int(value), multiplier=step)
+        return Setting(f"{self.recipe}:{self.knob}={value:g}", multiplier=step)
+
+    def beside(self, step: float) -> list[float]:
+        """Return the next smaller and the next larger step, as far as there are any."""
+        ordered = sorted(self.steps)
+        position = ordered.index(step)
+        return [*ordered[max(0, position - 1) : position], *ordered[position + 1 : position + 2]]
+
+
+def axes_of(recipe: str, task: Task, quick: bool = False) -> Axes:
+    """Return the part of the grid that is the recipe's own.
 
     With ``quick``, only the first two step sizes and the first two values of the knob.
 
     >>> from aqg.compare.tasks import TASKS
-    >>> [str(s) for s in settings_to_try("lean", TASKS["softmax-iid"], quick=True)]
-    ['lean:xi=1, step ×2', 'lean:xi=3, step ×2', 'lean:xi=1', 'lean:xi=3']
+    >>> axes_of("lean", TASKS["softmax-iid"], quick=True)
+    Axes(recipe='lean', steps=(2, 1), knob='xi', values=(1, 3))
     """
     grid = read_grid()["local" if task.is_local else "full-batch"]
-    steps = grid["steps"]
     knob, values = next(iter(grid["knobs"].get(recipe, {"factor": [1]}).items()))
-    if quick:
-        steps, values = steps[:2], values[:2]
-    return [_setting(recipe, step, knob, value) for step in steps for value in values]
+    most = 2 if quick else None
+    return Axes(recipe, tuple(grid["steps"][:most]), knob, tuple(values[:most]))
 
 
-def _setting(recipe: str, step: float, knob: str, value: float) -> Setting:
-    match knob:
-        case "factor":
-            return Setting(recipe, multiplier=step * value)
-        case "bits":
-            return Setting(recipe, bits=int(value), multiplier=step)
-    return Setting(f"{recipe}:{knob}={value:g}", multiplier=step)
+def pending_settings(
+    recipe: str, task: Task, tried: Mapping[Setting, Outcome], quick: bool = False
+) -> tuple[list[Setting], int]:
+    """Return what the search needs next, and how many settings may follow at most.
+
+    ``tried`` holds what was tried on seed 0, in this search or before. The search is over when
+    nothing is needed.
+
+    >>> from aqg.compare.tasks import TASKS
+    >>> settings, most_later = pending_settings("lean", TASKS["softmax-iid"], {})
+    >>> [str(setting) for setting in settings], most_later
+    (['lean:xi=1, step ×2', 'lean:xi=1', 'lean:xi=1, step ×4', 'lean:xi=1, step ×0.5'], 4)
+    """
+    axes = axes_of(recipe, task, quick)
+    most_beside = min(2, len(axes.steps) - 1) if len(axes.values) > 1 else 0
+
+    def missing(settings: Iterable[Setting]) -> list[Setting]:
+        return [setting for setting in settings if setting not in tried]
+
+    by_step = {step: axes.setting(step, axes.values[0]) for step in axes.steps}
+    if needed := missing(by_step.values()):
+        return needed, len(axes.values) - 1 + most_beside
+    step = _best_of(by_step, task, tried)
+    by_value = {value: axes.setting(step, value) for value in axes.values}
+    if needed := missing(by_value.values()):
+        return needed, most_beside
+    value = _best_of(by_value, task, tried)
+    return missing(axes.setting(other, value) for other in axes.beside(step)), 0
+
+
+def _best_of(
+    settings: Mapping[float, Setting], task: Task, tried: Mapping[Setting, Outcome]
+) -> float:
+    """Return the step or value whose setting did best; of equals, the first."""
+    return min(settings, key=lambda number: _rank(tried[settings[number]], task))
+
+
+def _rank(outcome: Outcome, task: Task) -> tuple[bool, float]:
+    """Order outcomes: the fewest bytes to the target; without it, the value that came closest."""
+    if outcome.is_reached:
+        return False, outcome.upload_bytes
+    if outcome.value is None:
+        return True, math.inf
+    return True, -outcome.value if task.target.kind == "accuracy" else outcome.value
+
+
+def leading_setting(outcomes: Iterable[Outcome], task: Task) -> Setting:
+    """Return the setting that reached the target with the fewest bytes, or else came closest."""
+    best = min(outcomes, key=lambda o: (_rank(o, task), str(o.trial.setting)))
+    return best.trial.setting
 
 
 def best_setting(outcomes: Iterable[Outcome]) -> Setting | None:

@@ -7,18 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aqg.compare.search import SEARCH_SEED, best_setting, settings_to_try
+from aqg.compare.search import SEARCH_SEED, leading_setting, pending_settings
+from aqg.compare.trial import CEILING
 from aqg.reproduce.cells import Table, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aqg.compare.schedule import Comparison
+    from aqg.compare.plan import Comparison
     from aqg.compare.tasks import Task
     from aqg.compare.trial import Outcome, Setting, Trial
 
 
-_PARTIAL = "†"
+DEFAULT = "auto"
+PARTIAL = "†"
+_CLOSE = 1.1
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,12 @@ class Cell:
         highest_bytes: of the seeds that reached the target.
         median_rounds: of the seeds that reached the target.
         value: the loss, residual or accuracy at the end of seed 0.
-        is_partial: whether some settings of the search have not been tried.
+        is_partial: whether the search is not finished.
+        beyond_bytes: where the median is None: what some setting had sent when it was stopped at
+            the ceiling; None if none was.
         ratio: ``median_bytes`` over the smallest of all recipes on this task.
+        ratio_above: ``beyond_bytes`` over the smallest of all recipes on seed 0, at most the
+            ceiling: the ratio is larger than this.
 
     """
 
@@ -52,7 +59,9 @@ class Cell:
     median_rounds: float | None
     value: float | None
     is_partial: bool = False
+    beyond_bytes: int | None = None
     ratio: float | None = None
+    ratio_above: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object."""
@@ -62,32 +71,50 @@ class Cell:
 
 def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
     """Return a cell for every pair with at least one finished trial, in the order of recipes."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for trial, outcome in outcomes.items():
+        groups.setdefault((trial.recipe, trial.task), []).append(outcome)
     cells = []
     for recipe, task in comparison.pairs():
-        own = [o for t, o in outcomes.items() if (t.task, t.recipe) == (task.name, recipe)]
+        own = groups.get((recipe, task.name))
         if own:
-            settings = settings_to_try(recipe, task, comparison.quick) if comparison.search else ()
-            tried = {o.trial.setting for o in own if o.trial.seed == SEARCH_SEED}
-            cells.append(replace(_make_cell(task, own), is_partial=not tried.issuperset(settings)))
+            tried = {o.trial.setting: o for o in own if o.trial.seed == SEARCH_SEED}
+            left, _ = pending_settings(recipe, task, tried, comparison.quick)
+            is_partial = comparison.search and bool(left)
+            cells.append(replace(_make_cell(task, own), is_partial=is_partial))
     best: dict[str, float] = {}
     for cell in cells:
         if cell.median_bytes is not None:
             best[cell.task] = min(cell.median_bytes, best.get(cell.task, math.inf))
-    return [
-        replace(cell, ratio=cell.median_bytes / max(1.0, best[cell.task]))
-        if cell.median_bytes is not None
-        else cell
-        for cell in cells
-    ]
+    bar: dict[str, float] = {}
+    for outcome in outcomes.values():
+        if outcome.is_reached and outcome.trial.seed == SEARCH_SEED:
+            task_name = outcome.trial.task
+            bar[task_name] = min(outcome.upload_bytes, bar.get(task_name, math.inf))
+    return [_with_ratio(c, best.get(c.task), bar.get(c.task)) for c in cells]
+
+
+def _with_ratio(cell: Cell, best: float | None, bar: float | None) -> Cell:
+    """Add the ratio, or a bound on it where the recipe was stopped at the ceiling.
+
+    The bound is computed anew: the best recipe may have been measured again since.
+    """
+    if cell.median_bytes is not None and best is not None:
+        return replace(cell, ratio=cell.median_bytes / max(1.0, best))
+    if cell.beyond_bytes is not None and bar is not None:
+        bound = math.floor(cell.beyond_bytes / max(1.0, bar))
+        return replace(cell, ratio_above=min(CEILING, bound))
+    return cell
 
 
 def _make_cell(task: Task, outcomes: Sequence[Outcome]) -> Cell:
     searched = [o for o in outcomes if o.trial.seed == SEARCH_SEED] or list(outcomes)
-    setting = best_setting(searched) or _closest(task, searched)
+    setting = leading_setting(searched, task)
     own = sorted((o for o in outcomes if o.trial.setting == setting), key=lambda o: o.trial.seed)
     reached = [o for o in own if o.is_reached]
     costs = [o.upload_bytes for o in reached]
     middle = median([*costs, *[math.inf] * (len(own) - len(costs))])
+    beyond = [o.upload_bytes for o in (own if reached else searched) if o.ending == "beyond"]
     return Cell(
         task=task.name,
         recipe=own[0].trial.recipe,
@@ -99,17 +126,8 @@ def _make_cell(task: Task, outcomes: Sequence[Outcome]) -> Cell:
         highest_bytes=max(costs, default=None),
         median_rounds=median([o.rounds for o in reached]) if reached else None,
         value=own[0].value,
+        beyond_bytes=None if math.isfinite(middle) else min(beyond, default=None),
     )
-
-
-def _closest(task: Task, outcomes: Sequence[Outcome]) -> Setting:
-    """Return the setting that ended with the best value, of those that did not make it."""
-    sign = -1.0 if task.target.kind == "accuracy" else 1.0
-
-    def distance(outcome: Outcome) -> float:
-        return math.inf if outcome.value is None else sign * outcome.value
-
-    return min(outcomes, key=distance).trial.setting
 
 
 def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
@@ -119,11 +137,11 @@ def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
     """
     if cell is None:
         return "", ""
-    mark = _PARTIAL if cell.is_partial else ""
+    mark = PARTIAL if cell.is_partial else ""
+    share = f"{cell.num_reached}/{cell.num_seeds}"
     if cell.median_bytes is None:
-        how_far = "diverged" if cell.value is None else _value(cell.value, task)
-        some = f"{cell.num_reached} of {cell.num_seeds} reached" if cell.num_reached else ""
-        return f"– ({how_far}){mark}", some
+        text = f"– ({_how_far(cell, task)})" if cell.ratio_above is None else above_text(cell)
+        return f"{text}{mark}", share if cell.num_reached else ""
     text = f"{size(cell.median_bytes)} ×{cell.ratio:.2f}{mark}"
     assert cell.lowest_bytes is not None
     assert cell.highest_bytes is not None
@@ -131,18 +149,25 @@ def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
     if cell.lowest_bytes < cell.highest_bytes:
         spread = f"{size(cell.lowest_bytes)}–{size(cell.highest_bytes)}"
     if cell.num_reached < cell.num_seeds:
-        spread += f" ({cell.num_reached} of {cell.num_seeds})"
+        spread += f" {share}"
     return text, spread.strip()
 
 
-def _value(value: float, task: Task) -> str:
-    return f"{value:.1%}" if task.target.kind == "accuracy" else f"{value:.2g}"
+def above_text(cell: Cell) -> str:
+    """Write the ratio of a recipe that was stopped at the ceiling."""
+    return f"> ×{cell.ratio_above}"
 
 
-def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
+def _how_far(cell: Cell, task: Task) -> str:
+    if cell.value is None:
+        return "diverged"
+    return f"{cell.value:.1%}" if task.target.kind == "accuracy" else f"{cell.value:.2g}"
+
+
+def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table, str]]:
     """Return the comparison as text: full-batch tasks in one table, local ones in the other.
 
-    Tasks and recipes without any result are left out.
+    With each, a line for below it. Tasks and recipes without any result are left out.
     """
     by_place = {(cell.recipe, cell.task): cell for cell in cells}
     tables = []
@@ -164,15 +189,39 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
                 lines = [f"{text}<br>{spread}" if spread else text for text, spread in texts]
                 rows.append((f"`{recipe}`", *lines))
         header = ("recipe", *(f"{task.name}<br>{task.target}" for task in tasks))
-        tables.append(Table(f"comparison-{name}", title, _NOTE, header, tuple(rows)))
+        table = Table(f"comparison-{name}", title, _NOTE, header, tuple(rows))
+        names = {task.name for task in tasks}
+        tables.append((table, summary([cell for cell in cells if cell.task in names])))
     return tables
 
 
 _NOTE = (
     "Bytes uploaded by all clients until the target is reached: median over seeds, its ratio to "
-    "the best recipe of the task, smallest and largest. –: not reached; in brackets, where it "
-    f"ended. {_PARTIAL}: the search was cut short."
+    "the best recipe of the task, smallest and largest; 2/3: only so many seeds reached it. "
+    f"> ×{CEILING}: stopped when it had sent so many times what the best recipe needs on seed 0. "
+    f"–: not reached; in brackets, where it ended. {PARTIAL}: its search is not finished."
 )
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """Say how the default compares: how often close to the best, and at worst.
+
+    Tasks that no recipe reached say nothing, and do not count.
+    """
+    reached = {cell.task for cell in cells if cell.ratio is not None}
+    own = [cell for cell in cells if cell.recipe == DEFAULT and cell.task in reached]
+    if not own:
+        return ""
+    ratios = {cell.task: cell.ratio for cell in own if cell.ratio is not None}
+    num_close = sum(ratio <= _CLOSE for ratio in ratios.values())
+    text = f"{DEFAULT} is within {_CLOSE - 1:.0%} of the best on {num_close} of {len(own)} tasks"
+    if ratios:
+        worst = max(ratios, key=lambda task: ratios[task])
+        text += f"; at worst it needs ×{ratios[worst]:.2f}, on {worst}"
+    failed = [cell.task for cell in own if cell.ratio is None]
+    if failed:
+        text += f"; it does not reach the target on {', '.join(failed)}"
+    return text + "."
 
 
 def settings_table(cells: Sequence[Cell]) -> Table:
@@ -181,7 +230,7 @@ def settings_table(cells: Sequence[Cell]) -> Table:
     recipes = list(dict.fromkeys(cell.recipe for cell in cells))
     chosen = {(cell.recipe, cell.task): _setting_text(cell) for cell in cells}
     rows = tuple((f"`{r}`", *(chosen.get((r, task), "") for task in tasks)) for r in recipes)
-    note = "The best of the grid on seed 0, or the closest where none reached the target."
+    note = "The best that the search found on seed 0, or the closest where none reached the target."
     return Table("comparison-settings", "Settings", note, ("recipe", *tasks), rows)
 
 

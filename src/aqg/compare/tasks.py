@@ -184,6 +184,27 @@ _LOCAL_DIRICHLET = replace(
 _CNN_SAMPLES = 10_000
 _CNN_BATCH = 64
 
+_SAMPLED = replace(
+    _LOCAL_DIRICHLET,
+    name="sampled-dirichlet",
+    clients=100,
+    step_size=0.1 * 5 / 100,
+    training=_local(rate=0.1, steps=5, batch_size=64, participation=0.1),
+)
+_CNN = Task(
+    name="cnn-dirichlet",
+    dataset="mnist",
+    partition="dirichlet:0.3",
+    model="cnn",
+    clients=10,
+    step_size=0.1 * (_CNN_SAMPLES / 10 / _CNN_BATCH) / 10,
+    rounds=100,
+    target=Target("accuracy", 0.90),
+    training=Training(LocalTraining(_CNN_BATCH, epochs=1, rate=0.1)),
+    samples=_CNN_SAMPLES,
+    is_held_out=True,
+)
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -223,27 +244,16 @@ TASKS: dict[str, Task] = {
         replace(_LOCAL_DIRICHLET, name="local-dirichlet-dropout", dropout=0.5),
         _PERCEPTRON,
         replace(_PERCEPTRON, name="mlp-label", partition="label"),
-        Task(
-            name="cnn-dirichlet",
-            dataset="mnist",
-            partition="dirichlet:0.3",
-            model="cnn",
-            clients=10,
-            step_size=0.1 * (_CNN_SAMPLES / 10 / _CNN_BATCH) / 10,
-            rounds=100,
-            target=Target("accuracy", 0.90),
-            training=Training(LocalTraining(_CNN_BATCH, epochs=1, rate=0.1)),
-            samples=_CNN_SAMPLES,
-            is_held_out=True,
-        ),
+        _SAMPLED,
         replace(
-            _LOCAL_DIRICHLET,
-            name="sampled-dirichlet",
-            clients=100,
-            step_size=0.1 * 5 / 100,
-            training=_local(rate=0.1, steps=5, batch_size=64, participation=0.1),
+            _SAMPLED,
+            name="sampled-iid",
+            partition="iid",
+            target=Target("accuracy", 0.92),
             is_held_out=True,
         ),
+        _CNN,
+        replace(_CNN, name="cnn-iid", partition="iid"),
     )
 }
 """By name, the cheap ones first."""

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.record import RoundRecord
 
-Ending: TypeAlias = Literal["reached", "rounds", "diverged", "too slow", "costlier"]
+Ending: TypeAlias = Literal["reached", "rounds", "diverged", "too slow", "costlier", "beyond"]
+
+CEILING = 10
+"""Costs of so many times those of the best recipe of a task are of no interest."""
 
 _HOPELESS = 100.0
 """A loss so many times that of the first round has left all use."""
@@ -49,6 +52,20 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Numbers of bytes beyond which a run's cost is of no interest.
+
+    Attributes:
+        own: what another setting of the same recipe needed.
+        ceiling: a multiple of what the best recipe needed.
+
+    """
+
+    own: float = math.inf
+    ceiling: float = math.inf
+
+
+@dataclass(frozen=True)
 class Trial:
     """What is run: a task by name, a recipe by name, its setting and the seed."""
 
@@ -65,8 +82,8 @@ class Outcome:
     Attributes:
         trial: what was run.
         ending: ``"reached"``; ``"rounds"``, the task's rounds were over; ``"diverged"``; ``"too
-            slow"``, not even half of the way after half of the rounds; or ``"costlier"`` than
-            another setting of the same recipe that reached the target.
+            slow"``, not even half of the way after half of the rounds; ``"costlier"`` than another
+            setting of the same recipe that reached the target; or ``"beyond"`` the `CEILING`.
         rounds: until the target was reached; else until the end.
         uploads: in these rounds.
         upload_bytes: in these rounds, the length of all frames.
@@ -104,6 +121,9 @@ class Outcome:
         return Outcome(trial, **{name: row[name] for name in names})
 
 
+_NO_LIMITS = Limits()
+
+
 class Meter:
     """Follows a run's costs and its loss or accuracy, and says when its outcome is known."""
 
@@ -122,11 +142,8 @@ class Meter:
         self._uploads += record.num_uploads
         self._bytes += record.upload_bytes
 
-    def look(self, value: float, limit: float = math.inf) -> Ending | None:
-        """Take the value that the rounds paid for so far have led to.
-
-        ``limit`` is a number of bytes beyond which the cost is of no interest.
-        """
+    def look(self, value: float, limits: Limits = _NO_LIMITS) -> Ending | None:
+        """Take the value that the rounds paid for so far have led to."""
         self.value = value
         if math.isnan(self._first_value):
             self._first_value = value
@@ -142,7 +159,9 @@ class Meter:
         if share and self._target.progress(self._first_value, value) < share:
             return "too slow"
         spent = self._candidate[2] if self._streak else self._bytes
-        return "costlier" if spent > limit else None
+        if spent > limits.own:
+            return "costlier"
+        return "beyond" if spent > limits.ceiling else None
 
     def costs(self, ending: Ending) -> tuple[int, int, int]:
         """Return rounds, uploads and bytes: until the target was reached, or all."""
@@ -157,7 +176,7 @@ def run_trial(
     problem: Problem,
     minimum: float | None,
     device: str = "cpu",
-    limit: Callable[[], float] = lambda: math.inf,
+    limits: Callable[[], Limits] = Limits,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Run until the target is reached, or until it is clear that it is not.
@@ -168,7 +187,7 @@ def run_trial(
         problem: of the task and the trial's seed.
         minimum: ``f*`` where the target is a residual.
         device: where to compute.
-        limit: returns the number of bytes beyond which the outcome is of no interest.
+        limits: returns the bytes beyond which the outcome is of no interest; asked every round.
         watch: is told of every round.
 
     """
@@ -189,7 +208,7 @@ def run_trial(
     else:
         values = _losses(simulation, minimum or 0.0, meter, task.rounds)
     for number, value in enumerate(values):
-        found = meter.look(value, limit())
+        found = meter.look(value, limits())
         if found is not None:
             ending = found
             break

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
@@ -138,27 +137,45 @@ class Workers:
             Interrupted: on Ctrl-C, after every task under way has stopped.
 
         """
+        waiting = iter(tasks)
+        self.serve(lambda: next(waiting, None), handle)
+
+    def serve(self, next_task: Callable[[], Task | None], handle: Callable[[Event], None]) -> None:
+        """Ask for a task whenever a process is free; tell what happens.
+
+        ``next_task`` may answer None while there is nothing to do; it is asked again when a task
+        under way has ended. Tasks are numbered from 0 in the order they are asked for. It is over
+        when there is nothing to do and nothing under way.
+
+        Raises:
+            Interrupted: on Ctrl-C, after every task under way has stopped.
+
+        """
         try:
-            self._work_off(tasks, handle)
+            self._work_off(next_task, handle)
         finally:
-            for worker in self._busy():  # only where ``handle`` raised
+            for worker in self._busy():  # only where a function of the caller's raised
                 self._drop(worker)
 
-    def _work_off(self, tasks: Sequence[Task], handle: Callable[[Event], None]) -> None:
-        waiting = deque(range(len(tasks)))
-        stopping = False
+    def _work_off(
+        self, next_task: Callable[[], Task | None], handle: Callable[[Event], None]
+    ) -> None:
+        num_started = 0
+        stopping, starved = False, False
         while True:
             if self._stop_asked and not stopping:
                 stopping = True
-                waiting.clear()
                 for worker in self._workers:
                     worker.interrupt()
                 handle(Stopping())
-            while waiting and (free := self._free_worker()) is not None:
-                if free.accept(waiting[0], tasks[waiting[0]]):
-                    handle(Started(waiting.popleft()))
-                else:
-                    self._drop(free)
+            while not (stopping or starved) and len(self._busy()) < self.jobs:
+                task = next_task()
+                if task is None:
+                    starved = True
+                    break
+                self._hand_over(num_started, task)
+                handle(Started(num_started))
+                num_started += 1
             busy = self._busy()
             if not busy:
                 break
@@ -171,18 +188,22 @@ class Workers:
                     self._drop(worker)
                 if worker.is_open or not stopping:
                     handle(event)
+                starved = starved and isinstance(event, Reported)
         if stopping:
             raise Interrupted
+
+    def _hand_over(self, index: int, task: Task) -> None:
+        """Give a task to a free process, or to a new one; those found dead are replaced."""
+        while not (worker := self._free_worker()).accept(index, task):
+            self._drop(worker)
 
     def _busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.is_busy]
 
-    def _free_worker(self) -> _Worker | None:
+    def _free_worker(self) -> _Worker:
         for worker in self._workers:
             if not worker.is_busy:
                 return worker
-        if len(self._workers) >= self.jobs:
-            return None
         self._workers.append(_Worker())
         return self._workers[-1]
 
