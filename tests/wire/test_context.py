@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
-from aqg.wire.context import MAX_HINT, decode, encode, encoded_size
+from aqg.wire.context import decode, encode, encoded_size
+from aqg.wire.context_model import MAX_HINT
 from aqg.wire.hints import direction_of, make_hints
 from aqg.wire.lags import find_lags
 

@@ -8,16 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqg.errors import WireError
+from aqg.wire.bitpack import packed_size
 from aqg.wire.rans import STATE_BYTES, coded_size, decode_symbols, encode_symbols, make_ranges
 from aqg.wire.sections import (
     GROUPED_LENGTH,
+    SHORTEST_CODED_BYTES,
     Alphabet,
     Method,
     decode_section,
     encode_section,
     section_size,
 )
-from aqg.wire.tables import Table, choose_table, read_table, table_size, write_table
+from aqg.wire.tables import (
+    Table,
+    choose_table,
+    least_bits,
+    read_table,
+    table_size,
+    write_table,
+)
 
 from tests.wire.samples import laplace_probabilities
 
@@ -175,3 +184,35 @@ def test_bad_tables_are_refused() -> None:
         read_table(as_array(full), 3, 9, 1)
     with pytest.raises(WireError, match="unused bits"):
         read_table(as_array(good[:-1] + bytes([good[-1] | 0x80])), 3, 9, 1)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+def test_short_sections_are_packed_unless_one_symbol_is_all(width: int) -> None:
+    longest = 8 * (SHORTEST_CODED_BYTES - 1) // width
+    alphabet = Alphabet(width, 1 << width)
+    for length in range(1, longest + 1):
+        constant = np.ones(length, np.uint8)
+        assert section_size(constant, alphabet) <= 1 + packed_size(length, width)
+        for place in range(length if length > 1 else 0):
+            symbols = constant.copy()
+            symbols[place] = 0
+            section = encode_section(symbols, alphabet)
+            assert section[0] == Method.PACKED
+            assert len(section) == section_size(symbols, alphabet) == 1 + packed_size(length, width)
+
+
+def test_no_coded_section_is_shorter_than_the_shortest() -> None:
+    for length in (2, 20, 60):
+        symbols = np.zeros(length, np.uint8)
+        symbols[0] = 1
+        table, _ = choose_table(np.array([length - 1, 1]))
+        ranges = make_ranges(table.frequencies, table.scale_bits)
+        coded = write_table(table) + encode_symbols(symbols, ranges, lanes=1)
+        assert 1 + len(coded) >= SHORTEST_CODED_BYTES
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=256).filter(any))
+def test_no_table_needs_fewer_than_the_least_bits(counts: list[int]) -> None:
+    array = np.array(counts)
+    assert least_bits(array) <= choose_table(array)[1] + 1e-6

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.errors import WireError
-from aqg.wire.context_model import MAX_HINT, code_symbols, fresh_model
+from aqg.wire.context_model import code_symbols, fresh_model
 from aqg.wire.lags import MAX_NEAR, MAX_RATIO, find_lags
 from aqg.wire.varint import read_varint, varint_size, write_varint
 
@@ -131,7 +131,7 @@ def _checked(
         return symbols, np.empty(0, np.int8)
     if len(hints) != len(levels):
         raise WireError(f"{len(hints)} hints do not fit {len(levels)} levels")
-    return symbols, hints.clip(-MAX_HINT, MAX_HINT).astype(np.int8)
+    return symbols, hints.astype(np.int8)
 
 
 def _run(

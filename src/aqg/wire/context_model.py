@@ -137,12 +137,12 @@ def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 INITIAL_ESTIMATES = _initial_estimates()
+INITIAL_WEIGHTS = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
 
 
 def fresh_model() -> Model:
     """Return the model before the first symbol."""
-    weights = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
-    return Model(INITIAL_ESTIMATES.copy(), weights)
+    return Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
 
 
 @njit()
@@ -326,7 +326,7 @@ def code_symbols(
         v = 0 if decoding else 2 * int(symbols[i]) - (num_symbols - 1)
         magnitude = abs(v) >> 1
         bucket, open_bits = _bucket_of(magnitude)
-        hint = int(hints[i]) if len(hints) else 0
+        hint = _clip(int(hints[i]), MAX_HINT) if len(hints) else 0
 
         a, b, c, around, is_quiet = _magnitude_contexts(buckets, k, near, far)
         if len(hints):

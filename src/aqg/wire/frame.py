@@ -238,7 +238,7 @@ def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | 
             f"the known reference has {len(known.reference)} values, the upload {length}"
         )
     hints = make_hints(known.reference, step, known.direction)
-    return hints if hints.any() else None  # before the first upload nothing is known
+    return hints if np.count_nonzero(hints) else None  # before the first upload nothing is known
 
 
 def _hints_checksum(hints: NDArray[np.int8] | None) -> int:

@@ -52,13 +52,13 @@ def make_hints(
     """
     if direction is not None and len(direction) != len(reference):
         raise WireError(f"{len(direction)} directions do not fit {len(reference)} coordinates")
-    hints = np.zeros(len(reference), np.int8)
+    hints = np.zeros(len(reference), np.int8) if direction is None else direction.copy()
     if step > 0:
         if HAVE_NUMBA:
-            _write_classes(reference, float(step), hints)
+            _add_classes(reference, float(step), hints)
         else:
-            hints = _classes_numpy(reference, step)
-    return hints if direction is None else hints + direction
+            hints += _classes_numpy(reference, step)
+    return hints
 
 
 @njit()
@@ -69,8 +69,8 @@ def _write_direction(levels: Any, num_symbols: Any, direction: Any) -> None:
 
 
 @njit(error_model="numpy")
-def _write_classes(reference: Any, step: Any, hints: Any) -> None:
-    """Write 7 times the class of ``-ref_m/step``, over zeros."""
+def _add_classes(reference: Any, step: Any, hints: Any) -> None:
+    """Add 7 times the class of ``-ref_m/step``."""
     for i in range(len(reference)):
         # One correctly rounded division: the same class on every machine.
         distance = abs(np.float64(reference[i])) / step
@@ -78,7 +78,7 @@ def _write_classes(reference: Any, step: Any, hints: Any) -> None:
         for edge in REFERENCE_EDGES:
             # NaN belongs to the last class, as it does for a sorted search.
             place += 0 if distance < edge else 1
-        hints[i] = NUM_DIRECTIONS * (-place if reference[i] > 0 else place)
+        hints[i] += NUM_DIRECTIONS * (-place if reference[i] > 0 else place)
 
 
 def _classes_numpy(reference: NDArray[np.floating], step: float) -> NDArray[np.int8]:

@@ -36,19 +36,17 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     limit = window // 2
     if limit < 3:
         return 1, 2
-    signal = np.empty(window)
-    _center(levels[start : start + window], num_symbols, signal)
     if window <= DIRECT_LENGTH:
-        correlation = np.empty(limit + 1)
-        _correlate(signal, correlation)
+        near, ratio = _best_pair_of(levels, num_symbols, limit)
     else:
-        correlation = _correlate_fourier(signal, limit)
-    near, ratio = _best_pair(correlation)
+        signal = np.empty(window)
+        _center(levels[start : start + window], num_symbols, signal)
+        near, ratio = _best_pair(_correlate_fourier(signal, limit))
     return int(near), int(ratio)
 
 
 def _correlate_fourier(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
-    """Return what `_correlate` writes; the sums are small integers, hence exact once rounded."""
+    """Return what `_correlate` returns; the sums are small integers, hence exact once rounded."""
     size = 1 << (len(signal) + limit).bit_length()
     if 3 * size // 4 >= len(signal) + limit:  # also a length that transforms fast
         size = 3 * size // 4
@@ -65,13 +63,23 @@ def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
 
 
 @njit()
-def _correlate(signal: Any, correlation: Any) -> None:
-    """Write ``Σ_i x[i]·x[i-lag]`` for every lag of ``correlation``."""
-    for lag in range(len(correlation)):
+def _correlate(signal: Any, limit: Any) -> Any:
+    """Return ``Σ_i x[i]·x[i-lag]`` for every lag up to ``limit``."""
+    correlation = np.empty(limit + 1)
+    for lag in range(limit + 1):
         total = 0.0
         for i in range(lag, len(signal)):
             total += signal[i] * signal[i - lag]
         correlation[lag] = total
+    return correlation
+
+
+@njit()
+def _best_pair_of(levels: Any, num_symbols: Any, limit: Any) -> Any:
+    """Do all that `find_lags` does with few levels, in one call."""
+    signal = np.empty(len(levels))
+    _center(levels, num_symbols, signal)
+    return _best_pair(_correlate(signal, limit))
 
 
 @njit()

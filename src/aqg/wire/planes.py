@@ -112,9 +112,10 @@ def encode_planes(planes: list[Plane], threads: int | None) -> bytes:
 
 def planes_size(planes: list[Plane]) -> int:
     """Return ``len(encode_planes(planes))`` without building the bytes."""
-    sizes = map_threads(lambda piece: section_size(*piece), _pieces(planes), threads=1)
-    if len(sizes) == 1:
-        return sizes[0]
+    pieces = _pieces(planes)
+    if len(pieces) == 1:
+        return section_size(*pieces[0])
+    sizes = [section_size(*piece) for piece in pieces]
     return sum(varint_size(size) + size for size in sizes)
 
 

@@ -20,11 +20,19 @@ import numpy as np
 from aqg.errors import WireError
 from aqg.jit import HAVE_NUMBA, njit
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import MANY_LANES, coded_size, decode_symbols, encode_symbols, make_ranges
+from aqg.wire.rans import (
+    MANY_LANES,
+    STATE_BYTES,
+    coded_size,
+    decode_symbols,
+    encode_symbols,
+    make_ranges,
+)
 from aqg.wire.tables import (
     MIN_SCALE_BITS,
     Table,
     choose_table,
+    least_bits,
     read_table,
     table_size,
     write_table,
@@ -35,6 +43,10 @@ if TYPE_CHECKING:
 
 MANY_LANES_BYTES = 1 << 14
 """Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
+SHORTEST_CODED_BYTES = 1 + 1 + STATE_BYTES
+"""Of a section with two symbols or more: its first byte, a table, a coder state."""
+FEW_SYMBOLS = 1 << 10
+"""So many are counted before a thousand counters are cleared and added up."""
 GROUPED_LENGTH = 1 << 18
 """Number of symbols from which grouping is tried."""
 GROUPED_COST = 1 + 1 / 256
@@ -158,8 +170,10 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     """Choose how to code ``symbols``, or ``None`` where packing is at least as short."""
     if not HAVE_NUMBA:
         return None
-    symbols = read_only(symbols)
     packed_bits = 8 * packed_size(len(symbols), alphabet.width)
+    if packed_bits < 8 * SHORTEST_CODED_BYTES and np.count_nonzero(symbols != symbols[:1]):
+        return None
+    symbols = read_only(symbols)
     groups = None
     if len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1:
         groups = read_only(_group(symbols, alphabet))
@@ -167,6 +181,8 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
         counts = _ungroup_counts(group_counts, alphabet, len(symbols))
     else:
         counts = _count(symbols, alphabet.size)
+        if least_bits(counts) > packed_bits:
+            return None
     table, bits = choose_table(counts)
     method = Method.LANES if bits >= 8 * MANY_LANES_BYTES else Method.ONE_LANE
     if groups is not None and not table.is_constant:
@@ -209,6 +225,8 @@ def _ungroup_counts(
 
 
 def _count(symbols: NDArray[np.uint8], num_symbols: int) -> NDArray[np.int64]:
+    if len(symbols) <= FEW_SYMBOLS:
+        return np.bincount(symbols, minlength=num_symbols)
     # Four counters per symbol: runs of one symbol do not wait for one counter.
     counts = np.zeros((4, 256), np.int64)
     _count_into(symbols, counts)

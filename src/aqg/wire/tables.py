@@ -64,6 +64,19 @@ def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
     return table, float(bits)
 
 
+def least_bits(counts: NDArray[np.int64]) -> float:
+    """Return bits that no table and symbols with these ``counts`` can do without.
+
+    The symbols take at least their zero-order entropy, whatever the table says; and no table is
+    shorter than the one in which every symbol but the peak has frequency one.
+
+    >>> counts = np.array([10, 900, 90])
+    >>> round(least_bits(counts)), round(choose_table(counts)[1])
+    (521, 529)
+    """
+    return float(_least_bits(counts))
+
+
 def write_table(table: Table) -> bytes:
     """Write the frequencies; scale and precision are left to the caller.
 
@@ -184,6 +197,17 @@ def _choose(counts: NDArray[np.int64], frequencies: NDArray[np.int64]) -> tuple[
                 best_bits, best_scale, best_precision = bits, scale_bits, precision
     _fill(counts, total, peak, best_scale, best_precision, frequencies)
     return best_scale, best_precision, best_bits
+
+
+@njit()
+def _least_bits(counts: NDArray[np.int64]) -> float:
+    total = int(counts.sum())
+    ones = np.minimum(counts, 1)
+    bits = float(_write(ones, int(np.argmax(counts)), 0, np.empty(0, np.uint8)))
+    for i in range(len(counts)):
+        if counts[i]:
+            bits += counts[i] * math.log2(total / counts[i])
+    return bits
 
 
 @njit()
