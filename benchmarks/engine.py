@@ -19,8 +19,8 @@ W4    10       6000     784       784→10 softmax        float32
 The data is synthetic: Gaussian noise around one center per class. W3 has as many samples in all as
 the paper's three sets have when each is cut into six equal parts (267, 58 and 59). ``bare``
 computes every client's loss and gradient in batched torch and does nothing else: no server, no
-compression, no bytes. A round of the engine includes everything, the exact length of every frame
-too.
+compression, no bytes; for W3 there is the same in stacked NumPy. A round of the engine includes
+everything, the exact length of every frame too.
 
 All contestants take turns, window by window, so that noise hits them alike; a window is a few
 rounds, and the smallest mean over a window is reported. The first rounds, in which all clients

@@ -35,7 +35,7 @@ class Workload(NamedTuple):
 WORKLOADS = {
     "W1": Workload(10, 6000, 784, "mlp:200", "float32", window=1, repetitions=6),
     "W2": Workload(1000, 60, 784, "mlp:200", "float32", window=1, repetitions=6),
-    "W3": Workload(18, 128, 34, "logistic", "float64", window=100, repetitions=10),
+    "W3": Workload(18, 128, 34, "logistic", "float64", window=500, repetitions=10),
     "W4": Workload(10, 6000, 784, "softmax", "float32", window=5, repetitions=6),
 }
 

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.grids import Grid
+from aqg.core.grids import Grid, affine
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
 from aqg.core.noise import fold
+from aqg.core.recipes import make_recipe
 from aqg.objectives import make_objective
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import warm_up as warm_up_wire
 
 if TYPE_CHECKING:
@@ -32,8 +36,12 @@ def warm_up() -> None:
                 levels = quantize(vector, grid, width, step=1.0)
                 values = np.zeros(np.iinfo(levels.dtype).max + 1, dtype)
                 add_levels(vector, levels, values)
-                move_mirror(vector.copy(), levels, values, np.zeros(3), 1.0)
+                move_mirror(vector.copy(), levels, affine(grid, width, 1.0), np.zeros(3), 1.0)
         fold(vector, 2)
         logistic = make_objective("logistic", 3, 2, l2=0.0, scaling="mean")
-        logistic.losses_and_gradients(vector, np.ones((2, 4, 3), dtype), np.zeros((2, 4), np.int64))
+        samples = zip(np.ones((2, 4, 3), dtype), np.zeros((2, 4), np.int64), strict=True)
+        clients = tuple(Samples(*pair) for pair in samples)
+        problem = Problem(logistic, clients, vector)
+        for simulation in (FastSimulation, ReferenceSimulation):
+            simulation(problem, make_recipe("lean"), step_size=0.1).run_round()
     warm_up_wire()

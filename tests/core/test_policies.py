@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -98,3 +98,25 @@ def test_many_clients_decide_as_one_would(errors, stored, norms, squared, moveme
             alone = Innovation(*(field[i] for field in together))
             single = policy.decide(alone, movement, stored[i])
             assert (batch.send[i], batch.width[i]) == (single.send, single.width)
+
+
+@settings(deadline=None)
+@given(
+    arrays(np.float64, (2, 3, 4), elements=st.floats(0, 10)),
+    arrays(np.float64, (2, 3), elements=st.floats(0, 10)),
+    arrays(np.float64, (2, 3), elements=st.floats(0, 10)),
+    st.floats(0, 2),
+)
+def test_tolerance_with_a_movement_for_each_client(errors, squared, movement, eta):
+    stats = Innovation(
+        in_range=np.ones((2, 3), np.bool_),
+        squared_norm=squared,
+        steps=np.zeros_like(errors),
+        errors=errors,
+        quantized_norm=squared,
+    )
+    decision = Tolerance(eta).decide(stats, movement, errors)
+    assert decision.send.tolist() == (squared > movement).tolist()
+    for place in np.ndindex(2, 3):
+        good_enough = [b for b in (1, 2, 3) if errors[place][b - 1] <= eta * movement[place]]
+        assert decision.width[place] == min(good_enough, default=4)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqg.core.grids import Grid, grid_step, value_table
+from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
 from aqg.core.recipes import make_recipe
 from aqg.objectives import make_objective
-from aqg.sim.backends import as_index, num_threads
+from aqg.sim.backends import NumpyBackend, as_index, num_threads
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -64,7 +64,7 @@ def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
     old, total = random.standard_normal(size).astype(dtype), random.standard_normal(size)
     new = add_levels(old, levels, values)
     expected = total + weight * (new.astype(np.float64) - old)
-    move_mirror(old, levels, values, total, weight)
+    move_mirror(old, levels, affine(grid, width, step), total, weight)
     assert np.array_equal(old, new)
     assert np.array_equal(total, expected)
 
@@ -175,3 +175,17 @@ def test_torch_measures_the_same(grid, dtype):
     for name in ("steps", "errors", "squared_norm", "quantized_norm"):
         ours, theirs = getattr(expected, name)[:4], getattr(found, name)[:4]
         assert theirs == pytest.approx(ours, rel=tolerance, abs=1e-300), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_steps_that_overflow_are_taken_without_a_word(dtype):
+    """Warnings are errors here: a run that diverges must reach its end all the same."""
+    backend = NumpyBackend(tiny_problem(num_clients=2))
+    params = np.array([1.0, -2.0, 3.0, 4.0], dtype)
+    direction = np.array([0.1, 1e300, -1e300, np.inf])
+    stepped, squared_norm = backend.take_step(params, direction, direction, 1e10)
+    with np.errstate(over="ignore"):
+        expected = params - (1e10 * direction).astype(dtype)
+    assert stepped.dtype == dtype
+    assert np.array_equal(stepped, expected)
+    assert np.isinf(squared_norm)

@@ -38,13 +38,90 @@ def test_engines_agree_bit_for_bit(batch_size, participation):
         assert np.array_equal(value, expected[key]), key
 
 
-def test_full_gradients_count_as_calm_and_minibatches_as_noise():
-    for batch_size, expected in ((None, False), (2, True)):
-        training = Training(local=LocalTraining(batch_size=batch_size))
-        simulation = FastSimulation(tiny_problem(), AUTO, 0.05, training=training)
-        for _ in range(30):
-            simulation.run_round(evaluate=False)
-        assert is_noisy(simulation) == [expected] * 4
+def test_minibatches_count_as_noise_and_exact_updates_are_not_measured():
+    training = Training(local=LocalTraining(batch_size=2))
+    simulation = FastSimulation(tiny_problem(), AUTO, 0.05, training=training)
+    for _ in range(30):
+        simulation.run_round(evaluate=False)
+    assert is_noisy(simulation) == [True] * 4
+
+    for exact in (LocalTraining(), LocalTraining(steps=3)):
+        state = FastSimulation(tiny_problem(), AUTO, 0.05, training=Training(exact)).state()
+        assert state.notes.shape == (4, 0)
+        assert state.residuals.shape == (4, 0)
+
+
+def test_exact_updates_that_jump_about_are_not_taken_for_noise():
+    """At a step size beyond all stability gradients look like noise, and a memory still holds."""
+    problem = tiny_problem()
+    simulation = FastSimulation(problem, AUTO, step_size=20.0)
+    meter, notes = AUTO.noisy.meter, AUTO.noisy.meter.init(len(problem.initial_params))
+    for number in range(1, 31):
+        gradient = simulation.backend.losses_and_gradients(simulation.parameters, np.arange(1))[1]
+        notes = meter.observe(notes, gradient[0], number)
+        simulation.run_round(evaluate=False)
+    assert meter.is_noisy(notes)
+    assert simulation.state().mirrors.any()
+
+
+def test_who_is_asked_seldom_sends_more_at_a_time():
+    rng = np.random.default_rng(5)
+    sent = {}
+    for every in (1, 2, 3):
+        client = init_client(AUTO, 3000, np.dtype(np.float64))
+        for number in range(every, 40 * every, every):
+            gradient = rng.standard_normal(3000)
+            client, message = client_step(AUTO, client, gradient, 0.0, (0, 0, number))
+        sent[every] = np.count_nonzero(message.levels != 1)
+    assert sent == {1: 16, 2: 23, 3: 28}
+
+
+def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
+    rng = np.random.default_rng(6)
+    client = init_client(AUTO, 3000, np.dtype(np.float64))
+    for number in (1, 2, 3):  # it was asked often once, and owes since then
+        client, _ = client_step(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
+    assert client.residual.any()
+    for number in range(10, 200, 10):
+        client, message = client_step(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
+    assert not client.residual.any()
+    assert not message.lasting
+
+    gradient = rng.standard_normal(3000)
+    mean = np.zeros(3000)
+    for seed in range(400):
+        _, message = client_step(AUTO, client, gradient, 0.0, (seed, 0, 200))
+        mean += message.values(np.float64) / 400
+    length = np.linalg.norm(gradient)
+    assert np.count_nonzero(message.levels != 1) < 80  # about ‖g‖₁/‖g‖₂, 44
+    assert np.linalg.norm(mean - gradient) < 0.5 * length
+    assert mean @ gradient == pytest.approx(length**2, rel=0.2)
+
+
+def test_what_keeps_changing_is_not_remembered():
+    """A drift holds no noise, but a memory of an update that is gone does not help either."""
+    rng = np.random.default_rng(7)
+    for change, noisy in ((0.05, False), (0.8, True)):
+        meter, notes = AUTO.noisy.meter, AUTO.noisy.meter.init(3000)
+        update = rng.standard_normal(3000)
+        for number in range(1, 40):
+            fresh = rng.standard_normal(3000)
+            update = np.sqrt(1 - change**2) * update + change * fresh
+            notes = meter.observe(notes, update, number)
+        assert meter.is_noisy(notes) is noisy, change
+
+
+def test_a_client_unlike_the_others_is_given_more_tolerance():
+    """Its gradient is three times what the model moves by, so that much error is tolerated."""
+    gradient = np.array([3.0, 0.0, 0.0, 0.0])
+    for name, speaks in (("lean", True), ("auto", False)):
+        recipe = make_recipe(name).for_updates(are_exact=True)
+        client = init_client(recipe, 4, np.dtype(np.float64))
+        client, _ = client_step(recipe, client, gradient, 0.0, (0, 0, 1))
+        _, message = client_step(recipe, client, gradient + 0.75, 1.0, (0, 0, 2))
+        assert bool(message.width) is speaks, name  # the error is 2.25, the movement 1
+    _, message = client_step(recipe, client, gradient + 0.9, 1.0, (0, 0, 2))
+    assert message.width  # 3.24: more than three times the movement
 
 
 def test_noise_that_begins_and_ends_moves_the_client_between_both_rules():
@@ -79,7 +156,7 @@ def test_the_ratio_is_twice_the_share_of_noise_and_none_for_drift_and_swings(num
         notes = meter.init(num_params)
         ratios = []
         for number in range(rounds):
-            notes = meter.observe(notes, update(number))
+            notes = meter.observe(notes, update(number), number)
             ratios.append(meter.ratio(notes))
         return np.mean(ratios[5:])
 

@@ -12,6 +12,7 @@ from aqg.core.grids import MAX_RADIUS, Grid
 from aqg.core.innovation import measure
 from aqg.core.messages import Message, Skip, for_one_round
 from aqg.core.mirror import Memory, advance, empty_mirror
+from aqg.core.quantizers import left_to_owe
 from aqg.errors import GradientError
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def client_step(
         vector = blend(state.average, gradient, recipe.averaging)
         if recipe.own_movement:
             movement = own_movement(vector, state.average)
+    if recipe.movement.widest > 1:
+        movement = float(recipe.movement.widened(movement, energies(state.mirror)))
     delta = innovation_target(recipe, state, vector)
     innovation = recipe.quantizer.measure(delta)
     if not innovation.in_range:
@@ -137,7 +140,7 @@ def client_step(
     upload = recipe.quantizer.quantize(delta, innovation, int(decision.width), key)
     residual = state.residual
     if recipe.memory is Memory.FEEDBACK:
-        residual = delta - upload.values(delta.dtype.type)
+        residual = left_to_owe(recipe.quantizer, delta, upload)
     return ClientState(
         mirror=advance(recipe.memory, state.mirror, upload),
         residual=residual,
@@ -159,7 +162,7 @@ def _step_by_noise(
     """Take the step of the recipe for calm updates, or of that for noisy ones."""
     if not is_usable(gradient):
         return state, Skip(fault=describe_fault(gradient))
-    notes = noisy.meter.observe(state.notes, gradient)
+    notes = noisy.meter.observe(state.notes, gradient, round_number=key[-1])
     if not noisy.meter.is_noisy(notes):
         after, message = client_step(replace(recipe, noisy=None), state, gradient, movement, key)
         return after._replace(notes=notes), message
@@ -186,7 +189,12 @@ def own_movement(vector: FloatArray, average: FloatArray) -> float:
     """Return ``‖v^k - v^{k-1}‖²``, how far the client's own vector moved; zero at the first one."""
     if not average.any():
         return 0.0
-    return float(measure(vector - average, Grid.MIDTREAD, max_width=0).squared_norm)
+    return float(energies(vector - average))
+
+
+def energies(vectors: FloatArray) -> Float64Array:
+    """Return the squared norm of a vector, or of each row."""
+    return measure(vectors, Grid.MIDTREAD, max_width=0).squared_norm
 
 
 def describe_fault(gradient: FloatArray) -> str:

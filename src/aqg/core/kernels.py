@@ -26,6 +26,7 @@ from aqg.core.grids import (
 from aqg.jit import HAVE_NUMBA, njit
 
 if TYPE_CHECKING:
+    from aqg.core.grids import Affine
     from aqg.core.types import Float64Array, FloatArray, Levels
 
 _BLOCK = 1024
@@ -93,16 +94,18 @@ def add_levels(base: FloatArray, levels: Levels, values: FloatArray) -> FloatArr
 
 
 def move_mirror(
-    mirror: FloatArray, levels: Levels, values: FloatArray, total: Float64Array, weight: float
+    mirror: FloatArray, levels: Levels, values: Affine, total: Float64Array, weight: float
 ) -> None:
     """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
 
     ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
+    Values come from the grid's formula, where they are exact too, and not from a table.
     """
     if HAVE_NUMBA:
-        _move_mirror(mirror, levels, values, total, weight)
+        _move_mirror(mirror, levels, *values, total, weight)
         return
-    new = mirror + values[levels]
+    scale, offset, unit = values
+    new = mirror + ((scale * levels.astype(np.int64) - offset) * unit).astype(mirror.dtype)
     total += weight * (new.astype(np.float64) - mirror)
     mirror[:] = new
 
@@ -285,10 +288,13 @@ def _add_levels(base: Any, levels: Any, values: Any, out: Any) -> Any:
 
 
 @njit()
-def _move_mirror(mirror: Any, levels: Any, values: Any, total: Any, weight: Any) -> None:
+def _move_mirror(
+    mirror: Any, levels: Any, scale: Any, offset: Any, unit: Any, total: Any, weight: Any
+) -> None:
+    factor, base = scale * unit, offset * unit  # like all that follows from them, exact
     for i in range(len(mirror)):
         old = mirror[i]
-        new = old + values[levels[i]]
+        new = old + mirror.dtype.type(np.float64(levels[i]) * factor - base)
         mirror[i] = new
         total[i] += weight * (np.float64(new) - np.float64(old))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array, FloatArray
 
 SKETCH_LENGTH = 4096
-_COUNT, _NOISE, _ENERGY, _NOISY, _HEAD = 0, 1, 2, 3, 4
+_COUNT, _NOISE, _ENERGY, _CHANGE, _NOISY, _ROUND, _PAUSE, _HEAD = range(8)
 _SMALL_MODEL = 1024
 """Up to so many parameters, all of them at four bits take but a few frames of a trickle."""
 _FIRST_RATIO = 4
@@ -46,7 +46,8 @@ class NoiseMeter:
     starts as calm, since there a memory costs little, too.
 
     Attributes:
-        calm_below: updates count as repeating once ``ν`` is below this.
+        calm_below: updates count as repeating once ``ν`` is below this,
+        repeats_below: and what changes between two of them, noise or not, below this part of them;
         noisy_above: and as noise again once it is above this: a tenth of their energy is.
         smoothing: weight of the newest round in the running means.
 
@@ -54,6 +55,7 @@ class NoiseMeter:
 
     calm_below: float = 0.02
     noisy_above: float = 0.2
+    repeats_below: float = 0.2
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:
@@ -69,23 +71,36 @@ class NoiseMeter:
         notes[_NOISY] = num_params > _SMALL_MODEL
         return notes
 
-    def observe(self, notes: Float64Array, gradient: FloatArray) -> Float64Array:
-        """Return the notes after another update."""
+    def observe(self, notes: Float64Array, gradient: FloatArray, round_number: int) -> Float64Array:
+        """Return the notes after another update, in this round."""
         before, (last, difference, earlier) = notes[:_HEAD], notes[_HEAD:].reshape(3, -1)
         sketch = fold(gradient, len(last))
         after = np.concatenate([before, sketch, sketch - last, difference])
         count = after[_COUNT] = before[_COUNT] + 1
+        pause = max(1.0, round_number - before[_ROUND])
+        after[_PAUSE] += max(self.smoothing, 1.0 / count) * (pause - after[_PAUSE])
+        after[_ROUND] = round_number
         if count >= _FIRST_RATIO:
             noise = -2.0 * float((sketch - last) @ (difference + earlier))
             energy = float(sketch @ sketch)
+            change = float((sketch - last) @ (sketch - last))
             share = 1.0 if count == _FIRST_RATIO else self.smoothing
             after[_NOISE] += share * (noise - after[_NOISE])
             after[_ENERGY] += share * (energy - after[_ENERGY])
+            after[_CHANGE] += share * (change - after[_CHANGE])
         if count >= _FIRST_VERDICT:
-            ratio = self.ratio(after)
-            limit = self.noisy_above if before[_NOISY] == 0 else self.calm_below
-            after[_NOISY] = ratio >= limit if limit else ratio > 0
+            after[_NOISY] = self._verdict(after, was_noisy=bool(before[_NOISY]))
         return after
+
+    def _verdict(self, notes: Float64Array, was_noisy: bool) -> bool:
+        """Tell whether the updates count as noise, or at least do not repeat themselves."""
+        limit = self.calm_below if was_noisy else self.noisy_above
+        ratio, repeats = self.ratio(notes), self.change(notes) < self.repeats_below
+        return (ratio >= limit if limit else ratio > 0) or (was_noisy and not repeats)
+
+    def change(self, notes: Float64Array) -> float:
+        """Return how much an update differs from the last one, ``‖d‖²/‖g‖²`` in the mean."""
+        return float(notes[_CHANGE]) / float(notes[_ENERGY]) if notes[_ENERGY] > 0 else 0.0
 
     def ratio(self, notes: Float64Array) -> float:
         """Return ``ν``; 1 before there is anything to tell from."""
@@ -100,6 +115,10 @@ class NoiseMeter:
         The difference of two updates holds the noise of both.
         """
         return min(1.0, self.ratio(notes) / 2.0) if notes[_COUNT] >= _FIRST_RATIO else 1.0
+
+    def mean_pause(self, notes: Float64Array) -> float:
+        """Return every how many rounds the client is asked; 1 before it was."""
+        return max(1.0, float(notes[_PAUSE]))
 
     def is_noisy(self, notes: Float64Array) -> bool:
         """Tell which the client's updates are."""

@@ -12,11 +12,12 @@ upload, the paper's criterion (its equation 6) for width ``b`` is ``‖Q_bmax(Δ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.errors import ConfigError
+from aqg.jit import njit
 
 if TYPE_CHECKING:
     from aqg.core.innovation import Innovation
@@ -190,8 +191,29 @@ class Tolerance:
         stored_errors: Float64Array,  # noqa: ARG002
     ) -> Decision:
         """Send what is needed to be good enough, no more."""
-        tolerance = np.asarray(movement, dtype=np.float64)
-        good_enough = innovation.errors <= self.eta * tolerance[..., None]
-        max_width = good_enough.shape[-1]
-        fewest = np.where(good_enough.any(axis=-1), good_enough.argmax(axis=-1) + 1, max_width)
-        return Decision(np.asarray(innovation.squared_norm > tolerance), fewest)
+        squared_norms, errors = innovation.squared_norm, innovation.errors
+        tolerances = np.array(movement, ndmin=1, copy=None)
+        shape = squared_norms.shape
+        if len(shape) != 1:  # one client, or several axes of them
+            squared_norms = squared_norms.reshape(-1)
+            errors = errors.reshape(-1, errors.shape[-1])
+            tolerances = tolerances.reshape(-1)
+        send = np.empty(len(squared_norms), np.bool_)
+        widths = np.empty(len(squared_norms), np.int64)
+        _tolerate(squared_norms, errors, tolerances, self.eta, send, widths)
+        return Decision(send.reshape(shape), widths.reshape(shape))
+
+
+@njit()
+def _tolerate(
+    squared_norms: Any, errors: Any, tolerances: Any, eta: Any, send: Any, widths: Any
+) -> None:
+    """Write the decisions of `Tolerance`, for one tolerance for all clients or one for each."""
+    for m in range(len(squared_norms)):
+        tolerance = tolerances[m % len(tolerances)]
+        send[m] = squared_norms[m] > tolerance
+        width = errors.shape[1]
+        for b in range(width - 1, 0, -1):
+            if errors[m, b - 1] <= eta * tolerance:
+                width = b
+        widths[m] = width

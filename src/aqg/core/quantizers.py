@@ -119,6 +119,24 @@ class Stochastic(NormOnly):
         return Upload(integers.astype(dtype), step, width, Grid.MIDTREAD)
 
 
+def left_to_owe(quantizer: Quantizer, delta: FloatArray, upload: AnyUpload) -> FloatArray:
+    """Return what error feedback still owes of ``delta`` after an upload.
+
+    Unbiased rounding owes nothing: its errors cancel by themselves.
+
+    >>> from aqg.core.grids import Grid
+    >>> upload = Upload(np.array([2, 1], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
+    >>> left_to_owe(Sign(), np.array([0.75, 0.25]), upload)
+    array([0.25, 0.25])
+    >>> left_to_owe(Stochastic(), np.array([0.75, 0.25]), upload)
+    array([0., 0.])
+    """
+    if isinstance(quantizer, Stochastic):
+        return np.zeros_like(delta)
+    owed: FloatArray = delta - upload.values(delta.dtype.type)
+    return owed
+
+
 @dataclass(frozen=True)
 class Sign(NormOnly):
     """SignSGD: one bit per coordinate, with magnitude one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from aqg.core.mirror import Memory
 from aqg.core.movement import Movement
 from aqg.core.policies import Always
+from aqg.core.quantizers import Stochastic
 from aqg.core.sparsifiers import TERNARY_WIDTH, Trickle
 from aqg.errors import ConfigError
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 DEPTH = 10
 """``D``: how many past steps the criteria look at."""
+RARELY = 4.0
+"""A client that is asked every so many rounds, or more seldom, draws what it sends."""
 PAPER_MOVEMENT = Movement((1.0 / DEPTH,) * DEPTH)
 """``ξ_d = 1/D``, the paper's setting."""
 
@@ -40,9 +43,17 @@ class Noisy:
         """What a client does of which nothing is known but that it is noisy."""
         return Recipe(memory=Memory.FEEDBACK, policy=Always(TERNARY_WIDTH), quantizer=Trickle())
 
-    def quantizer(self, notes: Float64Array) -> Trickle:
-        """Return the quantizer for a client with these notes: the less noise, the more it sends."""
-        return Trickle(self.meter.noise_share(notes))
+    def quantizer(self, notes: Float64Array) -> Trickle | Stochastic:
+        """Return the quantizer for a client with these notes.
+
+        The less noise there is, and the more seldom the client is asked, the more it sends. One
+        that is asked very seldom would owe what is long out of date: it draws at random what it
+        sends, in proportion to its size, and owes nothing.
+        """
+        pause = self.meter.mean_pause(notes)
+        if pause >= RARELY:
+            return Stochastic()
+        return Trickle(self.meter.noise_share(notes), pause)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,13 @@ class Recipe:
         if self.noisy is not None:
             return self.noisy.meter.init(num_params)
         return np.zeros(0) if self.schedule is None else self.schedule.init()
+
+    def for_updates(self, are_exact: bool) -> Recipe:
+        """Return the recipe for updates that are exact gradients, or that may hold noise.
+
+        Exact gradients hold none, however wildly they change: there is nothing to measure.
+        """
+        return replace(self, noisy=None) if are_exact else self
 
     @property
     def keeps_residual(self) -> bool:

@@ -131,20 +131,20 @@ def _aqg_augmented(bits: int) -> Recipe:
 
 
 @register("lean", "ours: the fewest bits that are good enough for the step, or nothing")
-def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5) -> Recipe:
+def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) -> Recipe:
     return Recipe(
         memory=Memory.INNOVATION,
         policy=Tolerance(eta),
         quantizer=GridQuantizer(Grid.MIDTREAD, bits),
-        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean"),
+        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean", widest=widest),
     )
 
 
 @register(
     "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
 )
-def _auto(bits: int, *, calm: float = 0.02, noisy: float = 0.2) -> Recipe:
-    return replace(_lean(bits), noisy=Noisy(NoiseMeter(calm, noisy)))
+def _auto(bits: int, *, calm: float = 0.02, noisy: float = 0.2, widest: float = 3.0) -> Recipe:
+    return replace(_lean(bits, widest=widest), noisy=Noisy(NoiseMeter(calm, noisy)))
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

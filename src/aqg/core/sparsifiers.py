@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 
 TERNARY_WIDTH = 2
+_FEWEST = 16.0
+"""Coordinates below which the bytes around them outweigh them."""
+_LEAST_SHARE = 0.2
+"""The smallest part of noise that a trickle reckons with."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,22 @@ class SparseTernary(_KeepsFew):
 
 @dataclass(frozen=True)
 class Trickle(NormOnly):
-    """Like `SparseTernary`, with ``k = √n/12.5`` of ``n`` coordinates, and at least 16.
+    """Like `SparseTernary`, with ``k = √n/25`` of ``n`` coordinates, and at least 16.
 
     The fewer are sent, the more each byte of them buys: what is not sent now is owed, and sent when
-    it has grown. Below 16 the bytes around them outweigh them. Where only a part of the energy of
-    an update is noise, the rest comes again in every round and what is owed grows faster: ``k`` is
-    divided by that part.
+    it has grown. Below 16 the bytes around them outweigh them. Two things ask for more. Where only
+    a part of the energy of an update is noise, the rest comes again in every round and what is owed
+    grows faster: ``k`` is divided by that part. And what is owed by a client that is asked every
+    ``r`` rounds is out of date by as much when it is sent: ``k`` is multiplied by ``√r``.
 
     Attributes:
-        noise_share: the part of an update's energy that is noise; at least a tenth is reckoned.
+        noise_share: the part of an update's energy that is noise; at least a fifth is reckoned.
+        pause: ``r``, every how many rounds the client is asked.
 
     """
 
     noise_share: float = 1.0
+    pause: float = 1.0
 
     def quantize(
         self,
@@ -109,12 +116,12 @@ class Trickle(NormOnly):
         """Return ``k``.
 
         >>> Trickle().num_kept(7850), Trickle().num_kept(159010), Trickle().num_kept(10**8)
-        (16, 32, 800)
-        >>> Trickle(0.5).num_kept(159010), Trickle(0.0).num_kept(159010)
-        (64, 319)
+        (16, 16, 400)
+        >>> Trickle(0.5).num_kept(7850), Trickle(0.0).num_kept(7850), Trickle(0.5, 4).num_kept(7850)
+        (32, 80, 64)
         """
-        fewest = max(16.0, math.sqrt(num_params) / 12.5)
-        return min(num_params, round(fewest / min(1.0, max(0.1, self.noise_share))))
+        fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(self.pause)
+        return min(num_params, round(fewest / min(1.0, max(_LEAST_SHARE, self.noise_share))))
 
 
 def ternary(delta: FloatArray, indices: IntArray, width: int) -> Upload:

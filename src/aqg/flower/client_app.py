@@ -81,7 +81,8 @@ def make_client_app(
     def train(message: Message, context: Context) -> Message:
         started = time.perf_counter()
         order = records.unpack_order(message.content)
-        chosen = _agree(order, recipe)
+        task = task_of(context)
+        chosen = _agree(order, recipe).for_updates(task.is_exact)
         params = records.unpack_model(message.content, order.num_params, order.dtype)
         store = _open_store(context, order)
         mirror = store.load() or ClientMirror.first(chosen, order.num_params, order.dtype)
@@ -89,7 +90,6 @@ def make_client_app(
         if base is None:
             _logger.warning("order for round %d is stale; nothing done", order.round)
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
-        task = task_of(context)
         loss, gradient = _train(task, order, params)
         mirror, reply = answer(chosen, base, order, gradient, loss)
         store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload

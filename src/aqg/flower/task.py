@@ -35,6 +35,8 @@ class FlowerTask:
         num_samples: how many samples the client has.
         evaluate: the client's loss at ``θ``; None where it cannot be measured.
         train_measures: whether the loss that ``train`` returns is that of ``θ`` on all samples.
+        is_exact: whether the vector depends on ``θ`` alone, as a gradient on all samples does.
+            Otherwise the default recipe measures how much of it is noise.
 
     """
 
@@ -42,6 +44,7 @@ class FlowerTask:
     num_samples: int
     evaluate: Evaluate | None = None
     train_measures: bool = True
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -69,7 +72,8 @@ class FlowerTask:
         def evaluate(params: FloatArray) -> float:
             return _beyond_numbers(float(objective.losses(params, features, labels)))
 
-        return FlowerTask(train, len(labels), evaluate, training.sees_all_samples)
+        sees_all = training.sees_all_samples
+        return FlowerTask(train, len(labels), evaluate, train_measures=sees_all, is_exact=sees_all)
 
     @staticmethod
     def from_module(

@@ -47,15 +47,8 @@ class Logistic(ClosedForm):
             return super().losses_and_gradients(params, features, labels)
         self._check(params, features)
         self._check_labels(features, labels)
-        clients = features.shape[:-2]
-        losses, gradients = logistic_kernels.losses_and_gradients(
-            params,
-            features.reshape(-1, *features.shape[-2:]),
-            labels.reshape(-1, labels.shape[-1]),
-            self.sample_weight(features.shape[-2]),
-            self.l2,
-        )
-        return losses.reshape(clients)[()], gradients.reshape(*clients, self.num_params)
+        weight = self.sample_weight(features.shape[-2])
+        return logistic_kernels.losses_and_gradients(params, features, labels, weight, self.l2)
 
     def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
         losses, _ = _losses_and_slopes(features @ tensors[0], labels)

@@ -31,7 +31,17 @@ _FACTORS = 512
 def losses_and_gradients(
     params: FloatArray, features: FloatArray, labels: IntArray, weight: float, l2: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Return losses ``(M,)`` and gradients ``(M, f)`` for ``(M, n, f)`` features."""
+    """Return losses ``(...)`` and gradients ``(..., f)`` for ``(..., n, f)`` features."""
+    if features.ndim != 3:
+        clients = features.shape[:-2]
+        losses, gradients = losses_and_gradients(
+            params,
+            features.reshape(-1, *features.shape[-2:]),
+            labels.reshape(-1, labels.shape[-1]),
+            weight,
+            l2,
+        )
+        return losses.reshape(clients)[()], gradients.reshape(*clients, len(params))
     losses = np.empty(len(features), features.dtype)
     gradients = np.empty((len(features), len(params)), features.dtype)
     _logistic_rows(

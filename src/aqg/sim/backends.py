@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from aqg.core.client import blend, own_movement
-from aqg.core.grids import value_table
+from aqg.core.grids import affine
 from aqg.core.innovation import Innovation
 from aqg.core.kernels import move_mirror
 from aqg.core.messages import Upload
 from aqg.core.mirror import Memory, advance
 from aqg.errors import ConfigError
+from aqg.jit import HAVE_NUMBA, njit
 from aqg.sim.stacks import stack_small_clients
 from aqg.wire.parallel import map_threads
 
@@ -250,20 +251,21 @@ class NumpyBackend:
     ) -> tuple[FloatArray, Innovation]:
         """Work in place; large blocks piece by piece, on all cores."""
 
-        def innovate(piece: slice) -> Innovation:
-            rows = gradients[piece]
+        def innovate(rows: FloatArray, clients: IntArray) -> Innovation:
             if memory is Memory.INNOVATION:
-                np.subtract(rows, held[as_index(clients[piece])], out=rows)
+                np.subtract(rows, held[as_index(clients)], out=rows)
             elif memory is Memory.FEEDBACK:
-                np.add(rows, held[as_index(clients[piece])], out=rows)
+                np.add(rows, held[as_index(clients)], out=rows)
             return quantizer.measure(rows)
 
         num_rows = len(gradients)
         if gradients.nbytes < _THREAD_BYTES or num_rows == 1:
-            return gradients, innovate(slice(None))
+            return gradients, innovate(gradients, clients)
         size = max(1, _PIECE_BYTES * num_rows // gradients.nbytes)
         pieces = [slice(start, start + size) for start in range(0, num_rows, size)]
-        parts = map_threads(innovate, pieces, num_threads())
+        parts = map_threads(
+            lambda piece: innovate(gradients[piece], clients[piece]), pieces, num_threads()
+        )
         return gradients, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
 
     def blend(
@@ -312,7 +314,7 @@ class NumpyBackend:
                 continue
             old = mirrors[client]
             if memory is Memory.INNOVATION and isinstance(upload, Upload):
-                values = value_table(upload.grid, upload.width, upload.step, old.dtype.type)
+                values = affine(upload.grid, upload.width, upload.step)
                 move_mirror(old, upload.levels, values, total, weight)
                 continue
             new = advance(memory, old, upload)
@@ -322,9 +324,14 @@ class NumpyBackend:
     def take_step(
         self, params: FloatArray, update: Float64Array, direction: Float64Array, step_size: float
     ) -> tuple[FloatArray, Any]:
-        """Take the step in the precision of the parameters."""
-        change = (step_size * update).astype(params.dtype, copy=False)
-        return params - change, direction @ direction
+        """Take the step in the precision of the parameters; a diverging run is a result."""
+        squared_norm = np.vdot(direction, direction)  # unlike `@`, silent where it overflows
+        if HAVE_NUMBA:
+            stepped = np.empty_like(params)
+            _take_step(params, update, step_size, stepped)
+            return stepped, squared_norm
+        with np.errstate(over="ignore", invalid="ignore"):
+            return params - (step_size * update).astype(params.dtype), squared_norm
 
     def number(self, scalar: Any) -> float:
         """Return a Python number."""
@@ -334,11 +341,18 @@ class NumpyBackend:
         """Do nothing: all is done when it is asked for."""
 
 
+@njit()
+def _take_step(params: Any, update: Any, step_size: Any, stepped: Any) -> None:
+    for i in range(len(params)):
+        stepped[i] = params[i] - params.dtype.type(step_size * update[i])
+
+
 def as_index(clients: IntArray) -> slice | IntArray:
     """Return consecutive indices as a slice, which indexes without a copy."""
-    if len(clients) and int(clients[-1]) - int(clients[0]) == len(clients) - 1:
-        return slice(int(clients[0]), int(clients[-1]) + 1)
-    return clients
+    if not len(clients):
+        return clients
+    first, last = clients.item(0), clients.item(-1)
+    return slice(first, last + 1) if last - first == len(clients) - 1 else clients
 
 
 def num_threads() -> int:

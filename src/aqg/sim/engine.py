@@ -11,55 +11,42 @@ On the CPU in float64 every upload, width, byte and parameter equals the referen
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.client import describe_fault, is_usable
+from aqg.core.client import describe_fault, energies, is_usable
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.messages import AnyUpload, Skip, Upload, for_one_round
-from aqg.core.mirror import Memory
+from aqg.core.messages import AnyUpload, for_one_round
+from aqg.core.mirror import Memory, advance
 from aqg.core.optimizers import OptimizerState
+from aqg.core.quantizers import left_to_owe
 from aqg.core.server import amplification
 from aqg.sim.backends import Array, Backend, as_index, make_backend, num_threads
+from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, FrameSizer, OpenRound
 from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.speakers import who_speaks
+from aqg.sim.start import initial_state
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
-from aqg.wire import encoded_size
-from aqg.wire.memory import known, next_direction
 from aqg.wire.parallel import map_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from aqg.core.innovation import Innovation
-    from aqg.core.recipe import Recipe
+    from aqg.core.quantizers import Quantizer
+    from aqg.core.recipe import Noisy, Recipe
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.problem import Problem
 
-_SKIP_BYTES = encoded_size(Skip())
 _THREAD_LENGTH = 1 << 15
 """Uploads with fewer coordinates are sized before a thread has started."""
 _ROUNDS_AHEAD = 64
 """How far `FastSimulation.run_rounds` may be ahead of the records it yields."""
-
-
-class _OpenRound(NamedTuple):
-    """A round that is over but for the sizes of some frames."""
-
-    number: int
-    loss: float | None
-    widths: tuple[int, ...]
-    faults: tuple[tuple[int, str], ...]
-    frame_sizes: list[int | Future[int]]
-
-    def close(self) -> RoundRecord:
-        """Wait for the sizes."""
-        sizes = [size if isinstance(size, int) else size.result() for size in self.frame_sizes]
-        return RoundRecord(self.number, self.loss, self.widths, sum(sizes), self.faults)
 
 
 class FastSimulation:
@@ -90,44 +77,29 @@ class FastSimulation:
         training: Training | None = None,
     ) -> None:
         self.problem = problem
-        self.recipe = recipe
         self.step_size = step_size
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
+        recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        self.recipe = recipe
         self._weights = self.training.client_weights(problem)
+        self._losses_are_exact = self.training.local.sees_all_samples
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
+        never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
+        self._all_take_part = never_away and self._sampled == 1
         num_params = len(problem.initial_params)
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
+        self._keeps_mirror = recipe.memory.keeps_mirror
+        self._fresh_share = self.training.optimizer.fresh_share
         self._amplification = amplification(recipe, self.dropout.rate, self._sampled)
         self._passing: Array | None = None
         self._pool: ThreadPoolExecutor | None = None
         if self.backend.is_asynchronous:
             self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="aqg-frames")
         self._block_size = max(1, block_bytes // (num_params * problem.dtype.itemsize))
-        num_mirrored = num_params if recipe.memory.keeps_mirror else 0
-        num_residual = num_params if recipe.keeps_residual else 0
-        num_averaged = num_params if recipe.keeps_average else 0
-        num_clients = problem.num_clients
-        optimizer_state = self.training.optimizer.init(num_params)
-        self._load(
-            SimulationState(
-                round=1,
-                parameters=problem.initial_params,
-                total=np.zeros(num_params),
-                history=(),
-                mirrors=np.zeros((num_clients, num_mirrored), problem.dtype),
-                directions=np.zeros((num_clients, num_mirrored), np.int8),
-                residuals=np.zeros((num_clients, num_residual), problem.dtype),
-                averages=np.zeros((num_clients, num_averaged), problem.dtype),
-                notes=np.tile(recipe.initial_notes(num_params), (num_clients, 1)),
-                stored_errors=np.zeros((num_clients, recipe.quantizer.num_errors)),
-                silent_rounds=np.zeros(num_clients, np.int64),
-                momentum=optimizer_state.momentum,
-                variance=optimizer_state.variance,
-            )
-        )
+        self._load(initial_state(problem, recipe, self.training.optimizer))
 
     def _load(self, state: SimulationState) -> None:
         put = self.backend.put
@@ -137,7 +109,8 @@ class FastSimulation:
         self._history = state.history
         self._last_step: Array | None = None
         self._mirrors = put(state.mirrors)
-        self._directions = state.directions.copy()
+        self._energies = energies(state.mirrors)
+        self._frames = FrameSizer(state.directions.copy(), self._pool)
         self._residuals = put(state.residuals)
         self._averages = put(state.averages)
         self._notes = state.notes.copy()
@@ -163,7 +136,7 @@ class FastSimulation:
         yielded. It is not once all records have been taken.
         """
         ahead = _ROUNDS_AHEAD if self.backend.is_asynchronous else 0
-        pending: deque[_OpenRound] = deque()
+        pending: deque[OpenRound] = deque()
         for _ in range(count):
             pending.append(self._run_round(evaluate))
             if len(pending) > ahead:
@@ -171,20 +144,17 @@ class FastSimulation:
         while pending:
             yield pending.popleft().close()
 
-    def _run_round(self, evaluate: bool) -> _OpenRound:
+    def _run_round(self, evaluate: bool) -> OpenRound:
         number = self.next_round
         num_clients = self.problem.num_clients
-        away = self.dropout.dropped(number, num_clients)
-        if self._sampled < 1:
-            away = away | self.training.unsampled(number, num_clients, self.seed)
+        present = self._present()
         widths = np.zeros(num_clients, np.int64)
+        if len(present) < num_clients:
+            widths[:] = DROPPED
+            widths[present] = 0
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
-        frame_sizes: list[int | Future[int]] = []
-        present = self._everyone
-        if np.count_nonzero(away):
-            present = (~away).nonzero()[0]
-            widths[away] = DROPPED
+        frame_sizes: list[FrameSize] = []
         movement = self._movement()
         for start in range(0, len(present), self._block_size):
             block = present
@@ -192,25 +162,38 @@ class FastSimulation:
                 block = present[start : start + self._block_size]
             block_losses, gradients = self._train(block)
             told = movement if self.recipe.schedule is None else self._note(block, block_losses)
-            for recipe, members, vectors in self._parts(block, gradients):
-                frame_sizes += self._hear(recipe, members, vectors, told, widths, faults)
+            if self.recipe.noisy is None:
+                frame_sizes += self._hear(self.recipe, block, gradients, told, widths, faults)
+            else:
+                for recipe, members, vectors in self._parts(self.recipe.noisy, block, gradients):
+                    frame_sizes += self._hear(recipe, members, vectors, told, widths, faults)
             if evaluate:  # last: a GPU need not be waited for
-                losses[as_index(block)] = self.backend.get(block_losses)
+                losses[block] = self.backend.get(block_losses)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._step()
-        if len(present) == num_clients <= self._block_size:
+        if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
         self.next_round = number + 1
-        return _OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), frame_sizes)
+        return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), frame_sizes)
+
+    def _present(self) -> IntArray:
+        """Return the clients that take part in the next round."""
+        if self._all_take_part:
+            return self._everyone
+        num_clients = self.problem.num_clients
+        away = self.dropout.dropped(self.next_round, num_clients)
+        if self._sampled < 1:
+            away = away | self.training.unsampled(self.next_round, num_clients, self.seed)
+        return (~away).nonzero()[0] if np.count_nonzero(away) else self._everyone
 
     def _mean_loss(self, present: IntArray, losses: Float64Array) -> float:
         """Return the loss of all clients, of which those present may have measured their own."""
-        if not self.training.local.sees_all_samples:
+        if not self._losses_are_exact:
             losses = self.backend.losses(self._params, self._everyone)
         elif len(present) < len(losses):
             absent = np.setdiff1d(self._everyone, present)
             losses[absent] = self.backend.losses(self._params, absent)
-        return float((self._weights * losses).sum()) / len(losses)
+        return float(np.add.reduce(self._weights * losses)) / len(losses)
 
     def _train(self, block: IntArray) -> tuple[Array, Array]:
         """Return each client's loss and the vector it would send: its (pseudo-)gradient."""
@@ -228,18 +211,17 @@ class FastSimulation:
             self._notes[client] = schedule.observe(self._notes[client], loss)
         return np.array([schedule.signal(self._notes[client]) for client in block.tolist()])
 
-    def _parts(self, block: IntArray, gradients: Array) -> Iterator[tuple[Recipe, IntArray, Array]]:
+    def _parts(
+        self, noisy: Noisy, block: IntArray, gradients: Array
+    ) -> Iterator[tuple[Recipe, IntArray, Array]]:
         """Split a block into runs of clients whose updates are all calm, or all noisy."""
-        noisy = self.recipe.noisy
-        if noisy is None:
-            yield self.recipe, block, gradients
-            return
         was_noisy = np.array([noisy.meter.is_noisy(notes) for notes in self._notes[block]])
         is_noisy = was_noisy.copy()
         for index, client in enumerate(block.tolist()):
             gradient = self.backend.get(gradients[index])
             if is_usable(gradient):
-                notes = self._notes[client] = noisy.meter.observe(self._notes[client], gradient)
+                notes = noisy.meter.observe(self._notes[client], gradient, self.next_round)
+                self._notes[client] = notes
                 is_noisy[index] = noisy.meter.is_noisy(notes)
         turned = np.flatnonzero(is_noisy & ~was_noisy)
         if len(turned):
@@ -263,7 +245,7 @@ class FastSimulation:
         movement: float | Float64Array,
         widths: IntArray,
         faults: list[tuple[int, str]],
-    ) -> list[int | Future[int]]:
+    ) -> list[FrameSize]:
         """Let the clients of a block decide and speak; return the sizes of what they sent."""
         backend = self.backend
         members = as_index(block)
@@ -280,29 +262,24 @@ class FastSimulation:
         in_range = innovation.in_range
         if recipe.keeps_average:
             backend.store(self._averages, block[in_range], averages[np.flatnonzero(in_range)])
+        if recipe.movement.widest > 1:
+            movement = recipe.movement.widened(movement, self._energies[members])
         decision = recipe.policy.decide(innovation, movement, self._stored_errors[members])
-        stale = self._silent_rounds[members] >= recipe.max_staleness
-        send = (decision.send | stale) & in_range
-        silent = send ^ in_range
-        self._silent_rounds[members] += silent
-        if recipe.memory is Memory.FEEDBACK and silent.any():
-            backend.store(self._residuals, block[silent], deltas[np.flatnonzero(silent)])
-        if np.count_nonzero(in_range) < len(block):
+        silent_rounds = self._silent_rounds[members]
+        senders, silent, faulty = who_speaks(
+            decision.send, in_range, silent_rounds, recipe.max_staleness
+        )
+        self._silent_rounds[members] = silent_rounds
+        if recipe.memory is Memory.FEEDBACK and len(silent):
+            backend.store(self._residuals, block[silent], deltas[silent])
+        if len(faulty):
             faults.extend(
-                (int(block[i]), describe_fault(backend.get(gradients[i])))
-                for i in np.flatnonzero(~in_range)
+                (int(block[i]), describe_fault(backend.get(gradients[i]))) for i in faulty.tolist()
             )
-        senders = send.nonzero()[0]
-        frame_sizes: list[int | Future[int]] = [_SKIP_BYTES * (len(block) - len(senders))]
+        frame_sizes: list[FrameSize] = [SKIP_BYTES * (len(block) - len(senders))]
         if len(senders):
             widths[block[senders]] = decision.width[senders]
-            frame_sizes += self._upload(
-                recipe,
-                block[senders],
-                backend.rows(deltas, senders),
-                innovation.of(senders),
-                decision.width[senders],
-            )
+            frame_sizes += self._upload(recipe, block, senders, deltas, innovation, decision.width)
         return frame_sizes
 
     def _held(self, recipe: Recipe) -> Array:
@@ -312,29 +289,38 @@ class FastSimulation:
     def _upload(
         self,
         recipe: Recipe,
-        clients: IntArray,
-        deltas: Sequence[FloatArray],
+        block: IntArray,
+        senders: IntArray,
+        vectors: Array,
         innovation: Innovation,
         widths: IntArray,
-    ) -> list[int | Future[int]]:
-        """Quantize these clients' vectors, move their mirrors, and return the sizes of all frames.
+    ) -> list[FrameSize]:
+        """Quantize the senders' vectors, move their mirrors, and return the sizes of all frames.
 
-        Clients are quantized and their frames sized on all cores; the sum moves in their order.
+        ``senders`` are places in the block, as are the rows of the other arrays. Vectors are
+        quantized and their frames sized on all cores; the sum moves in the clients' order.
         """
         backend = self.backend
+        clients = block[senders]
         noisy = None if recipe.memory is self.recipe.memory else self.recipe.noisy
+        deltas = backend.rows(vectors, senders)
         mirrors = backend.rows(self._mirrors, clients)
 
-        def quantize(index: int) -> tuple[AnyUpload, int | Future[int]]:
-            client = int(clients[index])
+        quantizers: list[Quantizer] = [recipe.quantizer] * len(clients)
+        if noisy is not None:
+            quantizers = [noisy.quantizer(self._notes[client]) for client in clients.tolist()]
+
+        def quantize(index: int) -> tuple[AnyUpload, FrameSize]:
+            place, client = int(senders[index]), int(clients[index])
             key = (self.seed, client, self.next_round)
-            quantizer = recipe.quantizer if noisy is None else noisy.quantizer(self._notes[client])
-            upload = quantizer.quantize(
-                deltas[index], innovation.of(index), int(widths[index]), key
+            upload = quantizers[index].quantize(
+                deltas[index], innovation.of(place), int(widths[place]), key
             )
             if noisy is not None:
                 upload = for_one_round(upload)
-            return upload, self._frame_size(client, mirrors[index], upload)
+            elif recipe.movement.widest > 1:
+                self._energies[client] = energies(advance(recipe.memory, mirrors[index], upload))
+            return upload, self._frames.size(client, mirrors[index], upload)
 
         is_large = len(clients) * deltas[0].size >= _THREAD_LENGTH
         results = map_threads(quantize, range(len(clients)), num_threads() if is_large else 1)
@@ -346,23 +332,11 @@ class FastSimulation:
             recipe.memory, self._mirrors, total, clients, uploads, self._weights[clients]
         )
         if recipe.memory is Memory.FEEDBACK:
-            pairs = zip(deltas, uploads, strict=True)
-            residuals = [delta - upload.values(delta.dtype.type) for delta, upload in pairs]
+            triples = zip(quantizers, deltas, uploads, strict=True)
+            residuals = [left_to_owe(*triple) for triple in triples]
             backend.store(self._residuals, clients, np.stack(residuals))
-        self._stored_errors[clients] = innovation.errors if noisy is None else 0.0
-        self._silent_rounds[clients] = 0
+        self._stored_errors[clients] = innovation.errors[senders] if noisy is None else 0.0
         return [frame_size for _, frame_size in results]
-
-    def _frame_size(self, client: int, mirror: FloatArray, upload: AnyUpload) -> int | Future[int]:
-        """Return the length of the frame that client and server would exchange."""
-        context = None
-        if isinstance(upload, Upload):
-            direction = self._directions[client].copy()
-            context = known(mirror, direction)
-            self._directions[client] = next_direction(direction, upload)
-        if self._pool is None:
-            return encoded_size(upload, known=context)
-        return self._pool.submit(encoded_size, upload, known=context)
 
     def _step(self) -> None:
         direction = self._total
@@ -373,19 +347,18 @@ class FastSimulation:
             direction = direction + self._passing * factor
             self._passing = None
         optimizer = self.training.optimizer
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
-            self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
-            self._params, self._last_step = self.backend.take_step(
-                self._params, update, direction, self.step_size
-            )
-        if not self.recipe.memory.keeps_mirror:
+        self._optimizer_state, update = optimizer.step(self._optimizer_state, direction)
+        self._params, self._last_step = self.backend.take_step(
+            self._params, update, direction, self.step_size
+        )
+        if not self._keeps_mirror:
             self._total = self._total * 0.0
 
     def _movement(self) -> float:
         """Return the movement, with the last step, which a GPU may still be busy with."""
         if self._last_step is not None:
-            step = self.backend.number(self._last_step) / self.problem.num_clients**2
-            step *= self.training.optimizer.fresh_share
+            step = self.backend.number(self._last_step) / len(self._everyone) ** 2
+            step *= self._fresh_share
             self._history = self.recipe.movement.extend(self._history, step)
             self._last_step = None
         return self.recipe.movement.of(self._history)
@@ -413,7 +386,7 @@ class FastSimulation:
             total=get(self._total).copy(),
             history=self._history,
             mirrors=get(self._mirrors).copy(),
-            directions=self._directions.copy(),
+            directions=self._frames.directions.copy(),
             residuals=get(self._residuals).copy(),
             averages=get(self._averages).copy(),
             notes=self._notes.copy(),

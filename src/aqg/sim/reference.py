@@ -136,6 +136,7 @@ class ReferenceSimulation:
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
+        recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
         self.weights = self.training.client_weights(problem)
         self.server = Server(
