@@ -23,7 +23,7 @@ def is_noisy(simulation) -> list[bool]:
     return [AUTO.noisy.meter.is_noisy(notes) for notes in simulation.state().notes]
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("participation", [1.0, 0.5, 0.2])
 @pytest.mark.parametrize("batch_size", [None, 2, 12])
 def test_engines_agree_bit_for_bit(batch_size, participation):
     """With 12 of 20 to 55 samples some clients count as noisy, some do not, and some change."""

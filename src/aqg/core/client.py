@@ -167,7 +167,7 @@ def _step_by_noise(
         after, message = client_step(replace(recipe, noisy=None), state, gradient, movement, key)
         return after._replace(notes=notes), message
     before = state
-    if not noisy.meter.is_noisy(state.notes):  # what was owed in an earlier noisy time is history
+    if not (noisy.meter.is_noisy(state.notes) and noisy.owes(notes)):  # an old debt is history
         before = state._replace(residual=np.zeros_like(state.residual))
     trickle = replace(noisy.recipe, quantizer=noisy.quantizer(notes))
     after, message = client_step(trickle, before, gradient, movement, key)

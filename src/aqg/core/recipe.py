@@ -47,13 +47,18 @@ class Noisy:
         """Return the quantizer for a client with these notes.
 
         The less noise there is, and the more seldom the client is asked, the more it sends. One
-        that is asked very seldom would owe what is long out of date: it draws at random what it
-        sends, in proportion to its size, and owes nothing.
+        that is asked very seldom draws at random what it sends, in proportion to its size.
         """
-        pause = self.meter.mean_pause(notes)
-        if pause >= RARELY:
+        if not self.owes(notes):
             return Stochastic()
-        return Trickle(self.meter.noise_share(notes), pause)
+        return Trickle(self.meter.noise_share(notes), self.meter.mean_pause(notes))
+
+    def owes(self, notes: Float64Array) -> bool:
+        """Tell whether a client is asked often enough to owe what it does not send.
+
+        Otherwise a debt would be long out of date when it is paid.
+        """
+        return self.meter.mean_pause(notes) < RARELY
 
 
 @dataclass(frozen=True, kw_only=True)

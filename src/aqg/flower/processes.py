@@ -96,7 +96,7 @@ class ProcessGroup:
         except subprocess.TimeoutExpired:  # its children die with it
             self._supervisor.kill()
             self._supervisor.wait()
-        self._listener.join()
+        self._listener.join(_END_SECONDS)  # a daemon: whoever still holds the pipe is dying
 
     def start(
         self,

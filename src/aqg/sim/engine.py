@@ -81,14 +81,12 @@ class FastSimulation:
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
-        recipe = recipe.for_updates(self.training.local.sees_all_samples)
-        self.recipe = recipe
-        self._weights = self.training.client_weights(problem)
         self._losses_are_exact = self.training.local.sees_all_samples
+        self.recipe = recipe = recipe.for_updates(self._losses_are_exact)
+        self._weights = self.training.client_weights(problem)
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1
-        num_params = len(problem.initial_params)
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
         self._keeps_mirror = recipe.memory.keeps_mirror
@@ -98,7 +96,7 @@ class FastSimulation:
         self._pool: ThreadPoolExecutor | None = None
         if self.backend.is_asynchronous:
             self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="aqg-frames")
-        self._block_size = max(1, block_bytes // (num_params * problem.dtype.itemsize))
+        self._block_size = max(1, block_bytes // problem.initial_params.nbytes)
         self._load(initial_state(problem, recipe, self.training.optimizer))
 
     def _load(self, state: SimulationState) -> None:
@@ -223,10 +221,11 @@ class FastSimulation:
                 notes = noisy.meter.observe(self._notes[client], gradient, self.next_round)
                 self._notes[client] = notes
                 is_noisy[index] = noisy.meter.is_noisy(notes)
-        turned = np.flatnonzero(is_noisy & ~was_noisy)
-        if len(turned):
-            nothing = np.zeros((len(turned), self._residuals.shape[1]), self.problem.dtype)
-            self.backend.store(self._residuals, block[turned], nothing)
+        owes = np.array([noisy.owes(notes) for notes in self._notes[block]])
+        clear = np.flatnonzero(is_noisy & ~(was_noisy & owes))  # old debts are history
+        if len(clear):
+            nothing = np.zeros((len(clear), self._residuals.shape[1]), self.problem.dtype)
+            self.backend.store(self._residuals, block[clear], nothing)
         calm = replace(self.recipe, noisy=None)
         edges = [0, *(np.flatnonzero(np.diff(is_noisy)) + 1).tolist(), len(block)]
         for start, stop in pairwise(edges):
