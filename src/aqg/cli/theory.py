@@ -123,7 +123,7 @@ def _follow(
             num_rounds,
             problem.num_clients,
             0.0 if minimum is None else minimum,
-            recipe.movement.weights,
+            recipe.movement.widest_weights,
             config.alpha,
             lambda number: bars.update(task, completed=number),
         )

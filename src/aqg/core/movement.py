@@ -46,6 +46,15 @@ class Movement:
         if not 1 <= self.widest < math.inf:
             raise ConfigError(f"widest is {self.widest}; it must be at least 1 and finite")
 
+    @property
+    def widest_weights(self) -> tuple[float, ...]:
+        """``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to reckon with.
+
+        >>> Movement((0.5, 0.25), widest=3.0).widest_weights
+        (1.5, 0.75)
+        """
+        return tuple(self.widest * weight for weight in self.weights)
+
     def of(self, history: tuple[float, ...]) -> float:
         """Return the movement after steps with these ``‖direction‖²/M²``, newest first.
 

@@ -161,7 +161,7 @@ def advise(
     return Advice(
         recipe=config.recipe,
         alpha=config.alpha,
-        weights=() if never_skips else tuple(recipe.movement.weights),
+        weights=() if never_skips else recipe.movement.widest_weights,
         within_tolerance=isinstance(recipe.policy, LazyExact | Tolerance),
         num_clients=num_clients,
         landscape=landscape,
@@ -254,7 +254,7 @@ def _about_the_step_size(advice: Advice) -> list[str]:
         else:
             half = 1 / (2 * smoothness)
             text += (
-                f"no α at Σξ = {advice.weight_sum:.3g}, the edge; at half of it up to {half:.3g}"
+                f"no α at Σξ = {advice.weight_sum:.3g}, only below 1; at 0.5 up to {half:.3g}"
             )
             text += f" ({advice.recipe.split(':')[0]}:xi=0.5)." if _has_xi(advice) else "."
         lines.append(text)
