@@ -253,9 +253,7 @@ def _about_the_step_size(advice: Advice) -> list[str]:
             text += f"α up to {wider:.3g}."
         else:
             half = 1 / (2 * smoothness)
-            text += (
-                f"no α at Σξ = {advice.weight_sum:.3g}, only below 1; at 0.5 up to {half:.3g}"
-            )
+            text += f"no α at Σξ = {advice.weight_sum:.3g}, only below 1; at 0.5 up to {half:.3g}"
             text += f" ({advice.recipe.split(':')[0]}:xi=0.5)." if _has_xi(advice) else "."
         lines.append(text)
     verdict = "inside" if advice.is_guaranteed else "outside"
