@@ -99,16 +99,16 @@ def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
 
 
 def test_what_keeps_changing_is_not_remembered():
-    """A drift holds no noise, but a memory of an update that is gone does not help either."""
-    rng = np.random.default_rng(7)
-    for change, noisy in ((0.05, False), (0.8, True)):
+    """A vector that turns holds no noise, but what it was does not help, either."""
+    first, second = np.random.default_rng(7).standard_normal((2, 3000))
+    for angle, noisy in ((0.1, False), (0.8, True)):
         meter, notes = AUTO.noisy.meter, AUTO.noisy.meter.init(3000)
-        update = rng.standard_normal(3000)
         for number in range(1, 40):
-            fresh = rng.standard_normal(3000)
-            update = np.sqrt(1 - change**2) * update + change * fresh
+            update = np.cos(angle * number) * first + np.sin(angle * number) * second
             notes = meter.observe(notes, update, number)
-        assert meter.is_noisy(notes) is noisy, change
+        assert meter.ratio(notes) < meter.calm_below
+        assert meter.change(notes) == pytest.approx(2 * (1 - np.cos(angle)), rel=0.2)
+        assert meter.is_noisy(notes) is noisy, angle
 
 
 def test_a_client_unlike_the_others_is_given_more_tolerance():

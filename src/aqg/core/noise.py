@@ -11,6 +11,9 @@ gradient that drifts makes it negative, however long ago the client was last ask
 swings to and fro, as at the edge of stability, makes it zero. Its running mean over that of
 ``‖g‖²`` is the noise ratio ``ν``.
 
+The meter also notes how much updates change, noise or not, and every how many rounds the client is
+asked: what changes much is not worth remembering, and what is asked for seldom not worth owing.
+
 Inner products are those of sketches: coordinates are added up, with random signs, into a few
 thousand buckets, which keeps them up to a few percent.
 """
