@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +27,7 @@ class _Work:
     Attributes:
         comparison: all that is compared.
         part: of it, what to run now.
-        directory: for the results; that of a new comparison does not exist yet.
+        directory: for the results; that of a new comparison is empty, or does not exist yet.
         is_new: whether the comparison is.
         again: recipes whose finished trials on the part's tasks are dropped first.
 
@@ -114,7 +113,7 @@ def compare(
     from aqg.compare.search import parse_recipes, read_tuned
     from aqg.compare.tasks import parse_tasks
     from aqg.errors import ConfigError
-    from aqg.experiments.rundir import create_directory
+    from aqg.experiments.rundir import output_directory
     from aqg.experiments.workers import Workers, default_jobs
     from aqg.sim.backends import check_device
 
@@ -127,33 +126,37 @@ def compare(
     check_device(device)
     settings = read_tuned(tuned)
     workers = Workers(default_jobs() if jobs is None else jobs)
+
+    def carry_out(work: _Work) -> int:
+        failures = _run(console, work, workers, settings, device, data_dir)
+        _show(console, work.comparison, work.directory, as_json)
+        return _exit_code(failures, work.directory)
+
     if resume is not None:
         for name, is_given in (("--out", out), ("--search", search), ("--quick", quick)):
             if is_given:
                 raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
-        work = _go_on(resume, recipes, task, seeds, again)
-    else:
-        if again is not None:
-            raise ConfigError(f"--again {again} needs --resume: nothing was run before")
-        comparison = Comparison(
-            tasks=parse_tasks(task),
-            recipes=parse_recipes(recipes),
-            seeds=(1 if quick else 5) if seeds is None else seeds,
-            search=search,
-            quick=quick,
-        )
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        directory = out or Path("runs") / f"compare-{stamp}"
-        if directory.exists():
-            create_directory(directory)  # refuses an occupied one now, not after the preparations
-        work = _Work(comparison, comparison, directory)
-    failures = _run(console, work, workers, settings, device, data_dir)
-    _show(console, work.comparison, work.directory, as_json)
+        return carry_out(_go_on(resume, recipes, task, seeds, again))
+    if again is not None:
+        raise ConfigError(f"--again {again} needs --resume: nothing was run before")
+    comparison = Comparison(
+        tasks=parse_tasks(task),
+        recipes=parse_recipes(recipes),
+        seeds=(1 if quick else 5) if seeds is None else seeds,
+        search=search,
+        quick=quick,
+    )
+    with output_directory(out, "compare") as directory:
+        return carry_out(_Work(comparison, comparison, directory))
+
+
+def _exit_code(failures: dict[Trial, AqgError], directory: Path) -> int:
+    """Say what failed, and how to try it again."""
     if failures:
         trial, error = next(iter(failures.items()))
         print(
             f"aqg: error: {len(failures)} runs failed, the first {trial.recipe} on {trial.task}: "
-            f"{error}; try them again with: aqg compare --resume {work.directory}",
+            f"{error}; try them again with: aqg compare --resume {directory}",
             file=sys.stderr,
         )
         return 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,31 +46,26 @@ def demo(
     import json
     import sys
     from dataclasses import asdict
-    from datetime import UTC, datetime
 
     from rich.console import Console
 
     _require_flower()
+    from aqg.experiments.rundir import output_directory
     from aqg.flower.demo import Demo, DemoOptions
 
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    options = DemoOptions(
-        directory=out or Path("runs") / f"flower-{stamp}",
-        nodes=nodes,
-        rounds=rounds,
-        recipe=recipe,
-        seed=seed,
-        tls=tls,
-    )
     console = Console(stderr=as_json)
-    with Demo(options) as running:
-        _train(console, running)
-        table, summary = running.byte_table(), running.summary()
-        if as_json:
-            rows = [asdict(row) for row in table]
-            result = {**summary, "nodes": rows, "directory": str(options.directory)}
-            sys.stdout.write(json.dumps(result, indent=2) + "\n")
-            return
+    with output_directory(out, "flower") as directory:
+        options = DemoOptions(
+            directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed, tls=tls
+        )
+        with Demo(options) as running:
+            _train(console, running)
+            table, summary = running.byte_table(), running.summary()
+    if as_json:
+        rows = [asdict(row) for row in table]
+        result = {**summary, "nodes": rows, "directory": str(directory)}
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        return
     console.print(
         f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, "
         f"test accuracy {summary['test_accuracy']:.1%}."

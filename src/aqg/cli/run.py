@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,13 +15,21 @@ from aqg.errors import ConfigError
 from aqg.experiments import runner
 from aqg.experiments.config import RunConfig, parse_assignment, read_settings, resolve, to_toml
 from aqg.experiments.figure import draw_comparison
-from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, create_directory, write_atomically
+from aqg.experiments.rundir import (
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    create_directory,
+    output_directory,
+    write_atomically,
+)
 from aqg.experiments.setup import describe_clients, find_minimum, make_problem
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 FIGURE = "comparison.png"
 CLIENTS = "clients.txt"
@@ -52,8 +59,12 @@ class _Plan:
 
 def run_command(options: RunOptions) -> None:
     """Run the recipes one after the other, then show and save the comparison."""
+    with _planned(options) as plan:
+        _carry_out(plan, options)
+
+
+def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console = Console(stderr=options.as_json)
-    plan = _plan(options)
     config = plan.runs[0][0]
     check_device(config.device)
     with console.status("Preparing kernels (compiled once, then cached) ..."):
@@ -101,7 +112,8 @@ def run_command(options: RunOptions) -> None:
     console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
 
 
-def _plan(options: RunOptions) -> _Plan:
+@contextmanager
+def _planned(options: RunOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
     settings: dict[str, Any] = read_settings(options.config) if options.config else {}
     settings.update(parse_assignment(text) for text in options.assignments)
@@ -110,11 +122,11 @@ def _plan(options: RunOptions) -> _Plan:
         if options.out is not None:
             raise ConfigError("--resume and --out exclude each other: a run stays where it is")
         configs = runner.read_configs(options.resume, settings)
-        return _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        yield _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
+        return
     configs = resolve(settings)
-    directory = options.out or Path("runs") / f"{configs[0].dataset}-{stamp}"
-    return _lay_out(directory, configs, is_batch=True)
+    with output_directory(options.out, configs[0].dataset) as directory:
+        yield _lay_out(directory, configs, is_batch=True)
 
 
 def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:

@@ -6,8 +6,6 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,7 +14,7 @@ from aqg.cli.sweep_display import Overview, sweep_table
 from aqg.errors import ConfigError
 from aqg.experiments import runner
 from aqg.experiments.config import read_settings
-from aqg.experiments.rundir import create_directory
+from aqg.experiments.rundir import output_directory
 from aqg.experiments.sweep import (
     GRID,
     TABLE,
@@ -35,6 +33,7 @@ from aqg.experiments.workers import Done, Event, Workers, default_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from aqg.errors import AqgError
 
@@ -62,8 +61,12 @@ class _Plan:
 
 def sweep_command(options: SweepOptions) -> int:
     """Run what is not finished yet, show and save the results; return the exit code."""
+    with _planned(options) as plan:
+        return _carry_out(plan, options)
+
+
+def _carry_out(plan: _Plan, options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
-    plan = _plan(options)
     workers = Workers(default_jobs() if options.jobs is None else options.jobs)
     runs = by_problem(unfinished(plan.sweep, plan.directory))
     console.print(_announce(plan, len(runs), workers.jobs), highlight=False, soft_wrap=True)
@@ -92,21 +95,20 @@ def sweep_command(options: SweepOptions) -> int:
     return 0
 
 
-def _plan(options: SweepOptions) -> _Plan:
+@contextmanager
+def _planned(options: SweepOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
     document = read_settings(options.grid) if options.grid is not None else None
     if options.resume is not None:
         if options.out is not None:
             raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
-        return _Plan(options.resume, open_sweep(options.resume, document), None)
+        yield _Plan(options.resume, open_sweep(options.resume, document), None)
+        return
     if options.grid is None or document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
     sweep = expand(document)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    directory = options.out or Path("runs") / f"{options.grid.stem}-{stamp}"
-    if directory.exists():
-        create_directory(directory)  # refuses an occupied one now, not after the preparations
-    return _Plan(directory, sweep, options.grid.read_bytes())
+    with output_directory(options.out, options.grid.stem) as directory:
+        yield _Plan(directory, sweep, options.grid.read_bytes())
 
 
 def _announce(plan: _Plan, num_left: int, jobs: int) -> str:

@@ -16,7 +16,10 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +28,7 @@ from aqg.errors import RunError
 from aqg.sim.record import RoundRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -90,6 +92,48 @@ def create_directory(path: Path) -> None:
         )
     if not os.access(path, os.W_OK):
         raise RunError(f"output directory {str(path)!r} is not writable")
+
+
+@contextmanager
+def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
+    """Give a place for results: ``out``, or a new directory below ``runs``.
+
+    An occupied ``out`` is refused at once, not after long preparations. A new directory is named
+    after ``stem`` and the time, and numbered where another process took the same name in the same
+    second. If nothing was put there in the end, it is taken away again.
+    """
+    if out is not None:
+        if out.exists():
+            create_directory(out)
+        yield out
+        return
+    directory = _claim(Path("runs") / f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    try:
+        yield directory
+    finally:
+        with suppress(OSError):  # it is not empty
+            directory.rmdir()
+
+
+def _claim(path: Path) -> Path:
+    """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
+    candidate, number = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not _is_made(candidate):
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+    except OSError as error:
+        raise RunError(f"output directory {str(path)!r} cannot be made: {error.strerror}") from None
+    return candidate
+
+
+def _is_made(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def write_atomically(path: Path, content: bytes) -> None:
