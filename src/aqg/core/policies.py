@@ -4,7 +4,7 @@ Every rule is a pure function of the innovation's statistics and one number from
 any leading client axes: the same code decides for one client and for a thousand.
 
 With ``Δ`` the innovation, ``ε_b`` its error at ``b`` bits and ``ε̂_b`` the errors stored at the last
-upload, the paper's criterion (its equation 6) for width ``b`` is ``‖Q_bmax(Δ)‖² ≥ T_b``, with
+upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ)‖² ≥ T_b``, with
 
     ``T_b = movement + 3 (‖ε̂_{b_max-b+1}‖² + ‖ε_{b_max-b+1}‖²)``.
 """
@@ -48,7 +48,7 @@ def thresholds(
     movement: float | Float64Array,
     stored_errors: Float64Array,
 ) -> Float64Array:
-    """Return the paper's ``T_b`` for ``b = 1..b_max`` on the last axis (equation 6)."""
+    """Return the paper's ``T_b`` for ``b = 1..b_max`` on the last axis (equation 5)."""
     # T_b uses the errors of width b_max - b + 1: the list of widths, read backwards.
     errors = stored_errors + innovation.errors
     result: Float64Array = np.asarray(movement)[..., None] + 3.0 * errors[..., ::-1]
