@@ -111,15 +111,15 @@ def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # not empty
             directory.rmdir()
+            directory.parent.rmdir()
 
 
 def _claim(path: Path) -> Path:
     """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
     candidate, number = path, 1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         while not _is_made(candidate):
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
@@ -130,7 +130,7 @@ def _claim(path: Path) -> Path:
 
 def _is_made(path: Path) -> bool:
     try:
-        path.mkdir()
+        path.mkdir(parents=True)
     except FileExistsError:
         return False
     return True
