@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from aqg.cli.app import run_app
 from aqg.core.recipes import RECIPES
 
 QUICK = ("--rounds", "25")
@@ -111,13 +112,20 @@ def test_listings(tmp_path):
         (("--device", "cuda:99"), "cuda:99"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path):
-    done = aqg("run", *options, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["run", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("aqg: error: ")
     assert message in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_ends_the_process_with_2(tmp_path):
+    done = aqg("run", "--recipe", "nope", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("aqg: error: unknown recipe 'nope'; choose from")
+    assert done.stdout == ""
 
 
 def test_a_corrupted_cache_file_is_named(tmp_path):
