@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -776,3 +778,33 @@ def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run-config has no num-clients"):
         federation.run()
     federation.run(settings={"num-clients": 3})  # an app may bring its own
+
+
+def test_a_new_run_forgets_runs_that_were_left_a_month_ago(tmp_path: Path) -> None:
+    Federation(tmp_path, rounds=2).run()
+    place = tmp_path / "nodes" / "partition-0"
+    (old,) = place.iterdir()
+    recent = place / "recent"
+    shutil.copytree(old, recent)
+    index = json.loads((recent / "state.json").read_text())
+    (recent / "state.json").write_text(json.dumps(index | {"key": "recent"}))
+    foreign = place / "thesis"
+    foreign.mkdir()
+    (foreign / "state.json").write_text("mine")
+    days = 86_400
+    for path, age in ((old, 31), (recent, 29), (foreign, 1000)):
+        then = time.time() - age * days
+        os.utime(path / "state.json", (then, then))
+    second = Federation(tmp_path, rounds=2, run_dir=str(tmp_path / "other"))
+    second.run()
+    names = {path.name for path in place.iterdir()}
+    assert old.name not in names
+    assert {"recent", "thesis"} < names
+    assert len(names) == 3
+
+
+def test_the_days_to_keep_are_checked(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=1, max_failed_rounds=1)
+    federation.grid.node_configs[11]["aqg-state-days"] = 0
+    federation.run()
+    assert federation.incidents("error") == [(1, 0)]

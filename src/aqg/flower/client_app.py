@@ -25,7 +25,7 @@ from aqg.flower.protocol import (
     fingerprint,
     stale_reply,
 )
-from aqg.flower.store import ClientStore, ContextVault, DirectoryVault
+from aqg.flower.store import ClientStore, ContextVault, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,9 @@ STATE_DIR = "aqg-state-dir"
 """Key of a node's own configuration: the directory in which it remembers."""
 SHARED_STATE_DIR = "client-state-dir"
 """Key of the run-config: a directory in which every node has one of its own."""
+STATE_DAYS = "aqg-state-days"
+"""Key of a node's own configuration: for how many days it remembers runs that do not go on."""
+_STATE_DAYS = 30
 _TASKS_KEPT = 8
 _NO_PARTITION = -1
 
@@ -63,7 +66,8 @@ def make_client_app(
 
     Where the node's configuration has ``aqg-state-dir``, or the run-config ``client-state-dir``,
     the client's memory is kept there and survives the node's process. Otherwise Flower keeps it, as
-    long as the node lives; a client that has lost its memory starts again from zero.
+    long as the node lives; a client that has lost its memory starts again from zero. At the start
+    of a run, memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
 
     """
     app = ClientApp(mods=mods)
@@ -164,8 +168,18 @@ def _train(task: FlowerTask, order: Order, params: FloatArray) -> tuple[float, F
 def _open_store(context: Context, order: Order) -> ClientStore:
     key = f"{order.run}-{order.fingerprint.hex()}"
     directory = _state_directory(context)
-    vault = ContextVault(context.state) if directory is None else DirectoryVault(directory / key)
-    return ClientStore(vault, key)
+    if directory is None:
+        return ClientStore(ContextVault(context.state), key)
+    if not (directory / key).exists():  # a new run: a good time to tidy up
+        forget_old_runs(directory, _days_to_keep(context))
+    return ClientStore(DirectoryVault(directory / key), key)
+
+
+def _days_to_keep(context: Context) -> float:
+    days = context.node_config.get(STATE_DAYS, _STATE_DAYS)
+    if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
+        raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
+    return float(days)
 
 
 def _state_directory(context: Context) -> Path | None:

@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import re
+import shutil
+import time
 import zipfile
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -185,6 +187,23 @@ class DirectoryVault:
             found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
             if found and int(found[1]) not in numbers:
                 file.unlink(missing_ok=True)
+
+
+def forget_old_runs(directory: Path, days: float) -> None:
+    """Delete the memories of runs that no one has gone on with for so many days.
+
+    Should such a run go on after all, the server finds out from the stamp, and both sides start
+    again from zero. Whatever else lies in the directory stays.
+    """
+    oldest = time.time() - days * 86_400
+    for index in directory.glob("*/state.json"):
+        try:
+            is_ours = json.loads(index.read_text(encoding="utf-8"))["key"] == index.parent.name
+            if is_ours and index.stat().st_mtime < oldest:
+                shutil.rmtree(index.parent)
+                _logger.info("state of run %s, unused for %g days: deleted", index.parent, days)
+        except (OSError, ValueError, KeyError, TypeError):  # not ours, or not ours to delete
+            continue
 
 
 class ContextVault:
