@@ -52,12 +52,12 @@ def main() -> None:
     parser.add_argument("what", choices=("latency", "bytes", "example", "large", "memory"))
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--recipe", help="lean by default, and stc:keep=0.05 for example")
+    parser.add_argument("--recipe", help="lean by default, and auto for example")
     parser.add_argument("--app", choices=("before", "after"), help="only one half of example")
     parser.add_argument("--parameters", type=int, default=100_000_000)
     options = parser.parse_args()
     if options.recipe is None:
-        options.recipe = "stc:keep=0.05" if options.what == "example" else "lean"
+        options.recipe = "auto" if options.what == "example" else "lean"
     {
         "latency": measure_latency,
         "bytes": measure_bytes,

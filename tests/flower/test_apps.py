@@ -808,3 +808,16 @@ def test_the_days_to_keep_are_checked(tmp_path: Path) -> None:
     federation.grid.node_configs[11]["aqg-state-days"] = 0
     federation.run()
     assert federation.incidents("error") == [(1, 0)]
+
+
+def test_flowers_own_bytes_are_reckoned_with(tmp_path: Path) -> None:
+    def make_noise(params: np.ndarray, round_number: int, key: Any) -> tuple[float, np.ndarray]:
+        return 1.0, np.random.default_rng(list(key)).standard_normal(len(params))
+
+    federation = Federation(tmp_path, recipe="auto", rounds=3)
+    task = FlowerTask(make_noise, num_samples=1)
+    nodes = federation.grid.node_configs
+    federation.grid = MemoryGrid(make_client_app(lambda _: task), nodes, federation.config)
+    make_server_app(np.zeros(20_000))(federation.grid, server_context(federation.config))
+    sizes = [row["upload_bytes"] / 3 for row in federation.rows()]
+    assert all(1000 < size < 3000 for size in sizes), sizes  # 2000 signs; 16 take 45 bytes

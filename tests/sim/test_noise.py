@@ -9,6 +9,7 @@ from aqg.core.client import client_step, init_client
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.core.server import init_server, receive
+from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
@@ -96,6 +97,26 @@ def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
     assert np.count_nonzero(message.levels != 1) < 80  # about ‖g‖₁/‖g‖₂, 44
     assert np.linalg.norm(mean - gradient) < 0.5 * length
     assert mean @ gradient == pytest.approx(length**2, rel=0.2)
+
+
+def test_where_a_message_costs_much_more_is_put_into_it():
+    update = np.random.default_rng(2).standard_normal(50_000)
+
+    def num_sent(recipe):
+        client = init_client(recipe, len(update), np.dtype(np.float64))
+        _, upload = client_step(recipe, client, update, 1.0, (0, 0, 1))
+        return np.count_nonzero(upload.values(np.float64))
+
+    assert num_sent(AUTO) == 16
+    assert num_sent(AUTO.for_transport(12_000)) == 3000
+    assert num_sent(AUTO.for_transport(10**9)) == 5000
+    told = make_recipe("auto:overhead=400")
+    assert num_sent(told) == 100
+    assert told.for_transport(12_000) == told
+    lean = make_recipe("lean")
+    assert lean.for_transport(12_000) == lean
+    with pytest.raises(ConfigError, match=r"overhead is -1\.0; it must be at least 0"):
+        make_recipe("auto:overhead=-1")
 
 
 def test_what_keeps_changing_is_not_remembered():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,19 @@ class Noisy:
     """A trickle with error feedback, and the meter that tells when it is better than a memory.
 
     What is sent so counts in its round alone: the server forgets ``ref_m``.
+
+    Attributes:
+        meter: tells noise from signal.
+        overhead: bytes that the transport adds to every message; 0 if nothing is known of it.
+
     """
 
     meter: NoiseMeter
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overhead < math.inf:
+            raise ConfigError(f"overhead is {self.overhead}; it must be at least 0 and finite")
 
     @property
     def recipe(self) -> Recipe:
@@ -51,7 +62,7 @@ class Noisy:
         """
         if not self.owes(notes):
             return Stochastic()
-        return Trickle(self.meter.noise_share(notes), self.meter.mean_pause(notes))
+        return Trickle(self.meter.noise_share(notes), self.meter.mean_pause(notes), self.overhead)
 
     def owes(self, notes: Float64Array) -> bool:
         """Tell whether a client is asked often enough to owe what it does not send.
@@ -111,6 +122,15 @@ class Recipe:
         Exact gradients hold none, however wildly they change: there is nothing to measure.
         """
         return replace(self, noisy=None) if are_exact else self
+
+    def for_transport(self, overhead: float) -> Recipe:
+        """Return the recipe for a transport that adds so many bytes to every message.
+
+        One that was told of another transport stays as it is.
+        """
+        if self.noisy is None or self.noisy.overhead:
+            return self
+        return replace(self, noisy=replace(self.noisy, overhead=overhead))
 
     @property
     def keeps_residual(self) -> bool:

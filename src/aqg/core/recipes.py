@@ -143,8 +143,15 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
 @register(
     "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
 )
-def _auto(bits: int, *, calm: float = 0.02, noisy: float = 0.2, widest: float = 3.0) -> Recipe:
-    return replace(_lean(bits, widest=widest), noisy=Noisy(NoiseMeter(calm, noisy)))
+def _auto(
+    bits: int,
+    *,
+    calm: float = 0.02,
+    noisy: float = 0.2,
+    widest: float = 3.0,
+    overhead: float = 0.0,
+) -> Recipe:
+    return replace(_lean(bits, widest=widest), noisy=Noisy(NoiseMeter(calm, noisy), overhead))
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

@@ -93,14 +93,19 @@ class Trickle(NormOnly):
     grows faster: ``k`` is divided by that part. And what is owed by a client that is asked every
     ``r`` rounds is out of date by as much when it is sent: ``k`` is multiplied by ``√r``.
 
+    Where the transport adds many bytes of its own to a message, rounds are dear and few coordinates
+    save nothing: one for every four such bytes is sent at least, if that is not above ``n/10``.
+
     Attributes:
         noise_share: the part of an update's energy that is noise; at least a fifth is reckoned.
         pause: ``r``, every how many rounds the client is asked.
+        overhead: the transport's bytes.
 
     """
 
     noise_share: float = 1.0
     pause: float = 1.0
+    overhead: float = 0.0
 
     def quantize(
         self,
@@ -119,9 +124,13 @@ class Trickle(NormOnly):
         (16, 16, 400)
         >>> Trickle(0.5).num_kept(7850), Trickle(0.0).num_kept(7850), Trickle(0.5, 4).num_kept(7850)
         (32, 80, 64)
+        >>> Trickle(overhead=12_000).num_kept(159010), Trickle(overhead=12_000).num_kept(7850)
+        (3000, 785)
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(self.pause)
-        return min(num_params, round(fewest / min(1.0, max(_LEAST_SHARE, self.noise_share))))
+        wanted = fewest / min(1.0, max(_LEAST_SHARE, self.noise_share))
+        fitting = min(self.overhead / 4.0, num_params / 10.0)
+        return min(num_params, round(max(wanted, fitting)))
 
 
 def ternary(delta: FloatArray, indices: IntArray, width: int) -> Upload:

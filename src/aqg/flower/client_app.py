@@ -47,6 +47,8 @@ SHARED_STATE_DIR = "client-state-dir"
 STATE_DAYS = "aqg-state-days"
 """Key of a node's own configuration: for how many days it remembers runs that do not go on."""
 _STATE_DAYS = 30
+_MESSAGE_BYTES = 12_000
+"""What Flower adds to a reply, up to a few hundred bytes: ``benchmarks/flower.py bytes``."""
 _TASKS_KEPT = 8
 _NO_PARTITION = -1
 
@@ -86,7 +88,8 @@ def make_client_app(
         started = time.perf_counter()
         order = records.unpack_order(message.content)
         task = task_of(context)
-        chosen = _agree(order, recipe).for_updates(task.is_exact)
+        agreed = _agree(order, recipe)
+        chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
         params = records.unpack_model(message.content, order.num_params, order.dtype)
         store = _open_store(context, order)
         mirror = store.load() or ClientMirror.first(chosen, order.num_params, order.dtype)

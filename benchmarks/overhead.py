@@ -1,0 +1,54 @@
+"""Rounds and bytes until the target, where the transport adds bytes of its own to every message.
+
+With local training the default recipe sends a trickle, which takes many rounds. Told what a message
+costs besides, it sends more at a time. Prints both, with the payload alone and with the transport::
+
+    python benchmarks/overhead.py --data-dir DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from aqg.cli.display import format_bytes
+from aqg.compare.problems import Workshop
+from aqg.compare.tasks import TASKS
+from aqg.compare.trial import Outcome, Setting, Trial, run_trial
+
+NAMES = ("local-iid", "local-dirichlet")
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--overhead", type=int, default=12_000, help="bytes; Flower's by default")
+    options = parser.parse_args()
+    workshop = Workshop(options.data_dir)
+    print("| task | step | recipe | rounds | payload | with the transport |")
+    print("|---|---|---|---|---|---|")
+    for name in NAMES:
+        for multiplier in (1, 2):
+            for recipe in ("auto", f"auto:overhead={options.overhead}"):
+                outcome = run(workshop, name, recipe, multiplier)
+                num_messages = outcome.rounds * workshop.problem(TASKS[name], 0).num_clients
+                total = outcome.upload_bytes + num_messages * options.overhead
+                rounds = outcome.rounds if outcome.ending == "reached" else f"> {outcome.rounds}"
+                print(
+                    f"| {name} | ×{multiplier} | `{recipe}` | {rounds} | "
+                    f"{format_bytes(outcome.upload_bytes)} | {format_bytes(total)} |",
+                    flush=True,
+                )
+
+
+def run(workshop: Workshop, name: str, recipe: str, multiplier: float) -> Outcome:
+    """Run a task to its end, on seed 0."""
+    task = TASKS[name]
+    trial = Trial(name, recipe, Setting(recipe, multiplier=multiplier), seed=0)
+    problem, minimum = workshop.problem(task, 0), workshop.minimum(task, 0)
+    return run_trial(trial, task, problem, minimum, "cpu")
+
+
+if __name__ == "__main__":
+    main()
