@@ -210,6 +210,8 @@ def test_the_demonstration_leaves_no_process_behind(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever runs the tests in the background of a shell ignores interrupts, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         try:
             wait_until(lambda: (out / sign).exists() and (out / sign).stat().st_size > 0, demo)
