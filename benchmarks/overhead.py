@@ -1,9 +1,11 @@
 """Rounds and bytes until the target, where the transport adds bytes of its own to every message.
 
 With local training the default recipe sends a trickle, which takes many rounds. Told what a message
-costs besides, it sends more at a time. Prints both, with the payload alone and with the transport::
+costs besides, it sends more at a time.
 
-    python benchmarks/overhead.py --data-dir DIR
+    python benchmarks/overhead.py [--data-dir DIR]
+
+prints both, with the payload alone and with the transport.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ NAMES = ("local-iid", "local-dirichlet")
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, help="where datasets are kept")
     parser.add_argument("--overhead", type=int, default=12_000, help="bytes; Flower's by default")
     options = parser.parse_args()
     workshop = Workshop(options.data_dir)

@@ -23,6 +23,7 @@ from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_ser
 from aqg.flower import records as flower_records
 from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
 from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
+from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
@@ -821,3 +822,21 @@ def test_flowers_own_bytes_are_reckoned_with(tmp_path: Path) -> None:
     make_server_app(np.zeros(20_000))(federation.grid, server_context(federation.config))
     sizes = [row["upload_bytes"] / 3 for row in federation.rows()]
     assert all(1000 < size < 3000 for size in sizes), sizes  # 2000 signs; 16 take 45 bytes
+
+
+def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path) -> None:
+    local = LocalTraining(batch_size=3, steps=2)
+
+    def make_task(context: Context) -> FlowerTask:
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        return FlowerTask.from_objective(PROBLEM.objective, *samples, local)
+
+    federation = Federation(tmp_path, recipe="auto", rounds=30)
+    nodes = federation.grid.node_configs
+    federation.grid = MemoryGrid(make_client_app(make_task), nodes, federation.config)
+    final = federation.run()
+    simulation = reference("auto:overhead=12000", 30, local=local)
+    assert np.array_equal(final, simulation.parameters)
+    noisy = make_recipe("auto").noisy
+    assert noisy is not None
+    assert all(noisy.meter.is_noisy(notes) for notes in simulation.state().notes)

@@ -94,7 +94,8 @@ class Trickle(NormOnly):
     ``r`` rounds is out of date by as much when it is sent: ``k`` is multiplied by ``√r``.
 
     Where the transport adds many bytes of its own to a message, rounds are dear and few coordinates
-    save nothing: one for every four such bytes is sent at least, if that is not above ``n/10``.
+    save nothing: ``k`` is at least one for every four such bytes, but for that no more than
+    ``n/10``.
 
     Attributes:
         noise_share: the part of an update's energy that is noise; at least a fifth is reckoned.

@@ -119,21 +119,17 @@ def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
 def _claim(path: Path) -> Path:
     """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
     candidate, number = path, 1
-    try:
-        while not _is_made(candidate):
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
-    except OSError as error:
-        raise RunError(f"output directory {str(path)!r} cannot be made: {error.strerror}") from None
-    return candidate
-
-
-def _is_made(path: Path) -> bool:
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
+        except OSError as error:
+            reason = error.strerror
+            raise RunError(f"output directory {str(path)!r} cannot be made: {reason}") from None
+        else:
+            return candidate
 
 
 def write_atomically(path: Path, content: bytes) -> None:
