@@ -10,7 +10,9 @@ from aqg.compare.search import (
     best_setting,
     collect_tuned,
     default_setting,
+    finalists,
     leading_setting,
+    median_costs,
     parse_recipes,
     pending_settings,
     read_grid,
@@ -183,17 +185,47 @@ def test_the_fewest_bytes_win():
     assert best_setting(outcomes[1:2]) is None
 
 
-def test_winners_are_found_on_seed_zero_and_survive_a_file(tmp_path):
-    a, b = Setting("stc:keep=0.1"), Setting("stc:keep=0.01", 4, 2)
+def test_seeds_count_before_bytes_and_what_was_abandoned_does_not_count():
+    a, b, c = Setting("a"), Setting("b"), Setting("c")
     outcomes = [
-        outcome(a, 30),
-        outcome(b, 40),
-        outcome(b, 10, seed=1),
+        *(outcome(a, 30, seed=seed) for seed in (0, 1)),
+        outcome(b, 10),
+        *(outcome(c, 20, ending, seed) for seed, ending in enumerate(["costlier", "reached"])),
+    ]
+    assert best_setting(outcomes) == a
+    assert best_setting([*outcomes, outcome(c, 31)]) == c
+
+
+def test_finalists_have_the_steps_beside():
+    best = Setting("qsgd", bits=8, multiplier=16)
+    assert finalists("qsgd", LOCAL, best) == [best, Setting("qsgd", bits=8, multiplier=8)]
+    elsewhere = Setting("qsgd", bits=3, multiplier=4)
+    assert finalists("qsgd", LOCAL, elsewhere) == [elsewhere]
+
+
+def test_medians_are_of_settings_that_were_run_with_all_seeds():
+    a, b = Setting("a"), Setting("b")
+    outcomes = [
+        *(outcome(a, cost, seed=seed) for seed, cost in enumerate([10, 30, 20, 99, 99])),
+        *(outcome(b, cost, seed=seed) for seed, cost in enumerate([11, 12, 9])),
+    ]
+    assert median_costs(outcomes) == {a: 30}
+    assert median_costs(outcomes, 3) == {a: 20, b: 11}
+    assert median_costs(outcomes, 6) == median_costs([]) == {}
+
+
+def test_winners_have_the_lowest_median_and_survive_a_file(tmp_path):
+    a, b = Setting("stc:keep=0.1"), Setting("stc:keep=0.01", 4, 2)
+    gd = Setting("gd")
+    outcomes = [
+        *(outcome(a, cost, seed=seed) for seed, cost in enumerate([30, 50, 60])),
+        *(outcome(b, cost, seed=seed) for seed, cost in enumerate([40, 40, 90])),
         outcome(a, 9, "rounds", task="u"),
-        outcome(Setting("gd"), 50, recipe="gd"),
+        outcome(gd, 50, recipe="gd"),
+        *(outcome(gd, 9, "rounds", seed=seed, recipe="gd") for seed in (1, 2)),
     ]
     tuned = collect_tuned(outcomes)
-    assert tuned == {"t": {"stc": a, "gd": Setting("gd")}}
+    assert tuned == {"t": {"stc": b, "gd": gd}}
     (tmp_path / "tuned.json").write_text(write_tuned(tuned))
     assert read_tuned(tmp_path / "tuned.json") == tuned
 

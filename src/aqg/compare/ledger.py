@@ -72,17 +72,19 @@ class Ledger:
     def limits(self, trial: Trial) -> Limits:
         """Return the bytes beyond which the cost of a trial is of no interest.
 
-        For a setting of the search: what the best setting of the same recipe needs. For all: so
-        many times what the best recipe needs on the same task. Both are taken from seed 0, on which
-        all are measured.
+        For a setting of the search: what the best setting of the same recipe needs, unless it was
+        abandoned for that before and is run again, for a final. For all: so many times what the
+        best recipe needs on the same task. Both are taken from seed 0, on which all are measured.
         """
+        before = self.outcomes().get(trial)
+        is_search = trial.seed == SEARCH_SEED and (before is None or before.ending != "costlier")
         own = every = math.inf
         for other, outcome in self.outcomes().items():
             if outcome.is_reached and (other.task, other.seed) == (trial.task, SEARCH_SEED):
                 every = min(every, outcome.upload_bytes)
                 if other.recipe == trial.recipe:
                     own = min(own, outcome.upload_bytes)
-        return Limits(own if trial.seed == SEARCH_SEED else math.inf, CEILING * every)
+        return Limits(own if is_search else math.inf, CEILING * every)
 
     def forget(self, recipes: Collection[str], tasks: Collection[str]) -> int:
         """Drop all trials of these recipes on these tasks, and return how many there were.

@@ -11,13 +11,22 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aqg.compare.search import SEARCH_SEED, best_setting, default_setting, pending_settings
+from aqg.compare.search import (
+    CONTENDER,
+    MORE_SEEDS,
+    SEARCH_SEED,
+    best_setting,
+    default_setting,
+    finalists,
+    median_costs,
+    pending_settings,
+)
 from aqg.compare.trial import CEILING, Trial
 from aqg.compare.work import Prepare, RunTrial, compile_kernels
 from aqg.experiments.workers import Done, Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from aqg.compare.ledger import Ledger
@@ -33,10 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Finished:
-    """The outcomes by recipe and task, and the fewest bytes by task, on seed 0."""
+    """The outcomes by recipe and task, and by task the bytes of the best recipe so far.
+
+    Attributes:
+        by_pair: the outcomes.
+        fewest_bytes: on seed 0.
+        lowest_median: over all seeds, those of a final left out.
+
+    """
 
     by_pair: dict[tuple[str, str], dict[Trial, Outcome]]
     fewest_bytes: dict[str, int]
+    lowest_median: dict[str, float]
 
 
 class Schedule:
@@ -55,6 +72,7 @@ class Schedule:
             self._tasks.setdefault(recipe, []).append(task)
         self._ledger = ledger
         self._tuned = tuned
+        self._has_finals = comparison.seeds > 1 and not comparison.quick
         self._under_way: set[Trial] = set()
         self.failures: dict[Trial, AqgError] = {}
 
@@ -81,21 +99,15 @@ class Schedule:
     def most_left(self) -> int:
         """Return how many trials have not ended yet, at most: some of them may prove needless."""
         finished = self._finished()
-        left = sum(
-            self._most_left(recipe, task, finished)
-            for recipe, tasks in self._tasks.items()
-            for task in tasks
-        )
         # A process writes an outcome down shortly before it says that the trial has ended.
-        return left + sum(
-            trial in finished.by_pair.get((trial.recipe, trial.task), {})
-            for trial in self._under_way
-        )
-
-    def _most_left(self, recipe: str, task: Task, finished: _Finished) -> int:
-        trials, most_later = self._pending(recipe, task, finished)
-        left = [trial for trial in trials if trial not in self.failures]
-        return len(left) + (most_later if len(left) == len(trials) else 0)
+        left = set(self._under_way)
+        num_later = 0
+        for recipe, tasks in self._tasks.items():
+            for task in tasks:
+                trials, most_later = self._pending(recipe, task, finished)
+                left.update(trial for trial in trials if trial not in self.failures)
+                num_later += most_later if self.failures.keys().isdisjoint(trials) else 0
+        return len(left) + num_later
 
     def _ready(self, recipe: str, task: Task, finished: _Finished) -> list[Trial]:
         trials, _ = self._pending(recipe, task, finished)
@@ -104,36 +116,52 @@ class Schedule:
     def _pending(self, recipe: str, task: Task, finished: _Finished) -> tuple[list[Trial], int]:
         """Return the trials that the finished ones call for, and how many may follow at most.
 
-        The search is followed by the other seeds, unless its winner is beyond the ceiling.
+        The search is followed by the other seeds of its winner, unless that is beyond the ceiling,
+        and by a final, if it is a contender.
         """
         own = finished.by_pair.get((recipe, task.name), {})
-        setting: Setting | None
-        if self._comparison.search:
-            tried = {t.setting: o for t, o in own.items() if t.seed == SEARCH_SEED}
-            settings, most_later = pending_settings(recipe, task, tried, self._comparison.quick)
-            if settings:
-                trials = [Trial(task.name, recipe, s, SEARCH_SEED) for s in settings]
-                return trials, most_later + self._comparison.seeds - 1
-            setting = best_setting(tried.values())
-            ceiling = CEILING * finished.fewest_bytes.get(task.name, math.inf)
-            if setting is None or tried[setting].upload_bytes > ceiling:
-                return [], 0
-        else:
+        num_seeds = self._comparison.seeds
+
+        def missing(settings: Iterable[Setting], num_seeds: int) -> list[Trial]:
+            trials = [
+                Trial(task.name, recipe, s, seed) for s in settings for seed in range(num_seeds)
+            ]
+            return [t for t in trials if t not in own or own[t].ending == "costlier"]
+
+        if not self._comparison.search:
             setting = self._tuned.get(task.name, {}).get(recipe, default_setting(recipe, task))
-        seeds = range(self._comparison.seeds)
-        every_seed = [Trial(task.name, recipe, setting, seed) for seed in seeds]
-        return [trial for trial in every_seed if trial not in own], 0
+            return missing([setting], num_seeds), 0
+        tried = {t.setting: o for t, o in own.items() if t.seed == SEARCH_SEED}
+        settings, most_later = pending_settings(recipe, task, tried, self._comparison.quick)
+        most_in_final = 2 * num_seeds + 3 * MORE_SEEDS if self._has_finals else 0
+        if settings:
+            trials = [Trial(task.name, recipe, s, SEARCH_SEED) for s in settings]
+            return trials, most_later + num_seeds - 1 + most_in_final
+        best = best_setting(tried.values())
+        ceiling = CEILING * finished.fewest_bytes.get(task.name, math.inf)
+        if best is None or tried[best].upload_bytes > ceiling:
+            return [], 0
+        if trials := missing([best], num_seeds):
+            return trials, most_in_final
+        cost = median_costs(own.values(), num_seeds)[best]
+        if not self._has_finals or cost > CONTENDER * finished.lowest_median[task.name]:
+            return [], 0
+        return missing(finalists(recipe, task, best), num_seeds + MORE_SEEDS), 0
 
     def _num_under_way(self, recipe: str, task: Task) -> int:
         return sum((t.recipe, t.task) == (recipe, task.name) for t in self._under_way)
 
     def _finished(self) -> _Finished:
-        finished = _Finished({}, {})
+        finished = _Finished({}, {}, {})
         for trial, outcome in self._ledger.outcomes().items():
             finished.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
             if outcome.is_reached and trial.seed == SEARCH_SEED:
                 fewest = finished.fewest_bytes.get(trial.task, outcome.upload_bytes)
                 finished.fewest_bytes[trial.task] = min(fewest, outcome.upload_bytes)
+        for (_, task), own in finished.by_pair.items():
+            costs = median_costs(own.values(), self._comparison.seeds)
+            lowest = finished.lowest_median.get(task, math.inf)
+            finished.lowest_median[task] = min(lowest, *costs.values(), math.inf)
         return finished
 
 

@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aqg.compare.search import SEARCH_SEED, leading_setting, pending_settings
+from aqg.compare.search import (
+    SEARCH_SEED,
+    leading_setting,
+    pending_settings,
+    winning_setting,
+)
 from aqg.compare.trial import CEILING
 from aqg.reproduce.cells import Table, size
 
@@ -109,7 +114,7 @@ def _with_ratio(cell: Cell, best: float | None, bar: float | None) -> Cell:
 
 def _make_cell(task: Task, outcomes: Sequence[Outcome]) -> Cell:
     searched = [o for o in outcomes if o.trial.seed == SEARCH_SEED] or list(outcomes)
-    setting = leading_setting(searched, task)
+    setting = winning_setting(outcomes) or leading_setting(searched, task)
     own = sorted((o for o in outcomes if o.trial.setting == setting), key=lambda o: o.trial.seed)
     reached = [o for o in own if o.is_reached]
     costs = [o.upload_bytes for o in reached]
@@ -230,7 +235,7 @@ def settings_table(cells: Sequence[Cell]) -> Table:
     recipes = list(dict.fromkeys(cell.recipe for cell in cells))
     chosen = {(cell.recipe, cell.task): _setting_text(cell) for cell in cells}
     rows = tuple((f"`{r}`", *(chosen.get((r, task), "") for task in tasks)) for r in recipes)
-    note = "The best that the search found on seed 0, or the closest where none reached the target."
+    note = "The best that the search found, or the closest where none reached the target."
     return Table("comparison-settings", "Settings", note, ("recipe", *tasks), rows)
 
 
