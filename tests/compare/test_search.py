@@ -9,10 +9,10 @@ from aqg.compare.search import (
     axes_of,
     best_setting,
     collect_tuned,
+    costs_by_setting,
     default_setting,
     finalists,
     leading_setting,
-    median_costs,
     parse_recipes,
     pending_settings,
     read_grid,
@@ -203,15 +203,26 @@ def test_finalists_have_the_steps_beside():
     assert finalists("qsgd", LOCAL, elsewhere) == [elsewhere]
 
 
-def test_medians_are_of_settings_that_were_run_with_all_seeds():
+def test_costs_are_of_settings_that_were_run_with_all_seeds():
     a, b = Setting("a"), Setting("b")
     outcomes = [
         *(outcome(a, cost, seed=seed) for seed, cost in enumerate([10, 30, 20, 99, 99])),
         *(outcome(b, cost, seed=seed) for seed, cost in enumerate([11, 12, 9])),
     ]
-    assert median_costs(outcomes) == {a: 30}
-    assert median_costs(outcomes, 3) == {a: 20, b: 11}
-    assert median_costs(outcomes, 6) == median_costs([]) == {}
+    assert costs_by_setting(outcomes) == {a: [10, 30, 20, 99, 99]}
+    assert costs_by_setting(outcomes, 3) == {a: [10, 30, 20], b: [11, 12, 9]}
+    assert costs_by_setting(outcomes, 6) == costs_by_setting([]) == {}
+
+
+def test_what_always_arrives_is_ahead_of_what_is_cheap_when_it_does():
+    safe, risky = Setting("a"), Setting("b")
+    outcomes = [
+        *(outcome(safe, 30, seed=seed) for seed in range(3)),
+        *(outcome(risky, 10, seed=seed) for seed in range(2)),
+        outcome(risky, 5, "diverged", seed=2),
+    ]
+    assert best_setting(outcomes) == safe
+    assert best_setting(outcomes[3:]) == risky
 
 
 def test_winners_have_the_lowest_median_and_survive_a_file(tmp_path):

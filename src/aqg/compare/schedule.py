@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from aqg.compare.search import (
@@ -16,9 +17,9 @@ from aqg.compare.search import (
     MORE_SEEDS,
     SEARCH_SEED,
     best_setting,
+    costs_by_setting,
     default_setting,
     finalists,
-    median_costs,
     pending_settings,
 )
 from aqg.compare.trial import CEILING, Trial
@@ -143,7 +144,7 @@ class Schedule:
             return [], 0
         if trials := missing([best], num_seeds):
             return trials, most_in_final
-        cost = median_costs(own.values(), num_seeds)[best]
+        cost = median(costs_by_setting(own.values(), num_seeds)[best])
         if not self._has_finals or cost > CONTENDER * finished.lowest_median[task.name]:
             return [], 0
         return missing(finalists(recipe, task, best), num_seeds + MORE_SEEDS), 0
@@ -159,9 +160,9 @@ class Schedule:
                 fewest = finished.fewest_bytes.get(trial.task, outcome.upload_bytes)
                 finished.fewest_bytes[trial.task] = min(fewest, outcome.upload_bytes)
         for (_, task), own in finished.by_pair.items():
-            costs = median_costs(own.values(), self._comparison.seeds)
+            costs = costs_by_setting(own.values(), self._comparison.seeds)
             lowest = finished.lowest_median.get(task, math.inf)
-            finished.lowest_median[task] = min(lowest, *costs.values(), math.inf)
+            finished.lowest_median[task] = min(lowest, *map(median, costs.values()), math.inf)
         return finished
 
 

@@ -10,8 +10,8 @@ along one axis after the other:
 
 The best on seed 0 is run with all seeds. One seed can mislead, so a recipe that comes close to the
 best of all then has a final, with two seeds more: its best setting meets those with the step sizes
-next to its own, and the lowest median counts. ``tuned.json`` holds the winners, which is what
-`aqg compare` uses without a search.
+next to its own, and whichever fails on the fewest seeds wins or, of equals, has the lowest median.
+``tuned.json`` holds the winners, which is what `aqg compare` uses without a search.
 """
 
 from __future__ import annotations
@@ -198,8 +198,10 @@ def leading_setting(outcomes: Iterable[Outcome], task: Task) -> Setting:
     return best.trial.setting
 
 
-def median_costs(outcomes: Iterable[Outcome], num_seeds: int | None = None) -> dict[Setting, float]:
-    """Return the median of bytes over the first seeds, of every setting that was run with them all.
+def costs_by_setting(
+    outcomes: Iterable[Outcome], num_seeds: int | None = None
+) -> dict[Setting, list[float]]:
+    """Return the bytes on the first seeds, of every setting that was run with them all.
 
     By default as many seeds as any setting was run with. A seed that did not reach the target
     counts as infinite, one that was abandoned as not run.
@@ -210,23 +212,24 @@ def median_costs(outcomes: Iterable[Outcome], num_seeds: int | None = None) -> d
             cost = outcome.upload_bytes if outcome.is_reached else math.inf
             costs.setdefault(outcome.trial.setting, {})[outcome.trial.seed] = cost
     run = {
-        setting: list(itertools.takewhile(own.__contains__, itertools.count()))
+        setting: [own[seed] for seed in itertools.takewhile(own.__contains__, itertools.count())]
         for setting, own in costs.items()
     }
     if num_seeds is None:
         num_seeds = max(map(len, run.values()), default=0)
-    return {
-        setting: median(costs[setting][seed] for seed in seeds[:num_seeds])
-        for setting, seeds in run.items()
-        if len(seeds) >= num_seeds > 0
-    }
+    return {s: own[:num_seeds] for s, own in run.items() if len(own) >= num_seeds > 0}
 
 
 def best_setting(outcomes: Iterable[Outcome]) -> Setting | None:
-    """Return the setting with the lowest of `median_costs`; None if all are infinite."""
-    costs = median_costs(outcomes)
-    best = min(costs, key=lambda setting: (costs[setting], str(setting)), default=None)
-    return None if best is None or math.isinf(costs[best]) else best
+    """Return the setting that failed on the fewest seeds and, of these, has the lowest median.
+
+    Of those that were run with the most seeds; None if the median is infinite.
+    """
+    costs = costs_by_setting(outcomes)
+    best = min(
+        costs, key=lambda s: (costs[s].count(math.inf), median(costs[s]), str(s)), default=None
+    )
+    return None if best is None or math.isinf(median(costs[best])) else best
 
 
 def default_setting(recipe: str, task: Task) -> Setting:
