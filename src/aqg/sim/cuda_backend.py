@@ -5,11 +5,16 @@ to ask for them. All of it has the same shape in every round in which all client
 is recorded. And its inputs are known as soon as the server has taken its step: the GPU begins the
 next round while Python still finishes the last. One copy brings back all that Python needs to
 decide. Rounds with absent clients take the plain path of `TorchBackend`.
+
+In most rounds of a lazy recipe no one sends anything, and then the next step is known even before
+anyone has decided: the same as the last. The GPU takes it on this guess, and begins the round after
+it. Once someone does send, the guess is taken back.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,14 +32,39 @@ if TYPE_CHECKING:
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, IntArray
+    from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
 
 _WARM_UP_CALLS = 3
 """Libraries allocate and choose algorithms in their first calls, which cannot be recorded."""
+_MOSTLY = 0.7
+"""A guess is made if so many rounds are silent: a wrong one costs more than a right one saves."""
+_SMALL_BYTES = 64 << 20
+"""Larger models keep the GPU busy for longer than Python takes, and memory is dear."""
+_ROUNDS_REMEMBERED = 8
+"""Over so many of the last rounds, more or less, silence is averaged."""
 _FEW_UPLOADS = 3
 """So many mirrors are moved one by one: indices of more must first be brought to the device."""
+
+
+class Report:
+    """Numbers on their way from the GPU, in memory that it writes to by itself."""
+
+    def __init__(self, length: int) -> None:
+        self._numbers = torch.empty(length, dtype=torch.float64, pin_memory=True)
+        self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.values: Float64Array = self._numbers.numpy()
+
+    def request(self, source: Tensor) -> None:
+        """Send for what ``source`` will hold."""
+        self._numbers.copy_(source, non_blocking=True)
+        self._arrival.record()
+
+    def wait(self) -> None:
+        """Return when it has come."""
+        self._arrival.synchronize()
 
 
 class Recording:
@@ -56,6 +86,29 @@ class Recording:
         self._graph.replay()
 
 
+@dataclass(frozen=True)
+class Foresight:
+    """A recorded round, all clients present: gradients, ``Δ`` and what Python needs to know."""
+
+    recording: Recording
+    report: Report
+
+    @property
+    def gradients(self) -> Tensor:
+        """Of all clients."""
+        return self.recording.outputs[0]
+
+    @property
+    def deltas(self) -> Tensor:
+        """Of all clients."""
+        return self.recording.outputs[1]
+
+    def begin(self) -> None:
+        """Compute it all from what parameters and mirrors hold now, without waiting."""
+        self.recording.replay()
+        self.report.request(self.recording.outputs[2])
+
+
 class CudaBackend(TorchBackend):
     """A `TorchBackend` that replays what does not change from round to round."""
 
@@ -66,17 +119,24 @@ class CudaBackend(TorchBackend):
         self._everyone = np.arange(problem.num_clients)
         self._params: Tensor = self.put(problem.initial_params)
         self._squared_norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._recording: Recording | None = None
+        self._foresights: list[Foresight] = []
+        """This round and, once guesses are made, the next if the guess is right; in turn."""
         self._recorded_for: tuple[Any, ...] = ()
-        self._report = torch.empty(0)
-        """What the recording computed, in memory that the GPU writes to by itself."""
-        self._report_values: Float64Array = self._report.numpy()
         self._step_recording: Recording | None = None
-        self._step_recorded_for: tuple[Any, ...] = ()
-        self._last_step: tuple[Any, ...] = ()
-        self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._step_recorded_for: tuple[Tensor, float] | None = None
         self._is_ahead = False
-        """Whether the recording was replayed for the parameters as they are."""
+        """Whether the first foresight is of the parameters as they are."""
+        self._last_update: Tensor | None = None
+        """What was stepped along last."""
+        self._is_repeated = False
+        """Whether that was the tensor of the step before, so that a guess can be made."""
+        self._silence = 0.0
+        """The share of the last rounds, more or less, in which no one sent anything."""
+        self._is_silent = True
+        """Whether no one has sent anything in this round."""
+        self._has_guessed = False
+        """Whether one more step was taken, on the guess that no one would send."""
+        self._before_guess = torch.empty_like(self._params)
 
     def foresee(self, params: Tensor, memory: Memory, quantizer: Quantizer, held: Tensor) -> None:
         """Replay gradients and statistics of all clients, and send for the results."""
@@ -86,40 +146,77 @@ class CudaBackend(TorchBackend):
             return
         wanted = (memory, quantizer, held.data_ptr())
         if self._recorded_for != wanted:
-            self._record(memory, quantizer.grid, quantizer.max_width, held)
+            self._take_back()
+            self._foresights = [self._record(memory, quantizer, held)]
             self._recorded_for = wanted
-        assert self._recording is not None
-        self._recording.replay()
-        self._report.copy_(self._recording.outputs[2], non_blocking=True)
-        self._arrival.record()
-        self._is_ahead = True
+            self._is_ahead = False
+        if not self._is_ahead:
+            self._foresights[0].begin()
+            self._is_ahead = True
+        is_guessable = memory is Memory.INNOVATION and self._is_repeated
+        if is_guessable and self._silence > _MOSTLY and held.nbytes <= _SMALL_BYTES:
+            if len(self._foresights) < 2:
+                self._foresights.append(self._record(memory, quantizer, held))
+            self._guess()
 
-    def _record(self, memory: Memory, grid: Grid, max_width: int, held: Tensor) -> None:
+    def _guess(self) -> None:
+        """Take the last step once more and begin the round after it."""
+        assert self._step_recording is not None
+        self._before_guess.copy_(self._params)
+        self._step_recording.replay()
+        self._foresights[1].begin()
+        self._has_guessed = True
+
+    def _take_back(self) -> None:
+        """Undo the guess, if there is one: somebody sent, or wants to see the parameters."""
+        if self._has_guessed:
+            self._params.copy_(self._before_guess)
+            self._has_guessed = False
+
+    def _record(self, memory: Memory, quantizer: GridQuantizer, held: Tensor) -> Foresight:
         plain = super().losses_and_gradients
 
         def compute() -> tuple[Tensor, ...]:
             losses, gradients = plain(self._params, self._everyone)
-            deltas, table = _compare(memory, grid, max_width, gradients, held)
+            deltas, table = _compare(memory, quantizer.grid, quantizer.max_width, gradients, held)
             report = torch.cat([table.view(-1), losses, self._squared_norm.view(1)])
             return gradients, deltas, report
 
-        self._recording = Recording(compute)
-        self._report = torch.empty(
-            self._recording.outputs[2].shape, dtype=torch.float64, pin_memory=True
-        )
-        self._report_values = self._report.numpy()
+        recording = Recording(compute)
+        return Foresight(recording, Report(len(recording.outputs[2])))
 
     def get(self, array: Any) -> Any:
         """Copy from the device, unless it came with the report."""
-        return array if isinstance(array, np.ndarray) else super().get(array)
+        if isinstance(array, np.ndarray):
+            return array
+        if array is self._params:
+            self._take_back()
+        return super().get(array)
+
+    def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
+        """Return the loss of each of these clients."""
+        self._take_back()
+        return super().losses(params, clients)
+
+    def local_updates(
+        self,
+        local: LocalTraining,
+        params: Tensor,
+        clients: IntArray,
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Let all clients take each step together, where the objective allows it."""
+        self._take_back()
+        return super().local_updates(local, params, clients, keys)
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
         """Return what was foreseen, if it was this; the losses are there after the statistics."""
         num_clients = len(self._everyone)
         if not self._is_ahead or params is not self._params or len(clients) < num_clients:
+            self._take_back()
             return super().losses_and_gradients(params, clients)
-        assert self._recording is not None
-        return self._report_values[-1 - num_clients : -1], self._recording.outputs[0]
+        foreseen = self._foresights[0]
+        return foreseen.report.values[-1 - num_clients : -1], foreseen.gradients
 
     def innovations(
         self,
@@ -130,13 +227,13 @@ class CudaBackend(TorchBackend):
         clients: IntArray,
     ) -> tuple[Tensor, Innovation]:
         """Wait for the statistics that were foreseen, if they were these."""
-        recording = self._recording
-        is_foreseen = recording is not None and gradients is recording.outputs[0]
-        if recording is None or not (is_foreseen and isinstance(quantizer, GridQuantizer)):
+        is_foreseen = self._is_ahead and gradients is self._foresights[0].gradients
+        if not (is_foreseen and isinstance(quantizer, GridQuantizer)):
             return super().innovations(memory, quantizer, gradients, held, clients)
-        self._arrival.synchronize()
-        table = self._report_values[: -1 - len(clients)].reshape(len(clients), -1).copy()
-        return recording.outputs[1], read_statistics(table, quantizer.max_width)
+        report = self._foresights[0].report
+        report.wait()
+        table = report.values[: -1 - len(clients)].reshape(len(clients), -1).copy()
+        return self._foresights[0].deltas, read_statistics(table, quantizer.max_width)
 
     def advance(
         self,
@@ -148,6 +245,8 @@ class CudaBackend(TorchBackend):
         weights: Float64Array,
     ) -> None:
         """Take the same steps, without waiting for the device."""
+        self._take_back()
+        self._is_silent = False
         if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
             super().advance(memory, mirrors, total, clients, uploads, weights)
             return
@@ -162,10 +261,18 @@ class CudaBackend(TorchBackend):
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
     ) -> tuple[Tensor, Tensor]:
         """Take the step in the memory that the recording reads; replay it where it can be."""
+        self._silence += (self._is_silent - self._silence) / _ROUNDS_REMEMBERED
+        self._is_silent = True
+        if self._has_guessed and params is self._params and update is self._last_update:
+            self._has_guessed = False
+            self._foresights.reverse()
+            return self._params, self._squared_norm
+        self._take_back()
         self._is_ahead = False
         if params is not self._params:
             self._params.copy_(params)
-        wanted = (update.data_ptr(), direction.data_ptr(), step_size)
+        self._is_repeated = update is direction and update is self._last_update
+        self._last_update = update
 
         def compute() -> tuple[Tensor, ...]:
             change = (step_size * update).to(self._params.dtype)
@@ -173,25 +280,26 @@ class CudaBackend(TorchBackend):
             torch.dot(direction, direction, out=self._squared_norm)
             return self._params, self._squared_norm
 
-        if self._step_recorded_for == wanted and self._step_recording is not None:
-            self._step_recording.replay()
-        elif self._last_step == wanted and self._step_recording is None:
+        if not self._is_repeated:
+            compute()
+            return self._params, self._squared_norm
+        recorded = self._step_recorded_for
+        if recorded is None or recorded[0] is not update or recorded[1] != step_size:
             before = self._params.clone()
             self._step_recording = Recording(compute)
-            self._step_recorded_for = wanted
+            self._step_recorded_for = update, step_size
             self._params.copy_(before)
-            self._step_recording.replay()
-        else:
-            compute()
-        self._last_step = wanted
+        assert self._step_recording is not None
+        self._step_recording.replay()
         return self._params, self._squared_norm
 
     def number(self, scalar: Tensor) -> float:
         """Wait for a scalar; it comes with the statistics if these were foreseen."""
         if not self._is_ahead:
             return super().number(scalar)
-        self._arrival.synchronize()
-        return float(self._report_values[-1])
+        report = self._foresights[0].report
+        report.wait()
+        return float(report.values[-1])
 
 
 def _compare(
