@@ -39,10 +39,10 @@ Tensor = torch.Tensor
 
 _WARM_UP_CALLS = 3
 """Libraries allocate and choose algorithms in their first calls, which cannot be recorded."""
-_MOSTLY = 0.7
-"""A guess is made if so many rounds are silent: a wrong one costs more than a right one saves."""
-_SMALL_BYTES = 64 << 20
-"""Larger models keep the GPU busy for longer than Python takes, and memory is dear."""
+MOSTLY_SILENT = 0.7
+"""A guess is made if more rounds are silent: a wrong one costs more than a right one saves."""
+_SMALL_BYTES = 4 << 20
+"""With more to remember, the GPU is busy for longer than Python anyway: a guess saves nothing."""
 _ROUNDS_REMEMBERED = 8
 """Over so many of the last rounds, more or less, silence is averaged."""
 _FEW_UPLOADS = 3
@@ -154,7 +154,7 @@ class CudaBackend(TorchBackend):
             self._foresights[0].begin()
             self._is_ahead = True
         is_guessable = memory is Memory.INNOVATION and self._is_repeated
-        if is_guessable and self._silence > _MOSTLY and held.nbytes <= _SMALL_BYTES:
+        if is_guessable and self._silence > MOSTLY_SILENT and held.nbytes <= _SMALL_BYTES:
             if len(self._foresights) < 2:
                 self._foresights.append(self._record(memory, quantizer, held))
             self._guess()
