@@ -82,7 +82,9 @@ def compare(
     search: Annotated[
         bool,
         typer.Option(
-            "--search", help="Find every recipe's best step size and knob first, on seed 0."
+            "--search",
+            help="Find every recipe's best step size and knob first, on seed 0; those close to the "
+            "best have a final, with two seeds more.",
         ),
     ] = False,
     quick: Annotated[
