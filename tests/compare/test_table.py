@@ -120,6 +120,23 @@ def test_a_search_that_is_not_finished_is_marked():
     assert tried == 8  # of 20: the first value of the knob stays best
 
 
+def test_a_final_that_is_not_finished_is_marked():
+    comparison = Comparison((LOCAL,), ("auto", "gd"), seeds=2, search=True)
+    outcomes = {}
+    for recipe, costs in (("auto", [100, 100]), ("gd", [151, 151])):
+        for setting in pending_settings(recipe, LOCAL, {})[0]:
+            cost = costs if setting.multiplier == 4 else [2 * costs[0]]
+            outcomes |= outcomes_of(recipe, cost, setting=setting)
+    auto, gd = make_cells(comparison, outcomes)
+    assert (auto.is_partial, gd.is_partial) == (True, False)  # the second is too far behind
+    for multiplier, cost in ((4, 100), (2, 101), (8, 102)):
+        setting = Setting("auto", multiplier=multiplier)
+        outcomes |= outcomes_of("auto", [cost] * 4, setting=setting)
+        (auto, _) = make_cells(comparison, outcomes)
+        assert auto.is_partial == (multiplier != 8)
+    assert (auto.setting.multiplier, auto.num_seeds) == (4, 4)
+
+
 def test_a_line_says_how_the_default_compares():
     assert summary(make_cells(COMPARISON, outcomes_of("stc", [100]))) == ""
     assert summary(make_cells(COMPARISON, outcomes_of("auto", [None]))) == ""

@@ -7,54 +7,25 @@ ones, whose costs are also the bar for the rest; within a recipe tasks take turn
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.compare.search import (
-    CONTENDER,
-    MORE_SEEDS,
-    SEARCH_SEED,
-    best_setting,
-    costs_by_setting,
-    default_setting,
-    finalists,
-    pending_settings,
-)
-from aqg.compare.trial import CEILING, Trial
+from aqg.compare.pending import Finished, pending_trials
 from aqg.compare.work import Prepare, RunTrial, compile_kernels
 from aqg.experiments.workers import Done, Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     from aqg.compare.ledger import Ledger
     from aqg.compare.plan import Comparison
     from aqg.compare.search import Tuned
     from aqg.compare.tasks import Task
-    from aqg.compare.trial import Outcome, Setting
+    from aqg.compare.trial import Outcome, Trial
     from aqg.errors import AqgError
     from aqg.experiments.workers import Event, Workers
 
-    Handle = Callable[["Outcome | AqgError", Trial, int], None]
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """The outcomes by recipe and task, and by task the bytes of the best recipe so far.
-
-    Attributes:
-        by_pair: the outcomes.
-        fewest_bytes: on seed 0.
-        lowest_median: over all seeds, those of a final left out.
-
-    """
-
-    by_pair: dict[tuple[str, str], dict[Trial, Outcome]]
-    fewest_bytes: dict[str, int]
-    lowest_median: dict[str, float]
+    Handle = Callable[[Outcome | AqgError, Trial, int], None]
 
 
 class Schedule:
@@ -73,13 +44,12 @@ class Schedule:
             self._tasks.setdefault(recipe, []).append(task)
         self._ledger = ledger
         self._tuned = tuned
-        self._has_finals = comparison.seeds > 1 and not comparison.quick
         self._under_way: set[Trial] = set()
         self.failures: dict[Trial, AqgError] = {}
 
     def next_trial(self) -> Trial | None:
         """Return what to run now; None while everything left depends on trials under way."""
-        finished = self._finished()
+        finished = Finished(self._ledger.outcomes(), self._comparison.seeds)
         for recipe, tasks in self._tasks.items():
             ready = {
                 task: trials[0] for task in tasks if (trials := self._ready(recipe, task, finished))
@@ -99,7 +69,7 @@ class Schedule:
 
     def most_left(self) -> int:
         """Return how many trials have not ended yet, at most: some of them may prove needless."""
-        finished = self._finished()
+        finished = Finished(self._ledger.outcomes(), self._comparison.seeds)
         # A process writes an outcome down shortly before it says that the trial has ended.
         left = set(self._under_way)
         num_later = 0
@@ -110,60 +80,15 @@ class Schedule:
                 num_later += most_later if self.failures.keys().isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def _ready(self, recipe: str, task: Task, finished: _Finished) -> list[Trial]:
+    def _ready(self, recipe: str, task: Task, finished: Finished) -> list[Trial]:
         trials, _ = self._pending(recipe, task, finished)
         return [t for t in trials if t not in self._under_way and t not in self.failures]
 
-    def _pending(self, recipe: str, task: Task, finished: _Finished) -> tuple[list[Trial], int]:
-        """Return the trials that the finished ones call for, and how many may follow at most.
-
-        The search is followed by the other seeds of its winner, unless that is beyond the ceiling,
-        and by a final, if it is a contender.
-        """
-        own = finished.by_pair.get((recipe, task.name), {})
-        num_seeds = self._comparison.seeds
-
-        def missing(settings: Iterable[Setting], num_seeds: int) -> list[Trial]:
-            trials = [
-                Trial(task.name, recipe, s, seed) for s in settings for seed in range(num_seeds)
-            ]
-            return [t for t in trials if t not in own or own[t].ending == "costlier"]
-
-        if not self._comparison.search:
-            setting = self._tuned.get(task.name, {}).get(recipe, default_setting(recipe, task))
-            return missing([setting], num_seeds), 0
-        tried = {t.setting: o for t, o in own.items() if t.seed == SEARCH_SEED}
-        settings, most_later = pending_settings(recipe, task, tried, self._comparison.quick)
-        most_in_final = 2 * num_seeds + 3 * MORE_SEEDS if self._has_finals else 0
-        if settings:
-            trials = [Trial(task.name, recipe, s, SEARCH_SEED) for s in settings]
-            return trials, most_later + num_seeds - 1 + most_in_final
-        best = best_setting(tried.values())
-        ceiling = CEILING * finished.fewest_bytes.get(task.name, math.inf)
-        if best is None or tried[best].upload_bytes > ceiling:
-            return [], 0
-        if trials := missing([best], num_seeds):
-            return trials, most_in_final
-        cost = median(costs_by_setting(own.values(), num_seeds)[best])
-        if not self._has_finals or cost > CONTENDER * finished.lowest_median[task.name]:
-            return [], 0
-        return missing(finalists(recipe, task, best), num_seeds + MORE_SEEDS), 0
+    def _pending(self, recipe: str, task: Task, finished: Finished) -> tuple[list[Trial], int]:
+        return pending_trials(self._comparison, recipe, task, finished, self._tuned)
 
     def _num_under_way(self, recipe: str, task: Task) -> int:
         return sum((t.recipe, t.task) == (recipe, task.name) for t in self._under_way)
-
-    def _finished(self) -> _Finished:
-        finished = _Finished({}, {}, {})
-        for trial, outcome in self._ledger.outcomes().items():
-            finished.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
-            if outcome.is_reached and trial.seed == SEARCH_SEED:
-                fewest = finished.fewest_bytes.get(trial.task, outcome.upload_bytes)
-                finished.fewest_bytes[trial.task] = min(fewest, outcome.upload_bytes)
-        for (_, task), own in finished.by_pair.items():
-            costs = costs_by_setting(own.values(), self._comparison.seeds)
-            lowest = finished.lowest_median.get(task, math.inf)
-            finished.lowest_median[task] = min(lowest, *map(median, costs.values()), math.inf)
-        return finished
 
 
 def run_comparison(

@@ -7,12 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aqg.compare.search import (
-    SEARCH_SEED,
-    leading_setting,
-    pending_settings,
-    winning_setting,
-)
+from aqg.compare.pending import Finished, pending_trials
+from aqg.compare.search import SEARCH_SEED, leading_setting, winning_setting
 from aqg.compare.trial import CEILING
 from aqg.reproduce.cells import Table, size
 
@@ -44,7 +40,7 @@ class Cell:
         highest_bytes: of the seeds that reached the target.
         median_rounds: of the seeds that reached the target.
         value: the loss, residual or accuracy at the end of seed 0.
-        is_partial: whether the search is not finished.
+        is_partial: whether the search is not finished, or the final.
         beyond_bytes: where the median is None: what some setting had sent when it was stopped at
             the ceiling; None if none was.
         ratio: ``median_bytes`` over the smallest of all recipes on this task.
@@ -76,26 +72,19 @@ class Cell:
 
 def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
     """Return a cell for every pair with at least one finished trial, in the order of recipes."""
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    for trial, outcome in outcomes.items():
-        groups.setdefault((trial.recipe, trial.task), []).append(outcome)
+    finished = Finished(outcomes, comparison.seeds)
     cells = []
     for recipe, task in comparison.pairs():
-        own = groups.get((recipe, task.name))
+        own = finished.by_pair.get((recipe, task.name))
         if own:
-            tried = {o.trial.setting: o for o in own if o.trial.seed == SEARCH_SEED}
-            left, _ = pending_settings(recipe, task, tried, comparison.quick)
+            left, _ = pending_trials(comparison, recipe, task, finished, tuned={})
             is_partial = comparison.search and bool(left)
-            cells.append(replace(_make_cell(task, own), is_partial=is_partial))
+            cells.append(replace(_make_cell(task, list(own.values())), is_partial=is_partial))
     best: dict[str, float] = {}
     for cell in cells:
         if cell.median_bytes is not None:
             best[cell.task] = min(cell.median_bytes, best.get(cell.task, math.inf))
-    bar: dict[str, float] = {}
-    for outcome in outcomes.values():
-        if outcome.is_reached and outcome.trial.seed == SEARCH_SEED:
-            task_name = outcome.trial.task
-            bar[task_name] = min(outcome.upload_bytes, bar.get(task_name, math.inf))
+    bar = finished.fewest_bytes
     return [_with_ratio(c, best.get(c.task), bar.get(c.task)) for c in cells]
 
 
@@ -204,7 +193,7 @@ _NOTE = (
     "Bytes uploaded by all clients until the target is reached: median over seeds, its ratio to "
     "the best recipe of the task, smallest and largest; 2/3: only so many seeds reached it. "
     f"> ×{CEILING}: stopped when it had sent so many times what the best recipe needs on seed 0. "
-    f"–: not reached; in brackets, where it ended. {PARTIAL}: its search is not finished."
+    f"–: not reached; in brackets, where it ended. {PARTIAL}: its search or final is not finished."
 )
 
 
