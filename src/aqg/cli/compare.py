@@ -261,7 +261,7 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     console.print(
         "Bytes until the target is reached: median, its ratio to the best, smallest–largest; 2/3: "
         f"only so many seeds reached it. > ×{CEILING}: stopped there. –: not reached. †: the "
-        "search is not finished.\n",
+        "search or final is not finished.\n",
         style="dim",
     )
     if line := summary(cells):

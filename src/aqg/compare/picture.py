@@ -76,7 +76,7 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     axis.set_xlabel(
         "bytes uploaded until the target, as a multiple of the best recipe's (median over seeds)\n"
         f"> ×{CEILING}: stopped there    –: target not reached    white: not run    "
-        f"{PARTIAL}: search not finished    *: held out while the default took shape",
+        f"{PARTIAL}: search or final not finished    *: held out while the default took shape",
         fontsize=8,
         labelpad=16,
     )
