@@ -1,0 +1,44 @@
+"""Every recipe does what it did before the round was written once, bit for bit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+from functools import cache
+
+import pytest
+
+from aqg.core.recipes import RECIPES
+from aqg.sim.reference import ReferenceSimulation
+
+from tests.sim.record_runs import FILE, OPTIMIZERS, SETTINGS, play, simulate
+
+
+@cache
+def recorded() -> dict:
+    return json.loads(gzip.decompress(FILE.read_bytes()))
+
+
+def expect(case: str, result: dict) -> None:
+    expected = recorded()["runs"][case]
+    assert result["widths"] == expected["widths"], case
+    assert result["bytes"] == expected["bytes"], case
+    if platform.machine() == recorded()["machine"]:
+        assert result["models"] == expected["models"], case
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_the_engine_does_what_it_did(name, dtype):
+    for setting in SETTINGS:
+        for optimizer in OPTIMIZERS:
+            case = f"{name}/{setting}/{optimizer}/{dtype}"
+            expect(case, play(simulate(case)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["auto", "aqg-2", "dadaquant", "ef21-m", "gd", "stc"])
+def test_the_reference_does_what_the_engine_did(name, setting):
+    case = f"{name}/{setting}/adam/float32"
+    expect(case, play(simulate(case, ReferenceSimulation)))
