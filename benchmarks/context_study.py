@@ -23,6 +23,7 @@ import numpy as np
 import zstandard
 
 from aqg.core.grids import num_levels
+from aqg.core.links import direction_of
 from aqg.core.messages import Upload
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset
@@ -31,7 +32,7 @@ from aqg.experiments.setup import make_problem
 from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import context
 from aqg.wire.bitpack import pack
-from aqg.wire.hints import direction_of, make_hints
+from aqg.wire.hints import make_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +100,7 @@ def simulate(setting: Setting, dataset: Dataset) -> list[Sample]:
     for _ in range(NUM_ROUNDS[setting.model]):
         broadcast = simulation.server.broadcast()
         for client in simulation.clients:
-            mirror = simulation.server.state.mirrors[client.index]
+            mirror = simulation.server.state.mirror(client.index)
             message = simulation.server.receive(client.index, client.step(broadcast))
             if not isinstance(message, Upload):
                 continue

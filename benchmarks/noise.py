@@ -20,6 +20,11 @@ from aqg.core.recipes import make_recipe
 from aqg.sim.engine import FastSimulation
 
 
+def notes_of(simulation):
+    """Return what each client's meter has noted."""
+    return simulation.state().clients.stages["noise"]["notes"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     local = [name for name, task in TASKS.items() if task.is_local]
@@ -27,8 +32,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     recipe = make_recipe("auto")
-    assert recipe.noisy is not None
-    meter = recipe.noisy.meter
+    assert recipe.switch is not None
+    meter = recipe.switch.meter
     workshop = Workshop()
     print(f"{'task':26}{'ν after 10 rounds':>22}{f'after {options.rounds}':>22}   noisy")
     for task in select_tasks(options.tasks):
@@ -45,9 +50,9 @@ def main() -> None:
         for number in range(1, options.rounds + 1):
             simulation.run_round(evaluate=False)
             if number in (10, options.rounds):
-                ratios = [meter.ratio(notes) for notes in simulation.state().notes]
+                ratios = [meter.ratio(notes) for notes in notes_of(simulation)]
                 columns.append(f"{min(ratios):.2g} – {max(ratios):.2g}")
-        noisy = np.mean([meter.is_noisy(notes) for notes in simulation.state().notes])
+        noisy = np.mean([meter.is_noisy(notes) for notes in notes_of(simulation)])
         print(f"{task.name:26}{columns[0]:>22}{columns[-1]:>22}   {noisy:.0%}", flush=True)
 
 

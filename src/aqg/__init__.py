@@ -1,29 +1,24 @@
 """Federated learning that uploads only what the server does not know yet.
 
-The algorithm and the wire format need numpy and numba alone and are imported here; the simulator
-(`aqg.sim`), data (`aqg.data`) and experiments (`aqg.experiments`) come with ``aqg[sim]``.
+What a client and a server need is here, and takes numpy and numba alone; the simulator and its
+problem are in `aqg.sim`, which comes with ``aqg[sim]``. Nothing else is promised to stay.
 """
 
-from aqg.core.client import ClientState, client_step, init_client
-from aqg.core.grids import Grid
-from aqg.core.innovation import Innovation, measure
-from aqg.core.messages import Broadcast, DenseUpload, Message, Skip, Upload
-from aqg.core.mirror import Memory
-from aqg.core.movement import Movement
-from aqg.core.policies import (
-    Always,
-    Decision,
-    Lazy,
-    LazyExact,
-    Multilevel,
-    Policy,
-    Tolerance,
-    TwoLevel,
+from aqg.core.client import ClientState, init_client
+from aqg.core.messages import (
+    BlockUpload,
+    Broadcast,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
 )
-from aqg.core.quantizers import GridQuantizer, Quantizer, Sign, Stochastic, Verbatim
+from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.recipe import Recipe
-from aqg.core.recipes import RECIPES, make_recipe, register
-from aqg.core.server import ServerState, broadcast, finish_round, init_server, receive
+from aqg.core.recipes import make_recipe, register
+from aqg.core.server import ServerState, broadcast, finish_round, init_server
 from aqg.errors import (
     AqgError,
     ConfigError,
@@ -33,55 +28,42 @@ from aqg.errors import (
     RunError,
     WireError,
 )
-from aqg.wire import decode, encode, encoded_size
+from aqg.exchange import client_step, receive
+from aqg.wire import decode, encode
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "RECIPES",
-    "Always",
+    "SGD",
+    "Adam",
     "AqgError",
+    "BlockUpload",
     "Broadcast",
     "ClientState",
     "ConfigError",
     "DataError",
-    "Decision",
     "DenseUpload",
     "GradientError",
-    "Grid",
-    "GridQuantizer",
-    "Innovation",
-    "Lazy",
-    "LazyExact",
-    "Memory",
-    "Message",
+    "HalfUpload",
     "MessageError",
-    "Movement",
-    "Multilevel",
-    "Policy",
-    "Quantizer",
+    "Momentum",
     "Recipe",
+    "RotatedUpload",
     "RunError",
     "ServerState",
-    "Sign",
     "Skip",
-    "Stochastic",
-    "Tolerance",
-    "TwoLevel",
+    "SparseUpload",
     "Upload",
-    "Verbatim",
     "WireError",
     "__version__",
     "broadcast",
     "client_step",
     "decode",
     "encode",
-    "encoded_size",
     "finish_round",
     "init_client",
     "init_server",
     "make_recipe",
-    "measure",
     "receive",
     "register",
 ]

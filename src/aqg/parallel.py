@@ -28,5 +28,13 @@ def map_threads(
     workers = min(len(items), threads or os.cpu_count() or 1)
     if workers <= 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(workers, thread_name_prefix="aqg-wire") as pool:
+    with ThreadPoolExecutor(workers, thread_name_prefix="aqg") as pool:
         return list(pool.map(function, items))
+
+
+def num_threads() -> int:
+    """Return how many threads to use: ``OMP_NUM_THREADS``, as for BLAS, or one per core."""
+    try:
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    except (KeyError, ValueError):
+        return os.cpu_count() or 1

@@ -144,7 +144,7 @@ from aqg.core.policies import Always
 from aqg.core.recipes import make_recipe, register
 
 class Sleepy(Always):
-    def decide(self, innovation, movement, stored_errors):
+    def decide(self, case):
         Path("pid").write_text(str(os.getpid()) + " ")
         time.sleep(300)
 

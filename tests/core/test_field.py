@@ -7,13 +7,13 @@ import pytest
 from scipy.linalg import hadamard as hadamard_matrix
 
 from aqg.core.aquila import choose_width
-from aqg.core.client import client_step, init_client
+from aqg.core.client import init_client, respond
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, random_signs
 from aqg.core.selection import largest
-from aqg.core.server import broadcast, finish_round, init_server, receive
+from aqg.core.server import broadcast, finish_round, hear, init_server
 from aqg.errors import ConfigError
 
 SIZE = 400
@@ -33,7 +33,7 @@ def play(spec, vectors, dtype=np.float64):
     state = init_client(recipe, vectors.shape[1], np.dtype(dtype))
     messages, states = [], []
     for k, vector in enumerate(vectors.astype(dtype), start=1):
-        state, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+        state, message = respond(recipe, state, vector, 0.0, (0, 0, k))
         messages.append(message)
         states.append(state)
     return messages, states
@@ -61,7 +61,7 @@ def test_stc_is_algorithm_1_of_its_paper():
         assert sent == pytest.approx(ternary, rel=1 / 127)
         assert np.abs(sent).max() >= mean  # the mean is rounded up
         residual = carried - sent
-        assert np.array_equal(state.residual, residual)
+        assert np.array_equal(state.stages["feedback"]["residual"][0], residual)
 
 
 def test_topk_with_error_feedback_is_mem_sgd():
@@ -74,7 +74,7 @@ def test_topk_with_error_feedback_is_mem_sgd():
         assert isinstance(message, SparseUpload)
         assert sent == pytest.approx(top(carried, 8), rel=HALF)
         memory = carried - sent
-        assert np.array_equal(state.residual, memory)
+        assert np.array_equal(state.stages["feedback"]["residual"][0], memory)
 
 
 def test_ef21_is_its_papers_algorithm():
@@ -85,8 +85,8 @@ def test_ef21_is_its_papers_algorithm():
         correction = top(vector - estimate, 20)
         assert message.values(np.float64) == pytest.approx(correction, rel=HALF)
         estimate = estimate + message.values(np.float64)
-        assert np.array_equal(state.mirror, estimate)
-    assert states[0].residual.size == states[0].average.size == 0
+        assert np.array_equal(state.link.mirror[0], estimate)
+    assert states[0].stages == {}
 
 
 def test_ef21_with_momentum_compresses_the_running_average():
@@ -98,8 +98,8 @@ def test_ef21_with_momentum_compresses_the_running_average():
         correction = top(average - estimate, 20)
         assert message.values(np.float64) == pytest.approx(correction, rel=2 * HALF)
         estimate = estimate + message.values(np.float64)
-        assert state.average == pytest.approx(average, rel=1e-12)
-        assert state.mirror == pytest.approx(estimate, rel=1e-12)
+        assert state.stages["average"]["average"][0] == pytest.approx(average, rel=1e-12)
+        assert state.link.mirror[0] == pytest.approx(estimate, rel=1e-12)
 
 
 @pytest.mark.parametrize("zeta", [0.5, 4.0, 16.0])
@@ -118,8 +118,8 @@ def test_clag_follows_the_three_point_rule(zeta):
         else:
             assert isinstance(message, Skip)
         before = vector
-        assert np.array_equal(state.mirror, estimate)
-        assert np.array_equal(state.average, vector)
+        assert np.array_equal(state.link.mirror[0], estimate)
+        assert np.array_equal(state.stages["own_movement"]["last"][0], vector)
     assert 0 < spoken <= 60
     assert (spoken < 60) == (zeta > 0.5)
 
@@ -189,7 +189,7 @@ def test_eden_is_unbiased_and_drive_has_the_smaller_error():
         draws = []
         for k in range(300):
             state = init_client(recipe, 1024, np.dtype("float64"))
-            _, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+            _, message = respond(recipe, state, vector, 0.0, (0, 0, k))
             draws.append(message.values(np.float64))
         squared = vector @ vector
         errors[unbiased] = np.mean([np.sum((draw - vector) ** 2) for draw in draws]) / squared
@@ -208,7 +208,7 @@ def test_fedpaq_is_qsgd_with_s_levels():
     draws = []
     for k in range(4000):
         state = init_client(recipe, 60, np.dtype("float64"))
-        _, message = client_step(recipe, state, vector, 0.0, (0, 0, k))
+        _, message = respond(recipe, state, vector, 0.0, (0, 0, k))
         draws.append(message.values(np.float64))
     step = message.step
     assert norm / 5 <= step <= norm / 5 * (1 + 1 / 127)
@@ -228,7 +228,7 @@ def test_aquila_chooses_its_papers_width_and_gate():
     widths, step_size, before = [], 0.1, None
     for k, vector in enumerate(vectors, start=1):
         told = broadcast(recipe, server)
-        delta = vector - state.mirror
+        delta = vector - state.link.mirror[0]
         radius = np.abs(delta).max()
         width = int(np.ceil(np.log2(radius * np.sqrt(SIZE) / np.linalg.norm(delta) + 1)))
         tau = 1 / (2**width - 1)
@@ -237,7 +237,7 @@ def test_aquila_chooses_its_papers_width_and_gate():
         weight = np.sum(quantized**2) + np.sum((delta - quantized) ** 2)
         moved = 0.0 if before is None else np.sum((told.parameters - before) ** 2)
         limit = 0.25 * moved / step_size**2
-        state, message = client_step(recipe, state, vector, told.movement, (0, 0, k))
+        state, message = respond(recipe, state, vector, told.movement, (0, 0, k))
         if abs(weight / max(limit, 1e-300) - 1) > 0.02:  # steps are rounded up by up to 1/127
             assert (weight > limit) == isinstance(message, Upload)
         if isinstance(message, Upload):
@@ -245,7 +245,7 @@ def test_aquila_chooses_its_papers_width_and_gate():
             assert message.values(np.float64) == pytest.approx(quantized, abs=2.1 * tau * radius)
         widths.append(message.width)
         before = told.parameters
-        server = finish_round(recipe, receive(recipe, server, 0, message), step_size)
+        server = finish_round(recipe, hear(recipe, server, 0, message), step_size)
     assert 0 in widths
     assert len(set(widths)) >= 3
 
@@ -265,7 +265,7 @@ def test_dadaquant_doubles_its_levels_on_plateaus():
             round_number = len(averages)
             if round_number - changed >= phi and averages[-1] >= averages[-phi]:
                 q, changed = 2 * q, round_number
-        state, message = client_step(recipe, state, vector, 0.0, (0, 0, k), loss)
+        state, message = respond(recipe, state, vector, 0.0, (0, 0, k), loss)
         norm = np.linalg.norm(vector)
         assert norm / q <= message.step <= norm / q * (1 + 1 / 127)
         assert np.abs(message.values(np.float64) - vector).max() < message.step
@@ -284,7 +284,7 @@ def test_aquila_is_never_further_off_than_before():
     for seed in range(20):
         delta = np.random.default_rng(seed).standard_t(1.5, 300)
         _, states = play("aquila", delta[None])
-        assert np.sum((states[0].mirror - delta) ** 2) <= 1.02 * np.sum(delta**2)
+        assert np.sum((states[0].link.mirror[0] - delta) ** 2) <= 1.02 * np.sum(delta**2)
     assert choose_width(1.0, 0.0, 9) == 1
 
 
@@ -298,7 +298,7 @@ def test_float32_mirrors_are_the_exact_sums(spec):
             exact = message.values(np.float64)
             assert np.array_equal(message.values(np.float32).astype(np.float64), exact)
             mirror = (mirror.astype(np.float64) + exact).astype(np.float32)
-        assert np.array_equal(state.mirror, mirror)
+        assert np.array_equal(state.link.mirror[0], mirror)
 
 
 def test_the_largest_are_taken_in_front_first_and_zeros_never():
@@ -316,7 +316,7 @@ def test_the_largest_are_taken_in_front_first_and_zeros_never():
     [
         ("stc:keep=0", "keep is 0.0; it must be above 0 and at most 1"),
         ("topk:keep=1.5", "keep is 1.5"),
-        ("ef21-m:eta=0", "averaging is 0.0; it must be above 0 and at most 1"),
+        ("ef21-m:eta=0", "eta is 0.0; it must be above 0 and at most 1"),
         ("clag:zeta=-1", "zeta is -1.0; it must be at least 0"),
         ("clag:zeta=nan", "zeta is nan"),
         ("fedpaq:levels=2.5", "levels is 2.5; it must be a whole number in 1..32767"),

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from aqg.core.client import blend, own_movement
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
+from aqg.core.space import NumpySpace
+from aqg.core.stages import OwnMovement, RunningAverage
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
@@ -18,10 +19,17 @@ from aqg.sim.training import Training
 
 from tests.problems import tiny_problem
 
+
+def after(*stages, name):
+    """Return a recipe with stages before its own."""
+    recipe = make_recipe(name)
+    return dataclasses.replace(recipe, stages=(*stages, *recipe.stages))
+
+
 COMBINATIONS = {
-    "stc of averages": dataclasses.replace(make_recipe("stc:keep=0.2"), averaging=0.3),
-    "lean by own movement": dataclasses.replace(make_recipe("lean"), own_movement=True),
-    "clag of averages": dataclasses.replace(make_recipe("clag:zeta=4"), averaging=0.5),
+    "stc of averages": after(RunningAverage(0.3), name="stc:keep=0.2"),
+    "lean by own movement": after(OwnMovement(), name="lean"),
+    "clag of averages": after(RunningAverage(0.5), name="clag:zeta=4"),
     "momentum": make_recipe("ef21-m:keep=0.2:eta=0.5", max_staleness=5),
     "schedule": make_recipe("dadaquant:phi=4:psi=0.5"),
 }
@@ -51,28 +59,29 @@ def test_engines_agree_and_resume(name, dtype):
 
 
 def test_only_what_a_recipe_needs_is_kept():
-    slots = {"mirrors", "residuals", "averages", "notes"}
     used = {
-        "topk": {"residuals"},
+        "topk": {"stage/feedback/residual"},
         "ef21": {"mirrors"},
-        "ef21-m": {"mirrors", "averages"},
-        "clag": {"mirrors", "averages"},
+        "ef21-m": {"mirrors", "stage/average/average"},
+        "clag": {"mirrors", "stage/own_movement/last"},
         "eden": set(),
-        "dadaquant": {"notes"},
+        "dadaquant": {"stage/loss_schedule/notes"},
+        "auto": {"mirrors", "stage/wider_tolerance/energy"},
     }
     for name, expected in used.items():
-        state = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state()
-        assert {slot for slot in slots if getattr(state, slot).size} == expected, name
+        arrays = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state().to_arrays()
+        slots = {"mirrors", *(key for key in arrays if key.startswith("stage/"))}
+        assert {slot for slot in slots if arrays[slot].size} == expected, name
 
 
 def test_a_running_average_starts_at_the_first_vector_and_refuses_what_no_grid_holds():
-    zeros, vector = np.zeros(3), np.array([1.0, -2.0, 4.0])
-    assert blend(zeros, vector, 0.1).tolist() == vector.tolist()
-    assert blend(vector, zeros, 0.25).tolist() == [0.75, -1.5, 3.0]
-    huge = np.array([0.0, 1e31, 0.0])
-    assert blend(vector, huge, 0.1).tolist() == huge.tolist()
-    assert own_movement(vector, zeros) == 0.0
-    assert own_movement(vector, np.ones(3)) == 18.0
+    space = NumpySpace()
+    zeros, vector, huge = np.zeros(3), np.array([1.0, -2.0, 4.0]), np.array([0.0, 1e31, 0.0])
+    averages, vectors = np.stack([zeros, vector, vector]), np.stack([vector, zeros, huge])
+    blended = space.blend(averages, vectors, 0.25)
+    assert blended.tolist() == [vector.tolist(), [0.75, -1.5, 3.0], huge.tolist()]
+    rows, earlier = np.stack([vector, vector]), np.stack([zeros, np.ones(3)])
+    assert space.distances(rows, earlier).tolist() == [0.0, 18.0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "torch:cpu"])
@@ -83,9 +92,10 @@ def test_a_bad_gradient_leaves_the_average_alone(device):
     simulation = FastSimulation(problem, make_recipe("ef21-m"), 0.05, device=device)
     simulation.run_round()
     before = simulation.state()
-    parameters = before.parameters.copy()
+    parameters = before.model.parameters.copy()
     parameters[0] = np.nan
-    simulation.restore(before._replace(parameters=parameters))
+    simulation.restore(before._replace(model=before.model._replace(parameters=parameters)))
     record = simulation.run_round(evaluate=False)
     assert len(record.faults) == 3
-    assert np.array_equal(simulation.state().averages, before.averages)
+    average = simulation.state().clients.stages["average"]["average"]
+    assert np.array_equal(average, before.clients.stages["average"]["average"])

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from aqg.core.innovation import Innovation
-from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel, thresholds
+from aqg.core.policies import (
+    Always,
+    Case,
+    Lazy,
+    LazyExact,
+    Multilevel,
+    Tolerance,
+    TwoLevel,
+    thresholds,
+)
 
 
 def innovation(quantized_norm, errors, squared_norm=1.0):
@@ -28,7 +37,7 @@ STORED = np.array([0.4, 0.1, 0.02, 0.01])
 
 
 def test_thresholds_read_the_errors_backwards():
-    limits = thresholds(innovation(9.0, ERRORS), 0.5, STORED)
+    limits = thresholds(Case(innovation(9.0, ERRORS), 0.5, STORED))
     by_hand = [0.5 + 3 * (STORED[4 - b] + ERRORS[4 - b]) for b in (1, 2, 3, 4)]
     assert limits.tolist() == pytest.approx(by_hand)
 
@@ -46,20 +55,20 @@ def test_thresholds_read_the_errors_backwards():
 def test_paper_rules(norm, laq, two_level, multilevel):
     stats = innovation(norm, ERRORS)
     for policy, expected in ((Lazy(), laq), (TwoLevel(), two_level), (Multilevel(), multilevel)):
-        decision = policy.decide(stats, 0.5, STORED)
+        decision = policy.decide(Case(stats, 0.5, STORED))
         assert (bool(decision.send), int(decision.width)) == expected
 
 
 def test_ties_send():
     stats = innovation(0.5, np.zeros(4))
     for policy in (Lazy(), TwoLevel(), Multilevel()):
-        assert policy.decide(stats, 0.5, np.zeros(4)).send
-    assert LazyExact().decide(innovation(0, [], squared_norm=2.0), 2.0, np.zeros(0)).send
+        assert policy.decide(Case(stats, 0.5, np.zeros(4))).send
+    assert LazyExact().decide(Case(innovation(0, [], squared_norm=2.0), 2.0, np.zeros(0))).send
 
 
 @pytest.mark.parametrize(("bits", "low"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (8, 4)])
 def test_two_level_rounds_half_up(bits, low):
-    decision = TwoLevel().decide(innovation(1.0, np.full(bits, 9.0)), 0.0, np.zeros(bits))
+    decision = TwoLevel().decide(Case(innovation(1.0, np.full(bits, 9.0)), 0.0, np.zeros(bits)))
     assert int(decision.width) == low
 
 
@@ -76,7 +85,7 @@ def test_two_level_rounds_half_up(bits, low):
     ],
 )
 def test_tolerance_sends_the_fewest_bits_that_do(squared_norm, movement, expected):
-    decision = Tolerance(0.5).decide(innovation(9.0, ERRORS, squared_norm), movement, STORED)
+    decision = Tolerance(0.5).decide(Case(innovation(9.0, ERRORS, squared_norm), movement, STORED))
     assert (bool(decision.send), int(decision.width)) == expected
 
 
@@ -93,10 +102,10 @@ FINITE = st.floats(0, 1e6)
 def test_many_clients_decide_as_one_would(errors, stored, norms, squared, movement):
     together = Innovation(np.ones(5, bool), squared, np.zeros((5, 4)), errors, norms)
     for policy in (Always(4), Lazy(), TwoLevel(), Multilevel(), Tolerance(), LazyExact()):
-        batch = policy.decide(together, movement, stored)
+        batch = policy.decide(Case(together, movement, stored))
         for i in range(5):
             alone = Innovation(*(field[i] for field in together))
-            single = policy.decide(alone, movement, stored[i])
+            single = policy.decide(Case(alone, movement, stored[i]))
             assert (batch.send[i], batch.width[i]) == (single.send, single.width)
 
 
@@ -115,7 +124,7 @@ def test_tolerance_with_a_movement_for_each_client(errors, squared, movement, et
         errors=errors,
         quantized_norm=squared,
     )
-    decision = Tolerance(eta).decide(stats, movement, errors)
+    decision = Tolerance(eta).decide(Case(stats, movement, errors))
     assert decision.send.tolist() == (squared > movement).tolist()
     for place in np.ndindex(2, 3):
         good_enough = [b for b in (1, 2, 3) if errors[place][b - 1] <= eta * movement[place]]

@@ -10,7 +10,7 @@ import pytest
 from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.messages import Skip
 from aqg.core.policies import Decision
-from aqg.core.quantizers import Stochastic
+from aqg.core.quantizers import Request, Stochastic
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import RECIPES, make_recipe, register
 from aqg.errors import ConfigError
@@ -59,7 +59,7 @@ def test_keeps_the_precision(name, dtype):
     simulation = simulate(name, dtype)
     run(simulation, 3)
     assert simulation.parameters.dtype == dtype
-    assert all(client.state.mirror.dtype == dtype for client in simulation.clients)
+    assert all(client.state.link.mirror.dtype == dtype for client in simulation.clients)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -107,12 +107,13 @@ def test_mirrors_agree_to_the_last_bit(name, dtype):
         dropout,
     )
     records = run(simulation, 250)
-    mirrors = simulation.server.state.mirrors
+    server = simulation.server.state
+    mirrors = [server.mirror(m) for m in range(server.num_clients)]
     for client in simulation.clients:
-        assert np.array_equal(client.state.mirror, mirrors[client.index])
+        assert np.array_equal(client.state.link.mirror[0], mirrors[client.index])
     if make_recipe(name).memory.keeps_mirror:
         total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
-        assert simulation.server.state.total == pytest.approx(total, rel=1e-9, abs=1e-12)
+        assert server.model.total == pytest.approx(total, rel=1e-9, abs=1e-12)
     assert all(record.widths[2] == -1 for record in records[39:140])
     dropped = np.mean([[width == -1 for width in r.widths[:2]] for r in records])
     assert 0.3 < dropped < 0.5
@@ -128,11 +129,10 @@ def test_lazy_recipes_skip(name):
 def test_qsgd_is_unbiased():
     vector = np.random.default_rng(0).standard_normal(50)
     quantizer = Stochastic()
-    innovation = quantizer.measure(vector)
-    draws = [
-        quantizer.quantize(vector, innovation, 4, (0, 0, k)).values(np.float64) for k in range(4000)
-    ]
-    step = quantizer.quantize(vector, innovation, 4, (0, 0, 0)).step
+    squared_norm = float(quantizer.measure(vector).squared_norm)
+    requests = [Request(4, squared_norm=squared_norm, key=(0, 0, k)) for k in range(4000)]
+    draws = [quantizer.quantize(vector, request).values(np.float64) for request in requests]
+    step = quantizer.quantize(vector, requests[0]).step
     # The standard error of the mean is at most step/2/sqrt(4000); five of them is a wide net.
     assert np.max(np.abs(np.mean(draws, axis=0) - vector)) < 5 * step / 2 / np.sqrt(4000)
 
@@ -157,8 +157,8 @@ def test_users_add_their_own():
     class EveryOther:
         """Sends two bits whenever the innovation is larger than the movement."""
 
-        def decide(self, innovation, movement, stored_errors):
-            send = innovation.squared_norm > movement
+        def decide(self, case):
+            send = case.innovation.squared_norm > case.movement
             return Decision(send, np.full(np.shape(send), 2))
 
     @register("every-other", "a rule of my own")

@@ -108,7 +108,8 @@ def test_config_files_that_cannot_be_read(tmp_path):
 def test_plugins_add_recipes(tmp_path):
     plugin = Path(tmp_path / "mine.py")
     plugin.write_text(
-        "from aqg import Always, Recipe, make_recipe, register\n"
+        "from aqg import Recipe, make_recipe, register\n"
+        "from aqg.core.policies import Always\n"
         "@register('two-bits', 'always two bits')\n"
         "def make(bits):\n"
         "    qgd = make_recipe('qgd', 2)\n"

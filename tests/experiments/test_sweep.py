@@ -240,12 +240,12 @@ from aqg.core.recipes import make_recipe, register
 class Doomed(Always):
     harm: str = ""
 
-    def decide(self, innovation, movement, stored_errors):
+    def decide(self, case):
         if Path(__file__).with_name("doom").exists():
             if self.harm == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ZeroDivisionError("no\\nway")
-        return super().decide(innovation, movement, stored_errors)
+        return super().decide(case)
 
 @register("dies", "takes its process along")
 def _dies(bits):

@@ -120,8 +120,8 @@ class WatchedRun:
         if memory is None:  # read while it was written
             return False
         found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
-        mirror = checkpoint.book.state.mirrors[client]
-        return bool(found) and np.array_equal(found[0].state.mirror, mirror)
+        mirror = checkpoint.book.state.mirror(client)
+        return bool(found) and np.array_equal(found[0].state.link.mirror[0], mirror)
 
     def mirrors_settle(self, client: int, seconds: float = 20) -> bool:
         """Whether the mirrors agree once the client has done what it was about to do."""

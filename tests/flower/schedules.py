@@ -175,7 +175,7 @@ class World:
             incarnation=self.incarnation,
             round=state.round,
             client=client,
-            movement=self.recipe.movement.of(state.history),
+            movement=self.recipe.movement.of(state.model.history),
             epoch=stamp.epoch,
             uploads=stamp.uploads,
             digest=stamp.digest,
@@ -183,7 +183,7 @@ class World:
         )
         identifier = next(self.serials)
         self.pending[identifier] = (client, state.round)
-        params, mirror = state.parameters.copy(), state.mirrors[client].copy()
+        params, mirror = state.parameters.copy(), state.mirror(client).copy()
         self.carry(lambda: self.obey(identifier, client, order, params, mirror))
 
     def hear(self, identifier: int, client: int, reply: Reply, mirror: FloatArray) -> None:
@@ -235,7 +235,7 @@ class World:
                 self.seen["rejected"] += 1
             else:
                 assert not is_bad, "a tampered reply was taken"
-                assert np.array_equal(self.book.state.mirrors[client], mirror), (
+                assert np.array_equal(self.book.state.mirror(client), mirror), (
                     "the mirror is not the one of the client whose reply was taken"
                 )
                 self.seen["restarted"] += reply.restarted
@@ -253,7 +253,7 @@ class World:
             reply = stale_reply(order)
             self.carry(lambda: self.hear(identifier, client, reply, mirror))
             return
-        held = base.snapshot.state.mirror
+        held = base.snapshot.state.link.mirror[0]
         assert base.restarted or np.array_equal(held, mirror), (
             "a mirror that differs from the server's was not noticed at contact"
         )
@@ -269,7 +269,7 @@ class World:
         if self.happens(self.rates.crash_before_replying):
             self.seen["crash"] += 1
             return
-        after = memory.current.state.mirror
+        after = memory.current.state.link.mirror[0]
         self.carry(lambda: self.hear(identifier, client, reply, after))
 
     def trouble_disk(self, client: int) -> None:
@@ -289,14 +289,16 @@ class World:
         if not self.recipe.memory.keeps_mirror:
             return
         state = self.book.state
-        weighted = self.book.weights[:, np.newaxis] * np.stack(state.mirrors)
+        weighted = self.book.weights[:, np.newaxis] * np.concatenate(
+            [peer.link.mirror for peer in state.peers]
+        )
         self.num_additions += 2
-        self.largest = max(self.largest, np.abs(weighted).sum(), np.abs(state.total).max())
+        self.largest = max(self.largest, np.abs(weighted).sum(), np.abs(state.model.total).max())
         allowed = 4 * np.finfo(np.float64).eps * self.num_additions * self.largest
-        error = np.abs(state.total - weighted.sum(axis=0)).max()
+        error = np.abs(state.model.total - weighted.sum(axis=0)).max()
         assert error <= allowed, "the sum is not the sum of the mirrors"
 
     def check_agreement(self) -> None:
         for client, disk in enumerate(self.disks):
             assert disk.current.stamp == self.book.entries[client].stamp, "no agreement"
-            assert np.array_equal(disk.current.state.mirror, self.book.state.mirrors[client])
+            assert np.array_equal(disk.current.state.link.mirror[0], self.book.state.mirror(client))

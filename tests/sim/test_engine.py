@@ -47,7 +47,7 @@ def run_both(device, name, rounds, tolerance):
         assert other.run_round().widths == cpu.run_round().widths
     assert other.parameters == pytest.approx(cpu.parameters, rel=tolerance, abs=tolerance)
     other.restore(cpu.state())
-    assert np.array_equal(other.state().mirrors, cpu.state().mirrors)
+    assert np.array_equal(other.state().clients.link.mirror, cpu.state().clients.link.mirror)
 
 
 @pytest.mark.parametrize("name", RECIPES)

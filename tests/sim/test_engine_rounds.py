@@ -7,7 +7,6 @@ import pytest
 
 from aqg.core.grids import Grid
 from aqg.core.innovation import measure
-from aqg.core.mirror import Memory
 from aqg.core.recipes import make_recipe
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
@@ -25,8 +24,8 @@ def test_rounds_in_one_go_are_the_rounds_one_by_one(device):
     records = list(together.run_rounds(25))
     assert records == [alone.run_round() for _ in range(25)]
     assert together.next_round == 26
-    assert np.array_equal(together.state().mirrors, alone.state().mirrors)
-    assert together.state().history == alone.state().history
+    assert np.array_equal(together.state().clients.link.mirror, alone.state().clients.link.mirror)
+    assert together.state().model.history == alone.state().model.history
 
 
 def test_the_loss_of_absent_clients_counts_too():
@@ -72,8 +71,8 @@ def cuda_or_skip():
 
 @pytest.mark.parametrize("grid", list(Grid))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("memory", [Memory.INNOVATION, Memory.FEEDBACK, Memory.LATEST])
-def test_fused_statistics_on_cuda(grid, dtype, memory):
+@pytest.mark.parametrize("has_mirror", [True, False])
+def test_fused_statistics_on_cuda(grid, dtype, has_mirror):
     torch = cuda_or_skip()
     from aqg.sim.torch_backend import read_statistics
     from aqg.sim.triton_statistics import compare
@@ -84,11 +83,9 @@ def test_fused_statistics_on_cuda(grid, dtype, memory):
     gradients[4, 7] = np.nan
     gradients = gradients.astype(dtype)
     held = gradients[::-1][[1, 1, 2, 1, 1]].copy()
-    deltas, table = compare(
-        memory, grid, 4, torch.tensor(gradients, device="cuda"), torch.tensor(held, device="cuda")
-    )
-    sign = {Memory.INNOVATION: -1, Memory.FEEDBACK: 1, Memory.LATEST: 0}[memory]
-    rows = gradients + gradients.dtype.type(sign) * held
+    mirrors = torch.tensor(held, device="cuda") if has_mirror else None
+    deltas, table = compare(grid, 4, torch.tensor(gradients, device="cuda"), mirrors)
+    rows = gradients - held if has_mirror else gradients
     assert np.array_equal(deltas.cpu().numpy(), rows, equal_nan=True)
     expected, found = measure(rows, grid, 4), read_statistics(table.cpu().numpy(), 4)
     assert found.in_range.tolist() == expected.in_range.tolist() == [True] * 4 + [False]

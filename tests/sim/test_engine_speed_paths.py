@@ -11,8 +11,10 @@ from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
 from aqg.core.recipes import make_recipe
+from aqg.core.space import as_index
 from aqg.objectives import make_objective
-from aqg.sim.backends import NumpyBackend, as_index, num_threads
+from aqg.parallel import num_threads
+from aqg.sim.backends import NumpyBackend
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -90,7 +92,7 @@ def test_threads_change_nothing(name, threads, monkeypatch):
     for _ in range(4):
         assert fast.run_round() == reference.run_round()
     assert np.array_equal(fast.parameters, reference.parameters)
-    assert np.array_equal(fast.state().mirrors, reference.state().mirrors)
+    assert np.array_equal(fast.state().clients.link.mirror, reference.state().clients.link.mirror)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

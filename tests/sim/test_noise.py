@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aqg.core.client import client_step, init_client
+from aqg.core.client import init_client, respond
 from aqg.core.dropouts import BernoulliDropout
+from aqg.core.persistence import clients_to_arrays
 from aqg.core.recipes import make_recipe
-from aqg.core.server import init_server, receive
+from aqg.core.server import hear, init_server
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
@@ -21,7 +22,10 @@ AUTO = make_recipe("auto")
 
 
 def is_noisy(simulation) -> list[bool]:
-    return [AUTO.noisy.meter.is_noisy(notes) for notes in simulation.state().notes]
+    return [
+        AUTO.switch.meter.is_noisy(notes)
+        for notes in simulation.state().clients.stages["noise"]["notes"]
+    ]
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5, 0.2])
@@ -48,21 +52,20 @@ def test_minibatches_count_as_noise_and_exact_updates_are_not_measured():
 
     for exact in (LocalTraining(), LocalTraining(steps=3)):
         state = FastSimulation(tiny_problem(), AUTO, 0.05, training=Training(exact)).state()
-        assert state.notes.shape == (4, 0)
-        assert state.residuals.shape == (4, 0)
+        assert list(state.clients.stages) == ["wider_tolerance"]
 
 
 def test_exact_updates_that_jump_about_are_not_taken_for_noise():
     """At a step size beyond all stability gradients look like noise, and a memory still holds."""
     problem = tiny_problem()
     simulation = FastSimulation(problem, AUTO, step_size=20.0)
-    meter, notes = AUTO.noisy.meter, AUTO.noisy.meter.init(len(problem.initial_params))
+    meter, notes = AUTO.switch.meter, AUTO.switch.meter.init(len(problem.initial_params))
     for number in range(1, 31):
         gradient = simulation.backend.losses_and_gradients(simulation.parameters, np.arange(1))[1]
         notes = meter.observe(notes, gradient[0], number)
         simulation.run_round(evaluate=False)
     assert meter.is_noisy(notes)
-    assert simulation.state().mirrors.any()
+    assert simulation.state().clients.link.mirror.any()
 
 
 def test_who_is_asked_seldom_sends_more_at_a_time():
@@ -72,7 +75,7 @@ def test_who_is_asked_seldom_sends_more_at_a_time():
         client = init_client(AUTO, 3000, np.dtype(np.float64))
         for number in range(every, 40 * every, every):
             gradient = rng.standard_normal(3000)
-            client, message = client_step(AUTO, client, gradient, 0.0, (0, 0, number))
+            client, message = respond(AUTO, client, gradient, 0.0, (0, 0, number))
         sent[every] = np.count_nonzero(message.levels != 1)
     assert sent == {1: 16, 2: 23, 3: 28}
 
@@ -81,17 +84,17 @@ def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
     rng = np.random.default_rng(6)
     client = init_client(AUTO, 3000, np.dtype(np.float64))
     for number in (1, 2, 3):  # it was asked often once, and owes since then
-        client, _ = client_step(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
-    assert client.residual.any()
+        client, _ = respond(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
+    assert client.stages["feedback"]["residual"][0].any()
     for number in range(10, 200, 10):
-        client, message = client_step(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
-    assert not client.residual.any()
+        client, message = respond(AUTO, client, rng.standard_normal(3000), 0.0, (0, 0, number))
+    assert not client.stages["feedback"]["residual"][0].any()
     assert not message.lasting
 
     gradient = rng.standard_normal(3000)
     mean = np.zeros(3000)
     for seed in range(400):
-        _, message = client_step(AUTO, client, gradient, 0.0, (seed, 0, 200))
+        _, message = respond(AUTO, client, gradient, 0.0, (seed, 0, 200))
         mean += message.values(np.float64) / 400
     length = np.linalg.norm(gradient)
     assert np.count_nonzero(message.levels != 1) < 80  # about ‖g‖₁/‖g‖₂, 44
@@ -104,7 +107,7 @@ def test_where_a_message_costs_much_more_is_put_into_it():
 
     def num_sent(recipe):
         client = init_client(recipe, len(update), np.dtype(np.float64))
-        _, upload = client_step(recipe, client, update, 1.0, (0, 0, 1))
+        _, upload = respond(recipe, client, update, 1.0, (0, 0, 1))
         return np.count_nonzero(upload.values(np.float64))
 
     assert num_sent(AUTO) == 16
@@ -123,7 +126,7 @@ def test_what_keeps_changing_is_not_remembered():
     """A vector that turns holds no noise, but what it was does not help, either."""
     first, second = np.random.default_rng(7).standard_normal((2, 3000))
     for angle, noisy in ((0.1, False), (0.8, True)):
-        meter, notes = AUTO.noisy.meter, AUTO.noisy.meter.init(3000)
+        meter, notes = AUTO.switch.meter, AUTO.switch.meter.init(3000)
         for number in range(1, 40):
             update = np.cos(angle * number) * first + np.sin(angle * number) * second
             notes = meter.observe(notes, update, number)
@@ -138,10 +141,10 @@ def test_a_client_unlike_the_others_is_given_more_tolerance():
     for name, speaks in (("lean", True), ("auto", False)):
         recipe = make_recipe(name).for_updates(are_exact=True)
         client = init_client(recipe, 4, np.dtype(np.float64))
-        client, _ = client_step(recipe, client, gradient, 0.0, (0, 0, 1))
-        _, message = client_step(recipe, client, gradient + 0.75, 1.0, (0, 0, 2))
+        client, _ = respond(recipe, client, gradient, 0.0, (0, 0, 1))
+        _, message = respond(recipe, client, gradient + 0.75, 1.0, (0, 0, 2))
         assert bool(message.width) is speaks, name  # the error is 2.25, the movement 1
-    _, message = client_step(recipe, client, gradient + 0.9, 1.0, (0, 0, 2))
+    _, message = respond(recipe, client, gradient + 0.9, 1.0, (0, 0, 2))
     assert message.width  # 3.24: more than three times the movement
 
 
@@ -156,11 +159,13 @@ def test_noise_that_begins_and_ends_moves_the_client_between_both_rules():
         gradient = slope * 0.99**round_number
         if 31 <= round_number <= 60:
             gradient = gradient + rng.standard_normal(num_params)
-        client, message = client_step(AUTO, client, gradient, 1.0, (0, 0, round_number))
-        server = receive(AUTO, server, 0, message)._replace(passing=np.zeros(0))
-        assert np.array_equal(server.mirrors[0], client.mirror)
-        assert np.allclose(server.total, client.mirror, atol=1e-12)
-        seen.append(AUTO.noisy.meter.is_noisy(client.notes))
+        client, message = respond(AUTO, client, gradient, 1.0, (0, 0, round_number))
+        server = hear(AUTO, server, 0, message)
+        model = server.model._replace(passing=None, round=server.round + 1)
+        server = server._replace(model=model)
+        assert np.array_equal(server.mirror(0), client.link.mirror[0])
+        assert np.allclose(server.model.total, client.link.mirror[0], atol=1e-12)
+        seen.append(AUTO.switch.meter.is_noisy(client.stages["noise"]["notes"][0]))
     assert seen[:4] == [True] * 4
     assert not any(seen[5:31])
     assert all(seen[36:60])
@@ -169,7 +174,7 @@ def test_noise_that_begins_and_ends_moves_the_client_between_both_rules():
 
 @pytest.mark.parametrize("num_params", [40, 20_000])
 def test_the_ratio_is_twice_the_share_of_noise_and_none_for_drift_and_swings(num_params):
-    meter = AUTO.noisy.meter
+    meter = AUTO.switch.meter
     rng = np.random.default_rng(2)
     signal, swing = rng.standard_normal((2, num_params))
 
@@ -195,19 +200,22 @@ def test_what_a_noisy_client_owes_is_exactly_what_it_has_not_sent():
     for round_number in range(1, 40):
         gradient = rng.standard_normal(3000)
         owed += gradient
-        client, message = client_step(AUTO, client, gradient, 0.0, (0, 0, round_number))
+        client, message = respond(AUTO, client, gradient, 0.0, (0, 0, round_number))
         assert not message.lasting
-        server = receive(AUTO, server, 0, message)
-        assert np.allclose(server.passing + client.residual, owed)
-    assert not server.total.any()
-    assert not client.mirror.any()
+        server = hear(AUTO, server, 0, message)
+        server = server._replace(model=server.model._replace(round=server.round + 1))
+        assert np.allclose(server.model.passing + client.stages["feedback"]["residual"][0], owed)
+    assert not server.model.total.any()
+    assert not client.link.mirror[0].any()
 
 
 def test_a_bad_gradient_leaves_no_trace():
     client = init_client(AUTO, 10, np.dtype(np.float64))
     for round_number in range(1, 6):
-        client, _ = client_step(AUTO, client, np.ones(10), 0.0, (0, 0, round_number))
+        client, _ = respond(AUTO, client, np.ones(10), 0.0, (0, 0, round_number))
     for bad in (np.nan, np.inf, 1e35):
-        after, message = client_step(AUTO, client, np.full(10, bad), 0.0, (0, 0, 9))
+        after, message = respond(AUTO, client, np.full(10, bad), 0.0, (0, 0, 9))
         assert message.fault
-        assert after is client
+        assert clients_to_arrays(after).keys() == clients_to_arrays(client).keys()
+        for key, value in clients_to_arrays(after).items():
+            assert np.array_equal(value, clients_to_arrays(client)[key]), key

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqg.sim.speakers import who_speaks
+from aqg.core.round import who_speaks
 
 CLIENT = st.tuples(st.booleans(), st.booleans(), st.integers(0, 5))
 

@@ -12,11 +12,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqg.core.links import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
 from aqg.wire.context import decode, encode, encoded_size
 from aqg.wire.context_model import MAX_HINT
-from aqg.wire.hints import direction_of, make_hints
+from aqg.wire.hints import make_hints
 from aqg.wire.lags import find_lags
 
 GOLDEN = "05070335b11047c8d2c012b486cc42e252004bb19da56ef40c75ca4d6701cb55"

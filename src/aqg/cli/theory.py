@@ -109,6 +109,7 @@ def _follow(
     from rich.progress import Progress
 
     from aqg.core.recipes import make_recipe
+    from aqg.core.stages.wider_tolerance import widest_weights
     from aqg.experiments.setup import find_minimum, make_simulation
     from aqg.theory.constants import local_curvature
     from aqg.theory.lyapunov import watch_run
@@ -123,7 +124,7 @@ def _follow(
             num_rounds,
             problem.num_clients,
             0.0 if minimum is None else minimum,
-            recipe.movement.widest_weights,
+            widest_weights(recipe),
             config.alpha,
             lambda number: bars.update(task, completed=number),
         )

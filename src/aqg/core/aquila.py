@@ -26,9 +26,9 @@ from aqg.core.messages import Upload
 from aqg.core.policies import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.types import Float64Array, FloatArray
+    from aqg.core.policies import Case
+    from aqg.core.quantizers import Request
+    from aqg.core.types import FloatArray
 
 
 def choose_width(radius: float, norm: float, num_params: int) -> int:
@@ -78,29 +78,19 @@ class AquilaQuantizer:
             quantized_norm=quantized.reshape(leading),
         )
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,
-        width: int,
-        key: Sequence[int],  # noqa: ARG002
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round every coordinate to the nearest level."""
-        step = float(innovation.steps[width - 1])
-        return Upload(quantize(delta, Grid.MIDRISE, width, step), step, width, Grid.MIDRISE)
+        width, step = request.width, request.step
+        return Upload(quantize(vector, Grid.MIDRISE, width, step), step, width, Grid.MIDRISE)
 
 
 @dataclass(frozen=True)
 class AquilaPolicy:
     """Send when ``‖Q_b(Δ)‖² + ‖ε_b‖² > movement``, with the one width that was measured."""
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,  # noqa: ARG002
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Weigh what would be sent, and its error, against the model's last step."""
+        innovation = case.innovation
         error = innovation.errors.min(axis=-1)
-        send = np.asarray(innovation.quantized_norm + error > movement)
+        send = np.asarray(innovation.quantized_norm + error > case.movement)
         return Decision(send, innovation.errors.argmin(axis=-1) + 1)

@@ -9,13 +9,10 @@ import numpy as np
 
 from aqg.core.blockwise import BlockUpload, quantize_blocks
 from aqg.core.halves import HalfUpload, to_halves
-from aqg.core.quantizers import NormOnly
+from aqg.core.quantizers import NormOnly, Request
 from aqg.core.rotation import RotatedUpload, quantize_rotated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.innovation import Innovation
     from aqg.core.types import FloatArray
 
 
@@ -23,30 +20,18 @@ if TYPE_CHECKING:
 class Half(NormOnly):
     """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,  # noqa: ARG002
-        key: Sequence[int],  # noqa: ARG002
-    ) -> HalfUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> HalfUpload:
         """Round to the nearest half."""
-        return HalfUpload(*to_halves(delta))
+        return HalfUpload(*to_halves(vector))
 
 
 @dataclass(frozen=True)
 class Blockwise(NormOnly):
     """Eight bits and a step for every 256 coordinates: `aqg.core.blockwise`."""
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,  # noqa: ARG002
-        key: Sequence[int],  # noqa: ARG002
-    ) -> BlockUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
         """Round to the nearest level of the block."""
-        return BlockUpload(*quantize_blocks(delta))
+        return BlockUpload(*quantize_blocks(vector))
 
 
 @dataclass(frozen=True)
@@ -55,14 +40,8 @@ class Rotated(NormOnly):
 
     unbiased: bool = True
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,  # noqa: ARG002
-        key: Sequence[int],
-    ) -> RotatedUpload:
+    def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
         """Rotate by a seed drawn from ``key``, which the message carries."""
-        seed = int(np.random.default_rng(list(key)).integers(1 << 32))
-        signs, scales = quantize_rotated(delta, seed, self.unbiased)
-        return RotatedUpload(signs, scales, seed, len(delta))
+        seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
+        signs, scales = quantize_rotated(vector, seed, self.unbiased)
+        return RotatedUpload(signs, scales, seed, len(vector))

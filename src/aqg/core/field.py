@@ -1,83 +1,90 @@
 """The field: published compressors as recipes, to compare with.
 
-Each maker takes the bit limit, which most ignore, and its own knobs. ``docs/recipes.md`` lists the
+Each maker takes the knobs that its paper has. ``docs/recipes.md`` lists the
 formulas, and where a reading of a paper had to be chosen.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.dense_quantizers import Blockwise, Half, Rotated
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.mirror import Memory
+from aqg.core.links import Memory
 from aqg.core.movement import Movement
 from aqg.core.policies import Always, LazyOwn
 from aqg.core.quantizers import Stochastic
 from aqg.core.recipe import Recipe
-from aqg.core.schedules import DoublingLevels, PowersOfTwo, Told
 from aqg.core.sparsifiers import SparseTernary, TopK
+from aqg.core.stages import (
+    DoublingLevels,
+    ErrorFeedback,
+    LossSchedule,
+    OwnMovement,
+    RunningAverage,
+)
+from aqg.core.told_width import PowersOfTwo, Told
 from aqg.errors import ConfigError
 
 
-def fp16(bits: int) -> Recipe:  # noqa: ARG001
+def fp16() -> Recipe:
     """IEEE 754 half precision, as in Micikevicius et al., Mixed Precision Training."""
-    return Recipe(memory=Memory.NONE, policy=Always(16), quantizer=Half())
+    return Recipe(policy=Always(16), quantizer=Half())
 
 
-def blockwise8(bits: int) -> Recipe:  # noqa: ARG001
+def blockwise8() -> Recipe:
     """Dettmers et al., 8-bit Optimizers via Block-wise Quantization."""
-    return Recipe(memory=Memory.NONE, policy=Always(8), quantizer=Blockwise())
+    return Recipe(policy=Always(8), quantizer=Blockwise())
 
 
-def stc(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+def stc(*, keep: float = 0.01) -> Recipe:
     """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
-    return Recipe(memory=Memory.FEEDBACK, policy=Always(2), quantizer=SparseTernary(keep))
+    return Recipe(policy=Always(2), quantizer=SparseTernary(keep), stages=(ErrorFeedback(),))
 
 
-def topk(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+def topk(*, keep: float = 0.01) -> Recipe:
     """Stich et al., Sparsified SGD with Memory; Aji & Heafield, Sparse Communication."""
-    return Recipe(memory=Memory.FEEDBACK, policy=Always(16), quantizer=TopK(keep))
+    return Recipe(policy=Always(16), quantizer=TopK(keep), stages=(ErrorFeedback(),))
 
 
-def ef21(bits: int, *, keep: float = 0.01) -> Recipe:  # noqa: ARG001
+def ef21(*, keep: float = 0.01) -> Recipe:
     """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""
     return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep))
 
 
-def ef21_momentum(bits: int, *, keep: float = 0.01, eta: float = 0.1) -> Recipe:  # noqa: ARG001
+def ef21_momentum(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
     """Fatkhullin et al., Momentum Provably Improves Error Feedback!."""
-    return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep), averaging=eta)
+    return replace(ef21(keep=keep), stages=(RunningAverage(eta),) if eta != 1 else ())
 
 
-def clag(bits: int, *, keep: float = 0.01, zeta: float = 1.0) -> Recipe:  # noqa: ARG001
+def clag(*, keep: float = 0.01, zeta: float = 1.0) -> Recipe:
     """Richtárik et al., 3PC: Three Point Compressors for Communication-Efficient Training."""
     return Recipe(
         memory=Memory.INNOVATION,
         policy=LazyOwn(zeta, width=16),
         quantizer=TopK(keep),
-        own_movement=True,
+        stages=(OwnMovement(),),
     )
 
 
-def fedpaq(bits: int, *, levels: float = 4) -> Recipe:  # noqa: ARG001
+def fedpaq(*, levels: float = 4) -> Recipe:
     """Reisizadeh et al., FedPAQ; its quantizer is that of Alistarh et al., QSGD."""
     largest = (1 << (MAX_WIDTH - 1)) - 1
     if not 1 <= levels <= largest or levels != int(levels):
         raise ConfigError(f"levels is {levels}; it must be a whole number in 1..{largest}")
     quantizer = Stochastic(int(levels))
-    return Recipe(
-        memory=Memory.NONE, policy=Always(int(levels).bit_length() + 1), quantizer=quantizer
-    )
+    return Recipe(policy=Always(int(levels).bit_length() + 1), quantizer=quantizer)
 
 
-def eden(bits: int, *, unbiased: float = 1) -> Recipe:  # noqa: ARG001
+def eden(*, unbiased: float = 1) -> Recipe:
     """Vargaftik et al., EDEN, at one bit; with ``unbiased=0`` the scale of DRIVE's least error."""
     if unbiased not in (0, 1):
         raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
-    return Recipe(memory=Memory.NONE, policy=Always(1), quantizer=Rotated(bool(unbiased)))
+    return Recipe(policy=Always(1), quantizer=Rotated(bool(unbiased)))
 
 
-def aquila(bits: int, *, beta: float = 0.1) -> Recipe:  # noqa: ARG001
+def aquila(*, beta: float = 0.1) -> Recipe:
     """Zhao et al., AQUILA."""
     return Recipe(
         memory=Memory.INNOVATION,
@@ -87,16 +94,15 @@ def aquila(bits: int, *, beta: float = 0.1) -> Recipe:  # noqa: ARG001
     )
 
 
-def dadaquant(bits: int, *, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:  # noqa: ARG001
+def dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
     """Hönig et al., DAdaQuant: Doubly-adaptive Quantization for Federated Learning."""
     for name, value in (("q", q), ("phi", phi)):
         if not float(value).is_integer():
             raise ConfigError(f"{name} is {value}; it must be a whole number")
     return Recipe(
-        memory=Memory.NONE,
         policy=Told(),
         quantizer=PowersOfTwo(),
-        schedule=DoublingLevels(int(q), int(phi), psi),
+        stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
     )
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.blockwise import BlockUpload
+from aqg.core.blockwise import BlockUpload as BlockUpload
 from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
-from aqg.core.halves import HalfUpload, SparseUpload
-from aqg.core.rotation import RotatedUpload
+from aqg.core.halves import HalfUpload as HalfUpload
+from aqg.core.halves import SparseUpload as SparseUpload
+from aqg.core.rotation import RotatedUpload as RotatedUpload
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
@@ -149,6 +150,11 @@ class DenseUpload:
 AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 """Everything that stands for a vector."""
 Message = AnyUpload | Skip
+
+
+def is_message(value: object) -> bool:
+    """Tell whether this is something that a client can send."""
+    return isinstance(value, Message)
 
 
 def for_one_round(upload: AnyUpload) -> Upload:

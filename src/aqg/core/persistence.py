@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.client import ClientState
+from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
-from aqg.core.server import ServerState
+from aqg.core.round import Clients
+from aqg.core.server import Model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,53 +18,61 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, NDArray[Any]]
 
+_STAGE = "stage/"
+"""What the names of stages' arrays begin with: ``stage/NAME/FIELD``."""
 
-def client_to_arrays(state: ClientState) -> dict[str, NDArray[Any]]:
-    """Return a client's state as arrays that any array format can hold."""
+
+def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
+    """Return clients' state as arrays that any array format can hold."""
     return {
-        "mirror": state.mirror,
-        "residual": state.residual,
-        "average": state.average,
-        "notes": state.notes,
-        "stored_errors": state.stored_errors,
-        "silent_rounds": np.array(state.silent_rounds, np.int64),
+        "num_params": np.array(state.num_params, np.int64),
+        "mirrors": state.link.mirror,
+        "directions": state.link.direction,
+        "silent_rounds": state.silent_rounds,
+        **{
+            f"{_STAGE}{name}/{field}": table
+            for name, fields in state.stages.items()
+            for field, table in fields.items()
+        },
     }
 
 
-def client_from_arrays(arrays: Arrays) -> ClientState:
-    """Return the state that `client_to_arrays` wrote."""
-    return ClientState(
-        mirror=np.array(arrays["mirror"]),
-        residual=np.array(arrays["residual"]),
-        average=np.array(arrays["average"]),
-        notes=np.array(arrays["notes"]),
-        stored_errors=np.array(arrays["stored_errors"]),
-        silent_rounds=int(arrays["silent_rounds"]),
-    )
+def clients_from_arrays(arrays: Arrays) -> Clients:
+    """Return the state that `clients_to_arrays` wrote."""
+    stages: dict[str, dict[str, NDArray[Any]]] = {}
+    for key, table in arrays.items():
+        if key.startswith(_STAGE):
+            name, field = key.removeprefix(_STAGE).split("/")
+            stages.setdefault(name, {})[field] = np.array(table)
+    mirrors = np.array(arrays["mirrors"])
+    link = Link(mirrors, np.array(arrays["directions"]), np.asarray(mirrors.any(axis=1)))
+    silent_rounds = np.array(arrays["silent_rounds"])
+    return Clients(int(arrays["num_params"]), link, silent_rounds, stages)
 
 
-def server_to_arrays(state: ServerState) -> dict[str, NDArray[Any]]:
-    """Return the server's state as arrays that any array format can hold."""
+def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
+    """Return the model and what moves it as arrays."""
+    nothing = np.zeros(0)
     return {
-        "round": np.array(state.round, np.int64),
-        "parameters": state.parameters,
-        "mirrors": np.stack(state.mirrors),
-        "total": state.total,
-        "history": np.array(state.history, np.float64),
-        "momentum": state.optimizer.momentum,
-        "variance": state.optimizer.variance,
-        "passing": state.passing,
+        "round": np.array(model.round, np.int64),
+        "parameters": model.parameters,
+        "total": model.total,
+        "passing": nothing if model.passing is None else model.passing,
+        "history": np.array(model.history, np.float64),
+        "momentum": model.optimizer.momentum,
+        "variance": model.optimizer.variance,
     }
 
 
-def server_from_arrays(arrays: Arrays) -> ServerState:
-    """Return the state that `server_to_arrays` wrote."""
-    return ServerState(
+def model_from_arrays(arrays: Arrays) -> Model:
+    """Return the model that `model_to_arrays` wrote."""
+    passing = np.array(arrays["passing"])
+    return Model(
         round=int(arrays["round"]),
         parameters=np.array(arrays["parameters"]),
-        mirrors=tuple(np.array(mirror) for mirror in arrays["mirrors"]),
         total=np.array(arrays["total"]),
+        passing=passing if len(passing) else None,
         history=tuple(arrays["history"].tolist()),
+        last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
-        passing=np.array(arrays["passing"]),
     )

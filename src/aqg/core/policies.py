@@ -31,38 +31,42 @@ class Decision(NamedTuple):
     width: IntArray
 
 
+class Case(NamedTuple):
+    """What a rule decides by.
+
+    Attributes:
+        innovation: statistics of what each client would send.
+        movement: the number to compare with, one for all clients or one for each.
+        stored_errors: ``‖ε̂_b‖²``, where the recipe keeps them
+            (`aqg.core.stages.StoredErrors`); else None.
+
+    """
+
+    innovation: Innovation
+    movement: float | Float64Array
+    stored_errors: Float64Array | None = None
+
+
 class Policy(Protocol):
     """A rule; see the module's text."""
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Decide for every client on the leading axes; errors are on the last axis."""
 
 
-def thresholds(
-    innovation: Innovation,
-    movement: float | Float64Array,
-    stored_errors: Float64Array,
-) -> Float64Array:
+def thresholds(case: Case) -> Float64Array:
     """Return the paper's ``T_b`` for ``b = 1..b_max`` on the last axis (equation 5)."""
+    if case.stored_errors is None:
+        raise ConfigError("the paper's criterion needs the stage StoredErrors in the recipe")
     # T_b uses the errors of width b_max - b + 1: the list of widths, read backwards.
-    errors = stored_errors + innovation.errors
-    result: Float64Array = np.asarray(movement)[..., None] + 3.0 * errors[..., ::-1]
+    errors = case.stored_errors + case.innovation.errors
+    result: Float64Array = np.asarray(case.movement)[..., None] + 3.0 * errors[..., ::-1]
     return result
 
 
-def _passes(
-    innovation: Innovation,
-    movement: float | Float64Array,
-    stored_errors: Float64Array,
-) -> BoolArray:
+def _passes(case: Case) -> BoolArray:
     """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
-    limits = thresholds(innovation, movement, stored_errors)
-    result: BoolArray = innovation.quantized_norm[..., None] >= limits
+    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
     return result
 
 
@@ -72,14 +76,9 @@ class Always:
 
     width: int
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,  # noqa: ARG002
-        stored_errors: Float64Array,  # noqa: ARG002
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Send."""
-        shape = innovation.squared_norm.shape
+        shape = case.innovation.squared_norm.shape
         return Decision(np.ones(shape, np.bool_), np.full(shape, self.width))
 
 
@@ -89,14 +88,9 @@ class LazyExact:
 
     width: int = 32
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,  # noqa: ARG002
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Send what moved more than the model did."""
-        send = np.asarray(innovation.squared_norm >= movement)
+        send = np.asarray(case.innovation.squared_norm >= case.movement)
         return Decision(send, np.full(send.shape, self.width))
 
 
@@ -104,7 +98,7 @@ class LazyExact:
 class LazyOwn:
     """CLAG's trigger: send when ``‖v - ref_m‖² > ζ·movement``.
 
-    The movement is the client's own, ``‖v^k - v^{k-1}‖²`` (`Recipe.own_movement`).
+    The movement is the client's own, ``‖v^k - v^{k-1}‖²`` (`aqg.core.stages.OwnMovement`).
     """
 
     zeta: float
@@ -114,14 +108,9 @@ class LazyOwn:
         if not 0 <= self.zeta < np.inf:
             raise ConfigError(f"zeta is {self.zeta}; it must be at least 0 and finite")
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,  # noqa: ARG002
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Send when the server's copy is further off than the gradient just moved."""
-        send = np.asarray(innovation.squared_norm > self.zeta * np.asarray(movement))
+        send = np.asarray(case.innovation.squared_norm > self.zeta * np.asarray(case.movement))
         return Decision(send, np.full(send.shape, self.width))
 
 
@@ -129,14 +118,9 @@ class LazyOwn:
 class Lazy:
     """LAQ: send ``b_max`` bits when ``‖Q_bmax(Δ)‖² ≥ T_1`` (equation 4 of the paper)."""
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Send all bits or nothing."""
-        passes = _passes(innovation, movement, stored_errors)
+        passes = _passes(case)
         max_width = passes.shape[-1]
         return Decision(passes[..., 0], np.full(passes.shape[:-1], max_width))
 
@@ -145,14 +129,9 @@ class Lazy:
 class Multilevel:
     """AQG: among the widths whose criterion holds, the largest (Algorithm 1)."""
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Scan ``b = b_max .. 1``; a stale client with none that holds sends one bit."""
-        passes = _passes(innovation, movement, stored_errors)
+        passes = _passes(case)
         widths = np.arange(1, passes.shape[-1] + 1)
         return Decision(passes[..., 0], np.where(passes, widths, 1).max(axis=-1))
 
@@ -161,14 +140,9 @@ class Multilevel:
 class TwoLevel:
     """Two-level AQG: ``b_max`` bits where its criterion holds, else ``⌈b_max/2⌉``."""
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Gate on ``b = 1`` as Algorithm 1 does, then choose one of two widths."""
-        passes = _passes(innovation, movement, stored_errors)
+        passes = _passes(case)
         max_width = passes.shape[-1]
         width = np.where(passes[..., -1], max_width, (max_width + 1) // 2)
         return Decision(passes[..., 0], width)
@@ -184,15 +158,10 @@ class Tolerance:
 
     eta: float = 0.5
 
-    def decide(
-        self,
-        innovation: Innovation,
-        movement: float | Float64Array,
-        stored_errors: Float64Array,  # noqa: ARG002
-    ) -> Decision:
+    def decide(self, case: Case) -> Decision:
         """Send what is needed to be good enough, no more."""
-        squared_norms, errors = innovation.squared_norm, innovation.errors
-        tolerances = np.array(movement, ndmin=1, copy=None)
+        squared_norms, errors = case.innovation.squared_norm, case.innovation.errors
+        tolerances = np.array(case.movement, ndmin=1, copy=None)
         shape = squared_norms.shape
         if len(shape) != 1:  # one client, or several axes of them
             squared_norms = squared_norms.reshape(-1)

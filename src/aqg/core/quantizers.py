@@ -6,8 +6,9 @@ A quantizer measures and encodes; it never decides. Randomness is an argument: a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,9 +18,26 @@ from aqg.core.kernels import quantize
 from aqg.core.messages import AnyUpload, DenseUpload, Upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aqg.core.types import FloatArray
+
+
+class Request(NamedTuple):
+    """How one vector is to be encoded.
+
+    Attributes:
+        width: the bits per coordinate that the policy chose.
+        step: the step that was measured for this width; 0 where steps are not measured.
+        squared_norm: ``‖v‖²``.
+        key: integers (seed, client, round) that make the message's randomness.
+        advice: what a stage of the recipe has to say to the quantizer; nothing, mostly.
+
+    """
+
+    width: int
+    step: float = 0.0
+    squared_norm: float = math.nan
+    key: tuple[int, ...] = ()
+    advice: tuple[float, ...] = ()
 
 
 class Quantizer(Protocol):
@@ -32,9 +50,7 @@ class Quantizer(Protocol):
     def measure(self, delta: FloatArray) -> Innovation:
         """Return the statistics of ``delta``, shape ``(..., n)``."""
 
-    def quantize(
-        self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
-    ) -> AnyUpload:
+    def quantize(self, vector: FloatArray, request: Request, /) -> AnyUpload:
         """Encode one vector of shape ``(n,)``."""
 
 
@@ -54,16 +70,10 @@ class GridQuantizer:
         """Measure the errors of every width."""
         return measure(delta, self.grid, self.max_width)
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,
-        width: int,
-        key: Sequence[int],  # noqa: ARG002
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round every coordinate to the nearest level."""
-        step = float(innovation.steps[width - 1])
-        return Upload(quantize(delta, self.grid, width, step), step, width, self.grid)
+        width, step = request.width, request.step
+        return Upload(quantize(vector, self.grid, width, step), step, width, self.grid)
 
 
 class NormOnly:
@@ -83,15 +93,9 @@ class NormOnly:
 class Verbatim(NormOnly):
     """The vector itself, in float32 (GD, LAG)."""
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,  # noqa: ARG002
-        key: Sequence[int],  # noqa: ARG002
-    ) -> DenseUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> DenseUpload:
         """Round to float32."""
-        return DenseUpload(delta.astype(np.float32))
+        return DenseUpload(vector.astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -105,48 +109,23 @@ class Stochastic(NormOnly):
 
     num_levels: int | None = None
 
-    def quantize(
-        self, delta: FloatArray, innovation: Innovation, width: int, key: Sequence[int]
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round every coordinate up or down at random, by its distance."""
+        width = request.width
         top = (1 << (width - 1)) - 1
         num_levels = top if self.num_levels is None else self.num_levels
-        step = round_up_to_bfloat16(float(np.sqrt(innovation.squared_norm)) / num_levels)
-        scaled = delta.astype(np.float64) / step if step else np.zeros(len(delta))
-        uniform = np.random.default_rng(list(key)).random(len(delta))
+        step = round_up_to_bfloat16(math.sqrt(request.squared_norm) / num_levels)
+        scaled = vector.astype(np.float64) / step if step else np.zeros(len(vector))
+        uniform = np.random.default_rng(list(request.key)).random(len(vector))
         integers = np.clip(np.floor(scaled + uniform), -top, top).astype(np.int32) + top
         dtype = np.uint8 if width <= 8 else np.uint16
         return Upload(integers.astype(dtype), step, width, Grid.MIDTREAD)
-
-
-def left_to_owe(quantizer: Quantizer, delta: FloatArray, upload: AnyUpload) -> FloatArray:
-    """Return what error feedback still owes of ``delta`` after an upload.
-
-    Unbiased rounding owes nothing: its errors cancel by themselves.
-
-    >>> from aqg.core.grids import Grid
-    >>> upload = Upload(np.array([2, 1], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
-    >>> left_to_owe(Sign(), np.array([0.75, 0.25]), upload)
-    array([0.25, 0.25])
-    >>> left_to_owe(Stochastic(), np.array([0.75, 0.25]), upload)
-    array([0., 0.])
-    """
-    if isinstance(quantizer, Stochastic):
-        return np.zeros_like(delta)
-    owed: FloatArray = delta - upload.values(delta.dtype.type)
-    return owed
 
 
 @dataclass(frozen=True)
 class Sign(NormOnly):
     """SignSGD: one bit per coordinate, with magnitude one."""
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,
-        key: Sequence[int],  # noqa: ARG002
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Keep the signs; zero counts as positive."""
-        return Upload((delta >= 0).astype(np.uint8), 1.0, width, Grid.MIDTREAD)
+        return Upload((vector >= 0).astype(np.uint8), 1.0, request.width, Grid.MIDTREAD)

@@ -1,7 +1,8 @@
 """The table of recipes, by name.
 
-A recipe is made by a function that takes the bit limit ``b_max`` and keyword options of its own,
-which can be set in the name, as in ``lean:eta=0.3``. `register` adds one to the table.
+A recipe is made by a function of keyword options of its own, which can be set in the name, as in
+``lean:eta=0.3``, and of the bit limit ``b_max`` if it has a parameter ``bits``. `register` adds one
+to the table.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
-from aqg.core.mirror import Memory
+from aqg.core.links import Memory
 from aqg.core.movement import Movement
 from aqg.core.noise import NoiseMeter
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
-from aqg.core.recipe import DEPTH, Noisy, Recipe
+from aqg.core.recipe import DEPTH, Recipe
+from aqg.core.stages import ErrorFeedback, NoiseSwitch, StoredErrors, WiderTolerance
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ RECIPES: dict[str, Entry] = {}
 
 
 def register(name: str, summary: str) -> Callable[[Maker], Maker]:
-    """Add a recipe under ``name``: decorates ``make(bits, *, option=default)``."""
+    """Add a recipe under ``name``: decorates ``make(*, option=default)``, or with ``bits`` first."""
     if not name or set(name) & set(":,= "):
         raise ConfigError(
             f"recipe name {name!r} must be non-empty, without ':', ',', '=' and blanks"
@@ -86,23 +88,31 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
             raise ConfigError(
                 f"option {key} of recipe {name!r} is {value!r}, not a number"
             ) from None
-    return replace(entry.make(bits, **options), max_staleness=max_staleness)
+    if "bits" in inspect.signature(entry.make).parameters:
+        recipe = entry.make(bits, **options)
+    else:
+        recipe = entry.make(**options)
+    return replace(recipe, max_staleness=max_staleness)
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
-def _gd(bits: int) -> Recipe:  # noqa: ARG001
+def _gd() -> Recipe:
     return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim())
 
 
 @register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
-def _lag(bits: int) -> Recipe:  # noqa: ARG001
+def _lag() -> Recipe:
     return Recipe(memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim())
 
 
 def _published(policy: Policy, bits: int) -> Recipe:
     """Make one of the paper's rules: innovations on the grid of LAQ's published code."""
-    quantizer = GridQuantizer(Grid.MIDRISE, bits)
-    return Recipe(memory=Memory.INNOVATION, policy=policy, quantizer=quantizer)
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=policy,
+        quantizer=GridQuantizer(Grid.MIDRISE, bits),
+        stages=(StoredErrors(bits),),
+    )
 
 
 @register("qgd", "quantized gradient descent: every innovation at b_max bits")
@@ -136,13 +146,12 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
         memory=Memory.INNOVATION,
         policy=Tolerance(eta),
         quantizer=GridQuantizer(Grid.MIDTREAD, bits),
-        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean", widest=widest),
+        stages=() if widest == 1 else (WiderTolerance(widest),),
+        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean"),
     )
 
 
-@register(
-    "auto", "ours: lean while updates repeat themselves, a trickle of signs while they do not"
-)
+@register("auto", "ours: lean while updates repeat themselves, sparse ternary while they do not")
 def _auto(
     bits: int,
     *,
@@ -151,25 +160,26 @@ def _auto(
     widest: float = 3.0,
     overhead: float = 0.0,
 ) -> Recipe:
-    return replace(_lean(bits, widest=widest), noisy=Noisy(NoiseMeter(calm, noisy), overhead))
+    switch = NoiseSwitch(NoiseMeter(calm, noisy), overhead)
+    return replace(_lean(bits, widest=widest), switch=switch)
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
 def _qsgd(bits: int) -> Recipe:
     if bits < 2:
         raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
-    return Recipe(memory=Memory.NONE, policy=Always(bits), quantizer=Stochastic())
+    return Recipe(policy=Always(bits), quantizer=Stochastic())
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
-def _signsgd(bits: int) -> Recipe:  # noqa: ARG001
-    return Recipe(memory=Memory.NONE, policy=Always(1), quantizer=Sign())
+def _signsgd() -> Recipe:
+    return Recipe(policy=Always(1), quantizer=Sign())
 
 
 @register("onebit", "1-bit SGD: sign and mean magnitude, with error feedback")
-def _onebit(bits: int) -> Recipe:  # noqa: ARG001
+def _onebit() -> Recipe:
     quantizer = GridQuantizer(Grid.MIDTREAD, 1)
-    return Recipe(memory=Memory.FEEDBACK, policy=Always(1), quantizer=quantizer)
+    return Recipe(policy=Always(1), quantizer=quantizer, stages=(ErrorFeedback(),))
 
 
 for _name, _summary, _make in FIELD:

@@ -1,136 +1,170 @@
-"""The server's state machine: messages go in, a model comes out."""
+"""The server: messages go in, a model comes out.
+
+`take_in` and `step` are the server's round, over a leading axis of clients as in `aqg.core.round`;
+the simulator calls them on tables of all clients. Below them, `init_server`, `broadcast`, `hear`
+and `finish_round` are a server that hears one client at a time and holds a `Link` for each.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.messages import Broadcast, Message, Skip, Upload
-from aqg.core.mirror import advance, empty_mirror
+from aqg.core.client import check_precision
+from aqg.core.links import Link, init_link, is_lasting, move_directions
+from aqg.core.messages import Broadcast, Message, Skip, is_message
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
-from aqg.errors import MessageError
+from aqg.core.per_client import PerClient
+from aqg.core.space import NumpySpace
+from aqg.core.types import is_whole
+from aqg.errors import ConfigError, MessageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.core.messages import AnyUpload
     from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
+    from aqg.core.space import Array, Space
+    from aqg.core.types import Float64Array, FloatArray, IntArray
+
+_SPACE = NumpySpace(in_place=True)
+"""Everything that is written to below is a copy of the server's own."""
+_PLAIN = SGD()
 
 
-_NOTHING = np.zeros(0)
-
-
-class ServerState(NamedTuple):
-    """What the server remembers between messages.
+class Model(NamedTuple):
+    """The model and what moves it.
 
     Attributes:
         round: ``k``, the round in progress, counted from 1.
-        parameters: the model ``θ^k``.
-        mirrors: ``ref_m`` of every client.
-        total: ``Σ_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the sum
-            of this round's uploads.
-        history: ``‖direction‖²/M²`` of the last steps, newest first, times `fresh_share`.
+        parameters: ``θ^k``.
+        total: ``Σ_m w_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the
+            sum of this round's uploads.
+        passing: the sum of what counts in this round alone, beside mirrors; None where nothing is.
+        history: ``‖direction‖²/M²`` of the last steps, newest first, times the optimizer's
+            `fresh_share`.
+        last_step: ``‖direction‖²`` of the last step, while it is on its way into the history.
         optimizer: what the server optimizer remembers.
-        passing: the sum of what counts in this round alone, or nothing.
 
     """
 
     round: int
-    parameters: FloatArray
-    mirrors: tuple[FloatArray, ...]
-    total: Float64Array
+    parameters: Array
+    total: Array
+    passing: Array | None
     history: tuple[float, ...]
+    last_step: Array | None
     optimizer: OptimizerState
-    passing: Float64Array = _NOTHING
 
 
-_PLAIN = SGD()
-
-
-def init_server(
-    recipe: Recipe,
-    parameters: FloatArray,
-    num_clients: int,
-    optimizer: ServerOptimizer = _PLAIN,
-) -> ServerState:
-    """Return the state before the first round, with every ``ref_m`` zero."""
-    mirror = empty_mirror(recipe.memory, len(parameters), parameters.dtype)
-    return ServerState(
+def init_model(parameters: FloatArray, optimizer: ServerOptimizer) -> Model:
+    """Return the model before the first round."""
+    return Model(
         round=1,
         parameters=parameters,
-        mirrors=(mirror,) * num_clients,
         total=np.zeros(len(parameters)),
+        passing=None,
         history=(),
+        last_step=None,
         optimizer=optimizer.init(len(parameters)),
     )
 
 
-def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
-    """Return what every client is told at the start of the round."""
-    return Broadcast(state.round, state.parameters, recipe.movement.of(state.history))
-
-
-def receive(
-    recipe: Recipe, state: ServerState, client: int, message: Message, weight: float = 1.0
-) -> ServerState:
-    """Take one client's message: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it.
-
-    With a ``weight`` other than 1, the same in every round, the sum is ``Σ_m weight_m·ref_m``.
-    The whole message is checked before anything changes; a bad one raises `MessageError`.
-    """
-    if isinstance(message, Skip):
-        return state
-    num_params = len(state.parameters)
-    if len(message) != num_params:
-        raise MessageError(
-            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
-        )
-    message.validate()
-    if not recipe.memory.keeps_mirror:
-        return state._replace(total=state.total + weight * message.values(np.float64))
-    old = state.mirrors[client]
-    if isinstance(message, Upload) and not message.lasting:
-        if recipe.noisy is None:
-            raise MessageError(f"client {client} sent for one round; the recipe is to remember")
-        passing = state.passing if len(state.passing) else np.zeros(num_params)
-        state = state._replace(passing=passing + weight * message.values(np.float64))
-        new = np.zeros_like(old)
-    else:
-        new = advance(recipe.memory, old, message)
-    mirrors = (*state.mirrors[:client], new, *state.mirrors[client + 1 :])
-    change = new.astype(np.float64) - old
-    return state._replace(mirrors=mirrors, total=state.total + weight * change)
-
-
-def finish_round(
+def take_in(
+    space: Space,
     recipe: Recipe,
-    state: ServerState,
+    model: Model,
+    link: Link,
+    clients: IntArray,
+    uploads: Sequence[AnyUpload],
+    weights: Float64Array,
+) -> Model:
+    """Take in uploads: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it, in the order given.
+
+    An upload that does not last is added to the passing sum, and both ends forget ``ref_m``. The
+    arrays of model and link are the space's own and written to.
+
+    Args:
+        space: where vectors live.
+        recipe: the compressor.
+        model: whose sums are moved.
+        link: of all clients.
+        clients: who sent, as places on the link's axis.
+        uploads: what each of them sent.
+        weights: ``w_m`` of each of them.
+
+    """
+    if not recipe.memory.keeps_mirror:
+        space.add_values(model.total, uploads, weights)
+        return model
+    passing = model.passing
+    runs = groupby(range(len(uploads)), lambda index: is_lasting(uploads[index]))
+    for lasts, members in runs:
+        indices = list(members)
+        run = slice(indices[0], indices[-1] + 1)
+        senders = clients[run]
+        if lasts:
+            space.move(recipe.memory, link.mirror, model.total, senders, uploads[run], weights[run])
+            link.is_held[senders] = True
+            continue
+        if passing is None:
+            passing = space.zeros_like(model.total)
+        space.add_values(passing, uploads[run], weights[run])
+        held = link.is_held[senders]
+        if held.any():
+            space.forget(link.mirror, model.total, senders[held], weights[run][held])
+            link.is_held[senders] = False
+    move_directions(link.direction, clients.tolist(), uploads)
+    return model._replace(passing=passing)
+
+
+def step(
+    space: Space,
+    recipe: Recipe,
+    model: Model,
     step_size: float,
-    dropout_rate: float = 0.0,
-    sampled: float = 1.0,
-    optimizer: ServerOptimizer = _PLAIN,
-) -> ServerState:
+    dropout_rate: float,
+    sampled: float,
+    optimizer: ServerOptimizer,
+) -> Model:
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2.
 
     Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
-    from the sum, which has the scale of the clients' vectors, times the optimizer's `fresh_share`.
+    from the sum, which has the scale of the clients' vectors; `arrived` puts it into the history.
     """
-    direction = state.total * amplification(recipe, dropout_rate, sampled)
-    if recipe.noisy is not None and len(state.passing):
-        factor = amplification(recipe.noisy.recipe, dropout_rate, sampled)
-        direction = direction + state.passing * factor
-    optimizer_state, update = optimizer.step(state.optimizer, direction)
-    with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result, not an error
-        parameters = state.parameters - (step_size * update).astype(state.parameters.dtype)
-        step = float(direction @ direction) / len(state.mirrors) ** 2
-        step *= optimizer.fresh_share
-    return ServerState(
-        round=state.round + 1,
+    direction = model.total
+    factor = amplification(recipe, dropout_rate, sampled)
+    if factor != 1:
+        direction = direction * factor
+    if model.passing is not None:
+        branch = recipe.ways[-1]
+        direction = direction + model.passing * amplification(branch, dropout_rate, sampled)
+    optimizer_state, update = optimizer.step(model.optimizer, direction)
+    parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
+    keeps = recipe.memory.keeps_mirror
+    return Model(
+        round=model.round + 1,
         parameters=parameters,
-        mirrors=state.mirrors,
-        total=state.total if recipe.memory.keeps_mirror else np.zeros_like(state.total),
-        history=recipe.movement.extend(state.history, step),
+        total=model.total if keeps else space.zeros_like(model.total),
+        passing=None,
+        history=model.history,
+        last_step=squared_norm,
         optimizer=optimizer_state,
     )
+
+
+def arrived(
+    space: Space, recipe: Recipe, model: Model, num_clients: int, fresh_share: float
+) -> Model:
+    """Wait for the length of the last step, and put it into the history."""
+    if model.last_step is None:
+        return model
+    newest = space.number(model.last_step) / num_clients**2
+    history = recipe.movement.extend(model.history, newest * fresh_share)
+    return model._replace(history=history, last_step=None)
 
 
 def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:
@@ -141,3 +175,163 @@ def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> 
     """
     factor = 1.0 / (1.0 - dropout_rate) if recipe.amplify_dropouts else 1.0
     return factor if recipe.memory.keeps_mirror else factor / sampled
+
+
+class Peer(NamedTuple):
+    """What the server holds of one client.
+
+    Attributes:
+        link: what the client holds as well.
+        heard: the last round in which the client was heard; 0 before the first.
+
+    """
+
+    link: Link
+    heard: int = 0
+
+
+class ServerState(NamedTuple):
+    """What the server remembers between messages: the model, and a `Peer` for every client.
+
+    A client that has no mirror takes no memory, and taking in a message costs the same however many
+    clients there are.
+    """
+
+    model: Model
+    peers: PerClient[Peer]
+
+    @property
+    def round(self) -> int:
+        """``k``, the round in progress."""
+        return self.model.round
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The model ``θ^k``."""
+        params: FloatArray = self.model.parameters
+        return params
+
+    @property
+    def num_clients(self) -> int:
+        """``M``."""
+        return len(self.peers)
+
+    def mirror(self, client: int) -> FloatArray:
+        """Return ``ref_m`` of a client, ``(n,)``; ``(0,)`` where the recipe keeps none."""
+        mirror: FloatArray = self.peers[client].link.mirror[0]
+        return mirror
+
+
+def init_server(
+    recipe: Recipe,
+    parameters: FloatArray,
+    num_clients: int,
+    optimizer: ServerOptimizer = _PLAIN,
+) -> ServerState:
+    """Return the state before the first round, with every ``ref_m`` zero."""
+    if not is_whole(num_clients) or num_clients < 1:
+        raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+    if getattr(parameters, "ndim", None) != 1 or not len(parameters):
+        shape = getattr(parameters, "shape", type(parameters).__name__)
+        raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
+    check_precision(parameters.dtype)
+    link = init_link(recipe.memory, len(parameters), parameters.dtype)
+    model = init_model(parameters, optimizer)
+    return ServerState(model, PerClient(int(num_clients), Peer(link)))
+
+
+def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
+    """Return what every client is told at the start of the round."""
+    movement = recipe.movement.of(state.model.history)
+    return Broadcast(state.round, state.parameters, movement)
+
+
+def hear(
+    recipe: Recipe, state: ServerState, client: int, message: Message, weight: float = 1.0
+) -> ServerState:
+    """Return the state after one client's message; the old state is left as it was.
+
+    With a ``weight`` other than 1, the same in every round, the sum is ``Σ_m weight_m·ref_m``. A
+    client is heard once in a round. What is not in order raises `MessageError`.
+    """
+    check_client(state, client)
+    if not is_message(message):
+        raise MessageError(f"client {client} sent a {type(message).__name__}, which is no message")
+    peer = state.peers[client]
+    if peer.heard == state.round:
+        raise MessageError(f"client {client} was heard in round {state.round} already")
+    if isinstance(message, Skip):
+        return state._replace(peers=state.peers.replaced(client, Peer(peer.link, state.round)))
+    check_message(recipe, state.model, client, message, weight)
+    model = state.model
+    total, passing = model.total.copy(), model.passing
+    link = peer.link
+    if not is_lasting(message):
+        passing = None if passing is None else passing.copy()
+    own = Link(link.mirror.copy(), link.direction.copy(), link.is_held.copy())
+    model = model._replace(total=total, passing=passing)
+    model = take_in(_SPACE, recipe, model, own, _FIRST, [message], np.array([float(weight)]))
+    peers = state.peers.replaced(client, Peer(own, state.round))
+    return ServerState(model, peers)
+
+
+_FIRST = np.arange(1)
+
+
+def check_client(state: ServerState, client: int) -> None:
+    """Raise unless there is such a client."""
+    if not is_whole(client) or not 0 <= client < state.num_clients:
+        raise MessageError(
+            f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
+        )
+
+
+def check_message(
+    recipe: Recipe, model: Model, client: int, message: AnyUpload, weight: float
+) -> None:
+    """Raise `MessageError` unless an upload can be taken in."""
+    num_params = len(model.parameters)
+    if len(message) != num_params:
+        raise MessageError(
+            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
+        )
+    if not _is_number(weight):
+        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
+    message.validate()
+    if recipe.memory.keeps_mirror and recipe.switch is None and not is_lasting(message):
+        raise MessageError(f"client {client} sent for one round; the recipe is to remember")
+
+
+def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:
+    """Return the state with a client's ``ref_m`` zero again and out of the sum."""
+    check_client(state, client)
+    peer = state.peers[client]
+    model = state.model
+    if recipe.memory.keeps_mirror:
+        model = model._replace(total=model.total - weight * peer.link.mirror[0].astype(np.float64))
+    link = init_link(recipe.memory, len(state.parameters), state.parameters.dtype)
+    return ServerState(model, state.peers.replaced(client, Peer(link, peer.heard)))
+
+
+def finish_round(
+    recipe: Recipe,
+    state: ServerState,
+    step_size: float,
+    dropout_rate: float = 0.0,
+    sampled: float = 1.0,
+    optimizer: ServerOptimizer = _PLAIN,
+) -> ServerState:
+    """Return the state after the server's step; see `step`."""
+    if not _is_number(step_size):
+        raise ConfigError(f"step_size is {step_size!r}; it must be a finite number")
+    if not (_is_number(dropout_rate) and 0 <= dropout_rate < 1):
+        raise ConfigError(f"dropout_rate is {dropout_rate!r}; it must be at least 0 and below 1")
+    if not (_is_number(sampled) and 0 < sampled <= 1):
+        raise ConfigError(f"sampled is {sampled!r}; it must be above 0 and at most 1")
+    model = step(_SPACE, recipe, state.model, step_size, dropout_rate, sampled, optimizer)
+    model = arrived(_SPACE, recipe, model, state.num_clients, optimizer.fresh_share)
+    return state._replace(model=model)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)

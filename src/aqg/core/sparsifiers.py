@@ -15,22 +15,19 @@ import numpy as np
 from aqg.core.grids import MIN_STEP, Grid, round_up_to_bfloat16
 from aqg.core.halves import SparseUpload, to_halves
 from aqg.core.messages import Upload
-from aqg.core.quantizers import NormOnly
+from aqg.core.quantizers import NormOnly, Request
 from aqg.core.selection import largest, num_kept
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.innovation import Innovation
     from aqg.core.types import FloatArray, IntArray
 
 
 TERNARY_WIDTH = 2
 _FEWEST = 16.0
-"""Coordinates below which the bytes around them outweigh them."""
+"""Coordinates below which the bytes of the frame outweigh them."""
 _LEAST_SHARE = 0.2
-"""The smallest part of noise that a trickle reckons with."""
+"""The smallest part of noise that counts."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,12 @@ class TopK(_KeepsFew):
     SGD with Memory.
     """
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,  # noqa: ARG002
-        key: Sequence[int],  # noqa: ARG002
-    ) -> SparseUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> SparseUpload:
         """Keep ``k = max(1, round(keep·n))`` coordinates, fewer if they are zero as halves."""
-        indices = largest(delta, num_kept(self.keep, len(delta)))
-        halves, exponent = to_halves(delta[indices])
+        indices = largest(vector, num_kept(self.keep, len(vector)))
+        halves, exponent = to_halves(vector[indices])
         is_left = halves != 0
-        return SparseUpload(indices[is_left], halves[is_left], exponent, len(delta))
+        return SparseUpload(indices[is_left], halves[is_left], exponent, len(vector))
 
 
 @dataclass(frozen=True)
@@ -72,73 +63,59 @@ class SparseTernary(_KeepsFew):
     Communication-Efficient Federated Learning from Non-IID Data (its Algorithm 1).
     """
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,
-        key: Sequence[int],  # noqa: ARG002
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write the signs as the three levels of ``midtread`` at two bits."""
-        return ternary(delta, largest(delta, num_kept(self.keep, len(delta))), width)
+        kept = largest(vector, num_kept(self.keep, len(vector)))
+        return ternary(vector, kept, request.width)
 
 
 @dataclass(frozen=True)
-class Trickle(NormOnly):
+class AdaptiveTernary(NormOnly):
     """Like `SparseTernary`, with ``k = √n/25`` of ``n`` coordinates, and at least 16.
 
-    The fewer are sent, the more each byte of them buys: what is not sent now is owed, and sent when
-    it has grown. Below 16 the bytes around them outweigh them. Two things ask for more. Where only
-    a part of the energy of an update is noise, the rest comes again in every round and what is owed
-    grows faster: ``k`` is divided by that part. And what is owed by a client that is asked every
-    ``r`` rounds is out of date by as much when it is sent: ``k`` is multiplied by ``√r``.
+    With error feedback, the fewer coordinates are sent, the more each byte of them buys: what is
+    left out stays in the residual and is sent once it has grown. Below 16 the bytes of the frame
+    outweigh them. Two things ask for more. Where only a part of an update's energy is noise, the
+    rest comes again in every round and residuals grow faster: ``k`` is divided by that part. And a
+    client sampled every ``r`` rounds holds residuals that are ``r`` rounds old: ``k`` is multiplied
+    by ``√r``. The request's advice is ``(part of noise, r)``.
 
-    Where the transport adds many bytes of its own to a message, rounds are dear and few coordinates
-    save nothing: ``k`` is at least one for every four such bytes, but for that no more than
-    ``n/10``.
+    Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
+    is at least one for every four such bytes, but for that no more than ``n/10``.
 
     Attributes:
-        noise_share: the part of an update's energy that is noise; at least a fifth is reckoned.
-        pause: ``r``, every how many rounds the client is asked.
         overhead: the transport's bytes.
 
     """
 
-    noise_share: float = 1.0
-    pause: float = 1.0
     overhead: float = 0.0
 
-    def quantize(
-        self,
-        delta: FloatArray,
-        innovation: Innovation,  # noqa: ARG002
-        width: int,
-        key: Sequence[int],  # noqa: ARG002
-    ) -> Upload:
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write the signs of the few largest coordinates, and their mean magnitude."""
-        return ternary(delta, largest(delta, self.num_kept(len(delta))), width)
+        kept = largest(vector, self.num_kept(len(vector), *request.advice))
+        return ternary(vector, kept, request.width)
 
-    def num_kept(self, num_params: int) -> int:
-        """Return ``k``.
+    def num_kept(self, num_params: int, noise_share: float = 1.0, pause: float = 1.0) -> int:
+        """Return ``k``; a noise share below a fifth counts as a fifth.
 
-        >>> Trickle().num_kept(7850), Trickle().num_kept(159010), Trickle().num_kept(10**8)
-        (16, 16, 400)
-        >>> Trickle(0.5).num_kept(7850), Trickle(0.0).num_kept(7850), Trickle(0.5, 4).num_kept(7850)
-        (32, 80, 64)
-        >>> Trickle(overhead=12_000).num_kept(159010), Trickle(overhead=12_000).num_kept(7850)
-        (3000, 785)
+        >>> AdaptiveTernary().num_kept(7850), AdaptiveTernary().num_kept(10**8)
+        (16, 400)
+        >>> [AdaptiveTernary().num_kept(7850, *advice) for advice in [(0.5,), (0.0,), (0.5, 4)]]
+        [32, 80, 64]
+        >>> [AdaptiveTernary(overhead=12_000).num_kept(n) for n in (159010, 7850)]
+        [3000, 785]
         """
-        fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(self.pause)
-        wanted = fewest / min(1.0, max(_LEAST_SHARE, self.noise_share))
+        fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
+        wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         fitting = min(self.overhead / 4.0, num_params / 10.0)
         return min(num_params, round(max(wanted, fitting)))
 
 
-def ternary(delta: FloatArray, indices: IntArray, width: int) -> Upload:
+def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:
     """Return the signs of some coordinates times their mean magnitude, and zero elsewhere."""
-    levels = np.ones(len(delta), np.uint8)
-    mean = float(np.abs(delta[indices]).sum(dtype=np.float64)) / max(1, len(indices))
+    levels = np.ones(len(vector), np.uint8)
+    mean = float(np.abs(vector[indices]).sum(dtype=np.float64)) / max(1, len(indices))
     if mean < MIN_STEP:  # as on the grid: rounding up would overshoot
         return Upload(levels, 0.0, width, Grid.MIDTREAD)
-    levels[indices] = np.where(delta[indices] > 0, 2, 0)
+    levels[indices] = np.where(vector[indices] > 0, 2, 0)
     return Upload(levels, round_up_to_bfloat16(mean), width, Grid.MIDTREAD)

@@ -14,3 +14,8 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 Levels = NDArray[np.unsignedinteger[Any]]
 """Quantization levels: uint8 up to 8 bits, uint16 above."""
+
+
+def is_whole(value: object) -> bool:
+    """Tell whether this is a whole number; True and False are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

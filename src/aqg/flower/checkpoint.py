@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.optimizers import OptimizerState
-from aqg.core.server import ServerState
+from aqg.core.links import Link
+from aqg.core.per_client import PerClient
+from aqg.core.persistence import model_from_arrays, model_to_arrays
+from aqg.core.server import Peer, ServerState
 from aqg.errors import RunError
 from aqg.experiments.rundir import CHECKPOINT, ROUNDS
 from aqg.flower.messages import DIGEST_BYTES, Stamp
@@ -57,7 +59,8 @@ def save_checkpoint(
 ) -> None:
     """Write ``checkpoint.npz``, with mirrors in groups of about ``group_bytes``."""
     state, entries = checkpoint.book.state, checkpoint.book.entries
-    row_bytes = state.mirrors[0].nbytes + entries[0].direction.nbytes
+    links = [peer.link for peer in state.peers]
+    row_bytes = links[0].mirror.nbytes + links[0].direction.nbytes
     group = max(1, group_bytes // max(1, row_bytes))
     arrays: dict[str, NDArray[Any]] = {
         "run": np.array(checkpoint.run),
@@ -67,13 +70,7 @@ def save_checkpoint(
         "num_samples": checkpoint.num_samples,
         "terms": np.array(json.dumps(checkpoint.terms)),
         "weights": checkpoint.book.weights,
-        "round": np.array(state.round, np.int64),
-        "parameters": state.parameters,
-        "total": state.total,
-        "history": np.array(state.history, np.float64),
-        "momentum": state.optimizer.momentum,
-        "variance": state.optimizer.variance,
-        "passing": state.passing,
+        **model_to_arrays(state.model),
         "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
         "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
         "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
@@ -83,8 +80,8 @@ def save_checkpoint(
     }
     for start in range(0, len(entries), group):
         stop = start + group
-        arrays[f"mirrors-{start}"] = _rows(state.mirrors[start:stop])
-        arrays[f"directions-{start}"] = _rows([e.direction for e in entries[start:stop]])
+        arrays[f"mirrors-{start}"] = _rows([link.mirror for link in links[start:stop]])
+        arrays[f"directions-{start}"] = _rows([link.direction for link in links[start:stop]])
     write_arrays(directory / CHECKPOINT, arrays)
 
 
@@ -104,9 +101,9 @@ def load_checkpoint(directory: Path, recipe: Recipe) -> Checkpoint | None:
         checkpoint = _checkpoint_of(arrays, recipe)
     except KeyError as error:
         raise RunError(f"checkpoint {str(file)!r} has no {error}; it is not a server's") from None
-    mirrors, entries = checkpoint.book.state.mirrors, checkpoint.book.entries
-    for client, (mirror, entry) in enumerate(zip(mirrors, entries, strict=True)):
-        if content_digest(entry.lineage, mirror, entry.direction) != entry.stamp.digest:
+    peers, entries = checkpoint.book.state.peers, checkpoint.book.entries
+    for client, (peer, entry) in enumerate(zip(peers, entries, strict=True)):
+        if content_digest(entry.lineage, peer.link) != entry.stamp.digest:
             raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
     return checkpoint
 
@@ -120,28 +117,25 @@ def _checkpoint_of(arrays: dict[str, NDArray[Any]], recipe: Recipe) -> Checkpoin
         Entry(
             Stamp(int(epoch), int(uploads), digest.tobytes()),
             lineage.tobytes(),
-            direction,
             int(last_upload),
         )
-        for epoch, uploads, digest, lineage, direction, last_upload in zip(
+        for epoch, uploads, digest, lineage, last_upload in zip(
             arrays["epochs"],
             arrays["uploads"],
             arrays["digests"],
             arrays["lineages"],
-            directions,
             arrays["last_uploads"],
             strict=True,
         )
     ]
-    state = ServerState(
-        round=int(arrays["round"]),
-        parameters=arrays["parameters"],
-        mirrors=tuple(mirrors),
-        total=arrays["total"],
-        history=tuple(arrays["history"].tolist()),
-        optimizer=OptimizerState(arrays["momentum"], arrays["variance"]),
-        passing=arrays["passing"],
-    )
+    links = [
+        Link(mirror[None], direction[None], np.array([mirror.any()]))
+        for mirror, direction in zip(mirrors, directions, strict=True)
+    ]
+    peers = PerClient(num_clients, Peer(links[0]))
+    for client, link in enumerate(links):
+        peers = peers.replaced(client, Peer(link))
+    state = ServerState(model_from_arrays(arrays), peers)
     return Checkpoint(
         run=str(arrays["run"]),
         fingerprint=arrays["fingerprint"].tobytes(),
@@ -181,5 +175,5 @@ def _as_array(digest: bytes) -> NDArray[np.uint8]:
 
 
 def _rows(vectors: Any) -> NDArray[Any]:
-    """Stack vectors; a single one is not copied."""
-    return vectors[0][np.newaxis] if len(vectors) == 1 else np.stack(vectors)
+    """Put rows below each other; a single one is not copied."""
+    return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

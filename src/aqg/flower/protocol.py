@@ -21,20 +21,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.client import ClientState, client_step, init_client
+from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Skip
-from aqg.core.mirror import Memory, empty_mirror
-from aqg.core.server import ServerState, finish_round, init_server, receive
+from aqg.core.server import ServerState, finish_round, forget, hear, init_server
 from aqg.errors import MessageError, WireError
 from aqg.flower.messages import DIGEST_BYTES, MAX_FAULT_LENGTH, Order, Reply, Stamp
-from aqg.wire import decode, encode
-from aqg.wire.memory import initial_direction, known, next_direction
+from aqg.wire import decode, encode, known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
+    from aqg.core.links import Link
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
@@ -66,11 +63,12 @@ def next_lineage(digest: bytes, frame: bytes) -> bytes:
     return hashlib.blake2b(frame, key=digest, digest_size=DIGEST_BYTES).digest()
 
 
-def content_digest(lineage: bytes, mirror: FloatArray, direction: NDArray[np.int8]) -> bytes:
-    """Return the digest of a mirror: of how it came to be, and of every bit it consists of."""
+def content_digest(lineage: bytes, link: Link) -> bytes:
+    """Return the digest of a link: of how it came to be, and of every bit it consists of."""
     digest = hashlib.blake2b(key=lineage, digest_size=DIGEST_BYTES)
+    mirror = link.mirror
     digest.update(np.ascontiguousarray(mirror, mirror.dtype.newbyteorder("<")).data)
-    digest.update(np.ascontiguousarray(direction).data)
+    digest.update(np.ascontiguousarray(link.direction).data)
     return digest.digest()
 
 
@@ -78,15 +76,13 @@ class Snapshot(NamedTuple):
     """All that a client carries from round to round, at one moment.
 
     Attributes:
-        state: the client's state: mirror, residual, stored errors, silent rounds.
-        direction: what the wire remembers of the last upload.
+        state: the client's state, with its end of the link.
         lineage: of the mirror.
         stamp: of the mirror.
 
     """
 
     state: ClientState
-    direction: NDArray[np.int8]
     lineage: bytes
     stamp: Stamp
 
@@ -94,15 +90,13 @@ class Snapshot(NamedTuple):
     def zero(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Snapshot:
         """Return the state before the first upload of an epoch."""
         state = init_client(recipe, num_params, np.dtype(dtype))
-        direction, lineage = initial_direction(state.mirror), first_lineage(epoch)
-        digest = content_digest(lineage, state.mirror, direction)
-        return Snapshot(state, direction, lineage, Stamp(epoch, 0, digest))
+        lineage = first_lineage(epoch)
+        return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.link)))
 
     @property
     def is_intact(self) -> bool:
         """Whether the content still has the digest that the stamp says."""
-        computed = content_digest(self.lineage, self.state.mirror, self.direction)
-        return computed == self.stamp.digest
+        return content_digest(self.lineage, self.state.link) == self.stamp.digest
 
 
 class ClientMirror(NamedTuple):
@@ -183,16 +177,15 @@ def answer(
     """
     old = base.snapshot
     key = (order.seed, order.client, order.round)
-    state, message = client_step(recipe, old.state, gradient, order.movement, key, loss)
-    frame = encode(message, known=known(old.state.mirror, old.direction))
+    state, message = respond(recipe, old.state, gradient, order.movement, key, loss)
+    frame = encode(message, known=known(old.state.link))
     if isinstance(message, Skip):
         new = old._replace(state=state)
     else:
-        direction = next_direction(old.direction, message)
         lineage = next_lineage(old.stamp.digest, frame)
-        digest = content_digest(lineage, state.mirror, direction)
+        digest = content_digest(lineage, state.link)
         stamp = Stamp(old.stamp.epoch, old.stamp.uploads + 1, digest)
-        new = Snapshot(state, direction, lineage, stamp)
+        new = Snapshot(state, lineage, stamp)
     fault = (message.fault or "") if isinstance(message, Skip) else ""
     reply = Reply(
         incarnation=order.incarnation,
@@ -214,19 +207,17 @@ def answer(
 
 
 class Entry(NamedTuple):
-    """What the server holds of one client beside ``ref_m``.
+    """What the server holds of one client beside its end of the link.
 
     Attributes:
         stamp: of the mirror.
         lineage: of the mirror.
-        direction: what the wire remembers of the last upload.
         last_upload: the round in which the last upload was taken; 0 before the first.
 
     """
 
     stamp: Stamp
     lineage: bytes
-    direction: NDArray[np.int8]
     last_upload: int = 0
 
 
@@ -261,8 +252,7 @@ class MirrorBook:
     ) -> None:
         self.recipe = recipe
         self.weights = weights
-        self._shared = state._replace(mirrors=())
-        self._mirrors = list(state.mirrors)
+        self.state = state
         self._entries = list(entries)
 
     @staticmethod
@@ -275,13 +265,8 @@ class MirrorBook:
         """Return the book before the first round, with every ``ref_m`` zero."""
         state = init_server(recipe, parameters, len(weights), optimizer)
         zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
-        entry = Entry(zero.stamp, zero.lineage, zero.direction)
+        entry = Entry(zero.stamp, zero.lineage)
         return MirrorBook(recipe, state, [entry] * len(weights), weights)
-
-    @property
-    def state(self) -> ServerState:
-        """The model, the mirrors and their sum."""
-        return self._shared._replace(mirrors=tuple(self._mirrors))
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -291,17 +276,17 @@ class MirrorBook:
     @property
     def round(self) -> int:
         """``k``, the round in progress."""
-        return self._shared.round
+        return self.state.round
 
     @property
     def parameters(self) -> FloatArray:
         """``θ^k``."""
-        return self._shared.parameters
+        return self.state.parameters
 
     @property
     def movement(self) -> float:
         """The scalar that clients are told with the model."""
-        return self.recipe.movement.of(self._shared.history)
+        return self.recipe.movement.of(self.state.model.history)
 
     def entry(self, client: int) -> Entry:
         """Return what is held of one client beside its mirror."""
@@ -313,15 +298,14 @@ class MirrorBook:
             state, entry, message = self._read(client, reply, incarnation)
         except (MessageError, WireError) as error:
             return Verdict(None, str(error))
-        self._shared = state._replace(mirrors=())
-        self._mirrors[client] = state.mirrors[0]
+        self.state = state
         self._entries[client] = entry
         return Verdict(message)
 
     def _read(
         self, client: int, reply: Reply, incarnation: int
     ) -> tuple[ServerState, Entry, Message]:
-        """Return state (with this client alone), entry and message after ``reply``."""
+        """Return state, entry and message after ``reply``."""
         if (reply.incarnation, reply.round) != (incarnation, self.round):
             raise MessageError(
                 f"the reply is to round {reply.round} of incarnation {reply.incarnation}, "
@@ -334,24 +318,23 @@ class MirrorBook:
                 f"{max_frame_bytes(num_params)} are the most for {num_params} parameters"
             )
         weight = float(self.weights[client])
-        state = self._shared._replace(mirrors=(self._mirrors[client],))
-        entry = self._entries[client]
+        state, entry = self.state, self._entries[client]
         if reply.restarted:
-            state, entry = _restart(self.recipe, state, entry, reply, weight)
+            state, entry = _restart(self.recipe, state, client, entry, reply, weight)
         if reply.base != entry.stamp:
             raise MessageError(
                 f"the frame is for upload {reply.uploads} of epoch {reply.epoch}, digest "
                 f"{reply.base_digest.hex()}; the mirror is at {entry.stamp.uploads} of "
                 f"{entry.stamp.epoch}, {entry.stamp.digest.hex()}"
             )
-        shared = known(state.mirrors[0], entry.direction)
-        message = decode(reply.frame, num_params, known=shared)
+        message = decode(reply.frame, num_params, known=known(state.peers[client].link))
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+            state = hear(self.recipe, state, client, message, weight)
         if not isinstance(message, Skip):
-            with np.errstate(over="ignore", invalid="ignore"):  # looked at in the next line
-                state = receive(self.recipe, state, 0, message, weight)
-            if not np.isfinite(state.mirrors[0]).all():
+            link = state.peers[client].link
+            if not np.isfinite(link.mirror).all():
                 raise MessageError("the mirror would hold NaN or infinity after the frame")
-            entry = _advance(entry, reply.frame, message, state.mirrors[0], state.round)
+            entry = _advance(entry, reply.frame, link, state.round)
         if reply.digest != entry.stamp.digest:
             raise MessageError(
                 f"the mirror after the frame has digest {entry.stamp.digest.hex()}; "
@@ -362,54 +345,49 @@ class MirrorBook:
     def reweigh(self, weights: Float64Array) -> None:
         """Go on with other weights ``w_m``, and the sum that belongs to them."""
         total = np.zeros(len(self.parameters))
-        for weight, mirror in zip(weights, self._mirrors, strict=True):
-            if len(mirror):
-                total += weight * mirror.astype(np.float64)
-        self._shared = self._shared._replace(total=total)
+        for weight, peer in zip(weights, self.state.peers, strict=True):
+            if peer.link.is_held[0]:
+                total += weight * peer.link.mirror[0].astype(np.float64)
+        if self.recipe.memory.keeps_mirror:
+            model = self.state.model._replace(total=total)
+            self.state = self.state._replace(model=model)
         self.weights = weights
 
     def step(
         self, step_size: float, dropout_rate: float, sampled: float, optimizer: ServerOptimizer
     ) -> None:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
-        state = finish_round(self.recipe, self.state, step_size, dropout_rate, sampled, optimizer)
-        self._shared = state._replace(mirrors=())
+        self.state = finish_round(
+            self.recipe, self.state, step_size, dropout_rate, sampled, optimizer
+        )
 
     def skip_step(self) -> None:
         """Go to the next round with the model as it is, because too few clients answered.
 
-        What error feedback sent waits for the next step: the clients no longer owe it.
+        What was sent with error feedback waits for the next step: it is in no residual any more.
         """
-        state = self._shared._replace(round=self.round + 1)
-        if self.recipe.memory is Memory.NONE:
-            state = state._replace(total=np.zeros_like(state.total))
-        self._shared = state
+        model = self.state.model._replace(round=self.round + 1)
+        if not (self.recipe.memory.keeps_mirror or self.recipe.keeps_residual):
+            model = model._replace(total=np.zeros_like(model.total))
+        self.state = self.state._replace(model=model)
 
 
 def _restart(
-    recipe: Recipe, state: ServerState, entry: Entry, reply: Reply, weight: float
+    recipe: Recipe, state: ServerState, client: int, entry: Entry, reply: Reply, weight: float
 ) -> tuple[ServerState, Entry]:
-    """Take the one ``ref_m`` of ``state`` out of the sum and begin it again from zero."""
+    """Take a client's ``ref_m`` out of the sum and begin it again from zero."""
     if reply.uploads != 0 or reply.epoch <= entry.stamp.epoch:
         raise MessageError(
             f"a restart at upload {reply.uploads} of epoch {reply.epoch}; "
             f"it must be at upload 0 of an epoch after {entry.stamp.epoch}"
         )
-    (mirror,) = state.mirrors
-    zero = empty_mirror(recipe.memory, len(state.parameters), state.parameters.dtype)
-    if recipe.memory.keeps_mirror:
-        total = state.total - weight * mirror.astype(np.float64)
-        state = state._replace(mirrors=(zero,), total=total)
-    direction, lineage = initial_direction(zero), first_lineage(reply.epoch)
-    stamp = Stamp(reply.epoch, 0, content_digest(lineage, zero, direction))
-    return state, Entry(stamp, lineage, direction, entry.last_upload)
+    state = forget(recipe, state, client, weight)
+    lineage = first_lineage(reply.epoch)
+    digest = content_digest(lineage, state.peers[client].link)
+    return state, Entry(Stamp(reply.epoch, 0, digest), lineage, entry.last_upload)
 
 
-def _advance(
-    entry: Entry, frame: bytes, message: Message, mirror: FloatArray, round_number: int
-) -> Entry:
-    direction = next_direction(entry.direction, message)
+def _advance(entry: Entry, frame: bytes, link: Link, round_number: int) -> Entry:
     lineage = next_lineage(entry.stamp.digest, frame)
-    digest = content_digest(lineage, mirror, direction)
-    stamp = Stamp(entry.stamp.epoch, entry.stamp.uploads + 1, digest)
-    return Entry(stamp, lineage, direction, round_number)
+    stamp = Stamp(entry.stamp.epoch, entry.stamp.uploads + 1, content_digest(lineage, link))
+    return Entry(stamp, lineage, round_number)

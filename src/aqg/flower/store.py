@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
-from aqg.core.persistence import client_from_arrays, client_to_arrays
+from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.errors import RunError
 from aqg.experiments.rundir import write_atomically
 from aqg.flower.messages import Stamp
@@ -107,9 +107,9 @@ class ClientStore:
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._read_array(cell) for name, cell in row["arrays"].items()}
-        state = client_from_arrays(arrays)
+        state = clients_from_arrays(arrays)
         stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
-        snapshot = Snapshot(state, arrays["direction"], bytes.fromhex(row["lineage"]), stamp)
+        snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
         for name, array in _arrays_of(snapshot).items():
             if "number" in row["arrays"][name]:
                 self._stored.setdefault(row["arrays"][name]["number"], array)
@@ -145,7 +145,7 @@ class ClientStore:
 
 
 def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
-    return {**client_to_arrays(snapshot.state), "direction": snapshot.direction}
+    return clients_to_arrays(snapshot.state)
 
 
 class DirectoryVault:

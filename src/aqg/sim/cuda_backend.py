@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aqg.core.mirror import Memory
+from aqg.core.links import Memory
 from aqg.core.quantizers import GridQuantizer
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
 
@@ -138,25 +138,25 @@ class CudaBackend(TorchBackend):
         """Whether one more step was taken, on the guess that no one would send."""
         self._before_guess = torch.empty_like(self._params)
 
-    def foresee(self, params: Tensor, memory: Memory, quantizer: Quantizer, held: Tensor) -> None:
+    def foresee(self, params: Tensor, quantizer: Quantizer, mirrors: Tensor | None) -> None:
         """Replay gradients and statistics of all clients, and send for the results."""
         if not isinstance(quantizer, GridQuantizer) or not self._objective.stackable:
             return
         if params is not self._params:
             return
-        wanted = (memory, quantizer, held.data_ptr())
+        wanted = (quantizer, 0 if mirrors is None else mirrors.data_ptr())
         if self._recorded_for != wanted:
             self._take_back()
-            self._foresights = [self._record(memory, quantizer, held)]
+            self._foresights = [self._record(quantizer, mirrors)]
             self._recorded_for = wanted
             self._is_ahead = False
         if not self._is_ahead:
             self._foresights[0].begin()
             self._is_ahead = True
-        is_guessable = memory is Memory.INNOVATION and self._is_repeated
-        if is_guessable and self._silence > MOSTLY_SILENT and held.nbytes <= _SMALL_BYTES:
+        is_small = mirrors is not None and mirrors.nbytes <= _SMALL_BYTES
+        if is_small and self._is_repeated and self._silence > MOSTLY_SILENT:
             if len(self._foresights) < 2:
-                self._foresights.append(self._record(memory, quantizer, held))
+                self._foresights.append(self._record(quantizer, mirrors))
             self._guess()
 
     def _guess(self) -> None:
@@ -173,12 +173,12 @@ class CudaBackend(TorchBackend):
             self._params.copy_(self._before_guess)
             self._has_guessed = False
 
-    def _record(self, memory: Memory, quantizer: GridQuantizer, held: Tensor) -> Foresight:
+    def _record(self, quantizer: GridQuantizer, mirrors: Tensor | None) -> Foresight:
         plain = super().losses_and_gradients
 
         def compute() -> tuple[Tensor, ...]:
             losses, gradients = plain(self._params, self._everyone)
-            deltas, table = _compare(memory, quantizer.grid, quantizer.max_width, gradients, held)
+            deltas, table = _compare(quantizer.grid, quantizer.max_width, gradients, mirrors)
             report = torch.cat([table.view(-1), losses, self._squared_norm.view(1)])
             return gradients, deltas, report
 
@@ -218,24 +218,19 @@ class CudaBackend(TorchBackend):
         foreseen = self._foresights[0]
         return foreseen.report.values[-1 - num_clients : -1], foreseen.gradients
 
-    def innovations(
-        self,
-        memory: Memory,
-        quantizer: Quantizer,
-        gradients: Tensor,
-        held: Tensor,
-        clients: IntArray,
+    def measure(
+        self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
     ) -> tuple[Tensor, Innovation]:
         """Wait for the statistics that were foreseen, if they were these."""
-        is_foreseen = self._is_ahead and gradients is self._foresights[0].gradients
+        is_foreseen = self._is_ahead and vectors is self._foresights[0].gradients
         if not (is_foreseen and isinstance(quantizer, GridQuantizer)):
-            return super().innovations(memory, quantizer, gradients, held, clients)
+            return super().measure(quantizer, vectors, mirrors, clients)
         report = self._foresights[0].report
         report.wait()
         table = report.values[: -1 - len(clients)].reshape(len(clients), -1).copy()
         return self._foresights[0].deltas, read_statistics(table, quantizer.max_width)
 
-    def advance(
+    def move(
         self,
         memory: Memory,
         mirrors: Tensor,
@@ -245,10 +240,9 @@ class CudaBackend(TorchBackend):
         weights: Float64Array,
     ) -> None:
         """Take the same steps, without waiting for the device."""
-        self._take_back()
-        self._is_silent = False
+        self._notice_upload()
         if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
-            super().advance(memory, mirrors, total, clients, uploads, weights)
+            super().move(memory, mirrors, total, clients, uploads, weights)
             return
         dtype = np.dtype(str(mirrors.dtype).removeprefix("torch.")).type
         for client, upload, weight in zip(clients.tolist(), uploads, weights.tolist(), strict=True):
@@ -256,6 +250,18 @@ class CudaBackend(TorchBackend):
             old = mirror.to(torch.float64, copy=True)
             mirror += torch.from_numpy(upload.values(dtype)).to(self.device, non_blocking=True)
             total += weight * (mirror.double() - old)
+
+    def add_values(
+        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
+    ) -> None:
+        """Add all at once."""
+        self._notice_upload()
+        super().add_values(total, uploads, weights)
+
+    def _notice_upload(self) -> None:
+        """Take the guess back that no one would send."""
+        self._take_back()
+        self._is_silent = False
 
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
@@ -303,17 +309,13 @@ class CudaBackend(TorchBackend):
 
 
 def _compare(
-    memory: Memory, grid: Grid, max_width: int, gradients: Tensor, held: Tensor
+    grid: Grid, max_width: int, gradients: Tensor, mirrors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return ``Δ`` of every client and the table of its `statistics`."""
     if (fused := _fused_statistics()) is not None:
-        fused_deltas, table = fused.compare(memory, grid, max_width, gradients, held)
+        fused_deltas, table = fused.compare(grid, max_width, gradients, mirrors)
         return fused_deltas, table
-    deltas = gradients
-    if memory is Memory.INNOVATION:
-        deltas = gradients - held
-    elif memory is Memory.FEEDBACK:
-        deltas = gradients + held
+    deltas = gradients if mirrors is None else gradients - mirrors
     return deltas, statistics(deltas, grid, max_width)
 
 

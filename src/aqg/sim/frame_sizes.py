@@ -6,50 +6,46 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from aqg.core.messages import AnyUpload, Skip, Upload
+from aqg.core.space import map_messages
 from aqg.sim.record import RoundRecord
-from aqg.wire import encoded_size
-from aqg.wire.memory import known, next_direction
+from aqg.wire import Known, encoded_size
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
-    from aqg.core.types import FloatArray
+    from aqg.core.links import Link
+    from aqg.core.space import Space
+    from aqg.core.types import IntArray
 
 FrameSize = int | Future[int]
 """Bytes, or a promise of them."""
 SKIP_BYTES = encoded_size(Skip())
 
 
-class FrameSizer:
-    """Both ends of every client's link, as far as frames depend on what was sent before.
+def frame_sizes(
+    space: Space,
+    link: Link,
+    clients: IntArray,
+    uploads: Sequence[AnyUpload],
+    pool: ThreadPoolExecutor | None,
+) -> Sequence[FrameSize]:
+    """Return the length of each client's frame, before the uploads have moved the link.
 
-    Args:
-        directions: which way each coordinate went in each client's last upload, ``(M, n)``, or
-            ``(M, 0)`` where the recipe keeps no mirror.
-        pool: sizes frames in the background; without one they are sized at once.
-
+    With a ``pool`` they are sized in the background.
     """
+    contexts: list[Known | None] = [None] * len(uploads)
+    if link.mirror.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
+        mirrors = space.rows(link.mirror, clients)
+        directions = link.direction[clients] if pool else [link.direction[m] for m in clients]
+        contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
+    if pool is not None:
+        pairs = zip(uploads, contexts, strict=True)
+        return [pool.submit(encoded_size, upload, known=context) for upload, context in pairs]
 
-    def __init__(
-        self, directions: NDArray[np.int8], pool: ThreadPoolExecutor | None = None
-    ) -> None:
-        self.directions = directions
-        self._pool = pool
+    def size(index: int) -> int:
+        return encoded_size(uploads[index], known=contexts[index])
 
-    def size(self, client: int, mirror: FloatArray, upload: AnyUpload) -> FrameSize:
-        """Return the length of the frame that client and server would exchange.
-
-        ``mirror`` is ``ref_m`` before the upload.
-        """
-        context = None
-        if isinstance(upload, Upload):
-            direction = self.directions[client].copy()
-            context = known(mirror, direction)
-            self.directions[client] = next_direction(direction, upload)
-        if self._pool is None:
-            return encoded_size(upload, known=context)
-        return self._pool.submit(encoded_size, upload, known=context)
+    return map_messages(size, range(len(uploads)), sum(map(len, uploads)))
 
 
 class OpenRound(NamedTuple):

@@ -6,19 +6,20 @@ purpose; the fast engine is tested against it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.core import server as server_rules
-from aqg.core.client import ClientState, client_step, init_client
+from aqg.core.client import init_client, respond
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.optimizers import OptimizerState
+from aqg.core.per_client import PerClient
+from aqg.core.round import Clients, join_clients, split_clients
+from aqg.core.server import Peer, ServerState
 from aqg.sim.record import DROPPED, RoundRecord
-from aqg.sim.state import SimulationState
+from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.training import Training
-from aqg.wire import decode, encode
-from aqg.wire.memory import initial_direction, known, next_direction
+from aqg.wire import decode, encode, known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +42,7 @@ class Client:
         recipe: Recipe,
         objective: Objective,
         samples: Samples,
+        dtype: np.dtype[Any],
         seed: int,
         local: LocalTraining,
     ) -> None:
@@ -50,8 +52,7 @@ class Client:
         self.samples = samples
         self.seed = seed
         self.local = local
-        self.state = init_client(recipe, objective.num_params, samples.features.dtype)
-        self.direction = initial_direction(self.state.mirror)
+        self.state: Clients = init_client(recipe, objective.num_params, dtype)
         self.loss = np.nan
         self.fault: str | None = None
 
@@ -60,12 +61,11 @@ class Client:
         key = (self.seed, self.index, broadcast.round)
         loss, gradient = self.local.update(self.objective, broadcast.parameters, *self.samples, key)
         self.loss = float(loss)
-        shared = known(self.state.mirror, self.direction)
-        self.state, message = client_step(
+        shared = known(self.state.link)
+        self.state, message = respond(
             self.recipe, self.state, gradient, broadcast.movement, key, self.loss
         )
         self.fault = getattr(message, "fault", None)
-        self.direction = next_direction(self.direction, message)
         return encode(message, known=shared)
 
     def evaluate(self, parameters: FloatArray) -> float:
@@ -93,7 +93,6 @@ class Server:
         self.sampled = sampled
         self.optimizer = optimizer
         self.state = server_rules.init_server(recipe, initial_params, len(weights), optimizer)
-        self.directions = [initial_direction(mirror) for mirror in self.state.mirrors]
 
     def broadcast(self) -> Broadcast:
         """Return ``θ^k`` and the movement scalar."""
@@ -101,11 +100,10 @@ class Server:
 
     def receive(self, client: int, frame: bytes) -> Message:
         """Decode one client's frame and move its ``ref_m``."""
-        shared = known(self.state.mirrors[client], self.directions[client])
+        shared = known(self.state.peers[client].link)
         message = decode(frame, len(self.state.parameters), known=shared)
-        self.directions[client] = next_direction(self.directions[client], message)
         weight = float(self.weights[client])
-        self.state = server_rules.receive(self.recipe, self.state, client, message, weight)
+        self.state = server_rules.hear(self.recipe, self.state, client, message, weight)
         return message
 
     def step(self) -> None:
@@ -149,7 +147,9 @@ class ReferenceSimulation:
             self.training.optimizer,
         )
         self.clients = [
-            Client(index, recipe, problem.objective, samples, seed, self.training.local)
+            Client(
+                index, recipe, problem.objective, samples, problem.dtype, seed, self.training.local
+            )
             for index, samples in enumerate(problem.clients)
         ]
 
@@ -201,43 +201,15 @@ class ReferenceSimulation:
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
-        server = self.server.state
-        clients = [client.state for client in self.clients]
-        return SimulationState(
-            round=server.round,
-            parameters=server.parameters,
-            total=server.total,
-            history=server.history,
-            mirrors=np.stack(server.mirrors),
-            directions=np.stack(self.server.directions),
-            residuals=np.stack([client.residual for client in clients]),
-            averages=np.stack([client.average for client in clients]),
-            notes=np.stack([client.notes for client in clients]),
-            stored_errors=np.stack([client.stored_errors for client in clients]),
-            silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
-            momentum=server.optimizer.momentum,
-            variance=server.optimizer.variance,
-        )
+        clients = join_clients([client.state for client in self.clients])
+        return SimulationState(self.server.state.model, clients)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
-        self.server.state = server_rules.ServerState(
-            round=state.round,
-            parameters=state.parameters,
-            mirrors=tuple(state.mirrors),
-            total=state.total,
-            history=state.history,
-            optimizer=OptimizerState(state.momentum, state.variance),
-        )
-        self.server.directions = list(state.directions)
+        check_fits(state, initial_state(self.problem, self.server.recipe, self.training.optimizer))
+        for client, own in zip(self.clients, split_clients(state.clients), strict=True):
+            client.state = own
+        peers = PerClient(len(self.clients), Peer(self.clients[0].state.link))
         for client in self.clients:
-            m = client.index
-            client.direction = state.directions[m]
-            client.state = ClientState(
-                mirror=state.mirrors[m],
-                residual=state.residuals[m],
-                average=state.averages[m],
-                notes=state.notes[m],
-                stored_errors=state.stored_errors[m],
-                silent_rounds=int(state.silent_rounds[m]),
-            )
+            peers = peers.replaced(client.index, Peer(client.state.link))
+        self.server.state = ServerState(state.model, peers)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from aqg.core.persistence import (
+    clients_from_arrays,
+    clients_to_arrays,
+    model_from_arrays,
+    model_to_arrays,
+)
+from aqg.core.round import Clients, init_clients
+from aqg.core.server import Model, init_model
 from aqg.errors import RunError
 
 if TYPE_CHECKING:
@@ -13,67 +19,60 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.core.types import Float64Array, FloatArray, IntArray
+    from aqg.core.optimizers import ServerOptimizer
+    from aqg.core.recipe import Recipe
+    from aqg.sim.problem import Problem
 
 
 class SimulationState(NamedTuple):
-    """Server and clients together; client and server mirrors are one array, being equal.
+    """Server and clients together, in NumPy.
 
     Attributes:
-        round: the next round, counted from 1.
-        parameters: the model ``θ``, ``(n,)``.
-        total: the server's running sum ``Σ_m ref_m``, ``(n,)``.
-        history: ``‖direction‖²/M²`` of the last steps, newest first, times the `fresh_share` of
-            the server optimizer.
-        mirrors: ``ref_m``, ``(M, n)``, or ``(M, 0)`` where the recipe keeps none.
-        directions: which way each coordinate went in the last upload, ``(M, n)`` or ``(M, 0)``;
-            both ends of the wire remember it.
-        residuals: error feedback, ``(M, n)`` or ``(M, 0)``.
-        averages: of each client's gradients, ``(M, n)`` or ``(M, 0)``.
-        notes: what each client's schedule remembers, ``(M, k)`` or ``(M, 0)``.
-        stored_errors: ``‖ε̂_b‖²`` at each client's last upload, ``(M, b_max)``.
-        silent_rounds: rounds since each client spoke, ``(M,)``.
-        momentum: of the server optimizer, ``(n,)`` or ``(0,)``.
-        variance: of the server optimizer, ``(n,)`` or ``(0,)``.
+        model: the model and what moves it.
+        clients: what the clients remember; their links are the server's as well, being equal.
 
     """
 
-    round: int
-    parameters: FloatArray
-    total: Float64Array
-    history: tuple[float, ...]
-    mirrors: FloatArray
-    directions: NDArray[np.int8]
-    residuals: FloatArray
-    averages: FloatArray
-    notes: Float64Array
-    stored_errors: Float64Array
-    silent_rounds: IntArray
-    momentum: Float64Array
-    variance: Float64Array
+    model: Model
+    clients: Clients
+
+    @property
+    def round(self) -> int:
+        """The next round, counted from 1."""
+        return self.model.round
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
-        return {name: np.asarray(value) for name, value in self._asdict().items()}
+        return {**model_to_arrays(self.model), **clients_to_arrays(self.clients)}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
         """Return the state that `to_arrays` wrote."""
-        missing = [name for name in SimulationState._fields if name not in arrays]
-        if missing:
-            raise RunError(f"checkpoint has no {missing[0]!r}; it is not one of a simulation")
-        return SimulationState(
-            round=int(arrays["round"]),
-            parameters=arrays["parameters"],
-            total=arrays["total"],
-            history=tuple(arrays["history"].tolist()),
-            mirrors=arrays["mirrors"],
-            directions=arrays["directions"],
-            residuals=arrays["residuals"],
-            averages=arrays["averages"],
-            notes=arrays["notes"],
-            stored_errors=arrays["stored_errors"],
-            silent_rounds=arrays["silent_rounds"],
-            momentum=arrays["momentum"],
-            variance=arrays["variance"],
-        )
+        try:
+            return SimulationState(model_from_arrays(arrays), clients_from_arrays(arrays))
+        except KeyError as error:
+            raise RunError(
+                f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
+            ) from None
+
+
+def initial_state(problem: Problem, recipe: Recipe, optimizer: ServerOptimizer) -> SimulationState:
+    """Return what server and clients start from: nothing sent, nothing remembered."""
+    parameters = problem.initial_params
+    clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
+    return SimulationState(init_model(parameters, optimizer), clients)
+
+
+def check_fits(state: SimulationState, expected: SimulationState) -> None:
+    """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
+    shapes = {name: array.shape for name, array in state.to_arrays().items()}
+    for name, array in expected.to_arrays().items():
+        if name in ("history", "passing"):  # their lengths change from round to round
+            continue
+        if shapes.pop(name, None) != array.shape:
+            raise RunError(
+                f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
+            )
+    extra = [name for name in shapes if name.startswith("stage/")]
+    if extra:
+        raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")

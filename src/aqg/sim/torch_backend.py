@@ -11,19 +11,20 @@ import torch
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
-from aqg.core.mirror import Memory
+from aqg.core.links import Memory
 from aqg.core.quantizers import GridQuantizer
+from aqg.core.space import NumpySpace, as_index, map_messages
 from aqg.objectives.mlp import Perceptron
 from aqg.objectives.softmax import Softmax
-from aqg.sim.backends import as_index
 from aqg.sim.pieces import Pieces, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
-    from aqg.core.types import Float64Array, FloatArray, IntArray
+    from aqg.core.space import Item, Result
+    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
     from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
 
@@ -40,6 +41,7 @@ class TorchBackend:
 
     def __init__(self, problem: Problem, device: str) -> None:
         self.device = torch.device(device)
+        self.host = NumpySpace(in_place=True)
         self._objective = problem.objective
         self._stack: tuple[Tensor, Tensor] | None = None
         self._pieces: Pieces | None = None
@@ -146,59 +148,72 @@ class TorchBackend:
             self._side_by_side = features, labels, starts
         return self._side_by_side
 
-    def stack(self, rows: tuple[Tensor, ...]) -> Tensor:
-        """Copy into one tensor."""
-        return torch.stack(rows)
+    def own(self, array: Tensor) -> Tensor:
+        """Return the tensor itself: all are the simulation's own."""
+        return array
 
-    def innovations(
-        self,
-        memory: Memory,
-        quantizer: Quantizer,
-        gradients: Tensor,
-        held: Tensor,
-        clients: IntArray,
+    def zeros_like(self, array: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(array)
+
+    def take(self, table: Tensor, clients: IntArray) -> Tensor:
+        """Return rows of a table; consecutive ones without a copy."""
+        index = as_index(clients)
+        if isinstance(index, slice):
+            return table[index]
+        return table[torch.as_tensor(index, device=self.device)]
+
+    def rows(self, table: Tensor, clients: IntArray) -> Sequence[FloatArray]:
+        """Copy some rows from the device, all at once."""
+        rows: Sequence[FloatArray] = self.get(self.take(table, clients))
+        return rows
+
+    def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
+        """Set rows, where the table lies."""
+        table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
+            rows, device=self.device
+        )
+        return table
+
+    def apart(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """Compare where both lie."""
+        is_shared = rows.untyped_storage().data_ptr() == vectors.untyped_storage().data_ptr()
+        return rows.clone() if is_shared else rows
+
+    def usable(self, vectors: Tensor) -> BoolArray:
+        """Look at the largest magnitude."""
+        usable: BoolArray = self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
+        return usable
+
+    def measure(
+        self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
     ) -> tuple[Tensor, Innovation]:
         """Measure on the device where the quantizer is a grid or needs the norm only."""
-        deltas = gradients
-        if memory is Memory.INNOVATION:
-            deltas = gradients - self._rows(held, clients)
-        elif memory is Memory.FEEDBACK:
-            deltas = gradients + self._rows(held, clients)
+        deltas = vectors if mirrors is None else vectors - self.take(mirrors, clients)
         if isinstance(quantizer, GridQuantizer):
             return deltas, measure_rows(deltas, quantizer.grid, quantizer.max_width)
         if quantizer.num_errors == 0:
             return deltas, measure_rows(deltas, Grid.MIDTREAD, 0)
         return deltas, quantizer.measure(self.get(deltas))
 
-    def blend(
-        self, gradients: Tensor, averages: Tensor, clients: IntArray, weight: float
-    ) -> Tensor:
-        """Return the clients' new running averages."""
+    def add(self, vectors: Tensor, rows: Tensor) -> Tensor:
+        """Add."""
+        return vectors + rows
+
+    def blend(self, averages: Tensor, vectors: Tensor, weight: float) -> Tensor:
+        """Blend where there is something to blend."""
         if weight == 1.0:
-            return gradients.clone()
-        old = self._rows(averages, clients)
-        is_usable = gradients.abs().amax(dim=1, keepdim=True) <= MAX_RADIUS
-        is_blended = is_usable & (old != 0).any(dim=1, keepdim=True)
-        return torch.where(is_blended, old * (1.0 - weight) + gradients * weight, gradients)
+            return vectors.clone()
+        is_usable = vectors.abs().amax(dim=1, keepdim=True) <= MAX_RADIUS
+        is_blended = is_usable & (averages != 0).any(dim=1, keepdim=True)
+        return torch.where(is_blended, averages * (1.0 - weight) + vectors * weight, vectors)
 
-    def own_movements(self, vectors: Tensor, averages: Tensor, clients: IntArray) -> Float64Array:
-        """Return how far each client's vector moved."""
-        old = self._rows(averages, clients)
-        moved = measure_rows(vectors - old, Grid.MIDTREAD, 0).squared_norm
-        return np.where(self.get((old != 0).any(dim=1)), moved, 0.0)
+    def distances(self, vectors: Tensor, earlier: Tensor) -> Float64Array:
+        """Measure the differences."""
+        moved = measure_rows(vectors - earlier, Grid.MIDTREAD, 0).squared_norm
+        return np.where(self.get((earlier != 0).any(dim=1)), moved, 0.0)
 
-    def rows(self, table: Tensor, indices: IntArray) -> Sequence[FloatArray]:
-        """Copy some rows from the device, all at once."""
-        rows: Sequence[FloatArray] = self.get(self._rows(table, indices))
-        return rows
-
-    def store(self, table: Tensor, clients: IntArray, rows: Any) -> None:
-        """Set rows."""
-        table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
-            rows, device=self.device
-        )
-
-    def advance(
+    def move(
         self,
         memory: Memory,
         mirrors: Tensor,
@@ -207,12 +222,8 @@ class TorchBackend:
         uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
-        """Take the same steps as the state machines: exact values, one rounding per mirror."""
+        """Move all at once: exact values, one rounding per mirror."""
         factors = self.put(weights)[:, None]
-        if not memory.keeps_mirror:
-            values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
-            total += (factors * values).sum(dim=0)
-            return
         dtype = np.dtype(str(mirrors.dtype).removeprefix("torch.")).type
         values = self.put(np.stack([upload.values(dtype) for upload in uploads]))
         indices = torch.as_tensor(clients, device=self.device)
@@ -229,6 +240,13 @@ class TorchBackend:
         total -= (self.put(weights)[:, None] * mirrors[indices].double()).sum(dim=0)
         mirrors[indices] = 0.0
 
+    def add_values(
+        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
+    ) -> None:
+        """Add all at once."""
+        values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
+        total += (self.put(weights)[:, None] * values).sum(dim=0)
+
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
     ) -> tuple[Tensor, Tensor]:
@@ -239,19 +257,18 @@ class TorchBackend:
         """Wait for a scalar."""
         return float(scalar)
 
-    def foresee(self, params: Tensor, memory: Memory, quantizer: Quantizer, held: Tensor) -> None:
+    def map(
+        self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
+    ) -> list[Result]:
+        """Start threads for large messages only."""
+        return map_messages(function, items, num_values)
+
+    def foresee(self, params: Tensor, quantizer: Quantizer, mirrors: Tensor | None) -> None:
         """Do nothing: all is done when it is asked for."""
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack
-        return self._rows(features, clients), self._rows(labels, clients)
-
-    def _rows(self, table: Tensor, clients: IntArray) -> Tensor:
-        """Return rows of a table; consecutive ones without a copy."""
-        index = as_index(clients)
-        if isinstance(index, slice):
-            return table[index]
-        return table[torch.as_tensor(index, device=self.device)]
+        return self.take(features, clients), self.take(labels, clients)
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:

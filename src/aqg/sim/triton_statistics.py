@@ -14,13 +14,11 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from aqg.core.grids import MIN_STEP, Grid
-from aqg.core.mirror import Memory
 
 if TYPE_CHECKING:
     from aqg.sim.torch_backend import Tensor
 
 _BLOCK = 1024
-_SIGNS = {Memory.INNOVATION: -1, Memory.FEEDBACK: 1}
 _NUM_SCANS = 3
 _MIN_STEP = tl.constexpr(MIN_STEP)
 _BELOW_BFLOAT16 = tl.constexpr((1 << 45) - 1)
@@ -28,13 +26,13 @@ _BELOW_BFLOAT16 = tl.constexpr((1 << 45) - 1)
 
 
 def compare(
-    memory: Memory, grid: Grid, max_width: int, gradients: Tensor, held: Tensor
+    grid: Grid, max_width: int, gradients: Tensor, mirrors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return ``Δ`` of every client and the table of its statistics; ``max_width`` is not 0."""
-    sign = _SIGNS.get(memory, 0)
+    subtracts = mirrors is not None
     num_rows, length = gradients.shape
     num_blocks = triton.cdiv(length, _BLOCK)
-    deltas = torch.empty_like(gradients) if sign else gradients
+    deltas = torch.empty_like(gradients) if subtracts else gradients
     scans = gradients.new_empty((num_rows, num_blocks, _NUM_SCANS), dtype=torch.float64)
     sums = gradients.new_empty((num_rows, num_blocks, 1 + max_width), dtype=torch.float64)
     table = gradients.new_empty((num_rows, 3 + 2 * max_width), dtype=torch.float64)
@@ -42,7 +40,8 @@ def compare(
     # Products round before they are added to, as they do on the CPU.
     options = {"enable_fp_fusion": False}
     blocks = (num_rows, num_blocks)
-    _scan[blocks](gradients, held, deltas, scans, length, sign, _BLOCK, **options)
+    known = mirrors if subtracts else gradients
+    _scan[blocks](gradients, known, deltas, scans, length, subtracts, _BLOCK, **options)
     _add_errors[blocks](
         deltas,
         scans,
@@ -62,11 +61,11 @@ def compare(
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _scan(  # type: ignore[no-untyped-def]
     gradients,
-    held,
+    mirrors,
     deltas,
     scans,
     length,
-    SIGN: tl.constexpr,  # noqa: N803
+    SUBTRACTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Form ``Δ``; write the maximum and the sum of ``|Δ|``, and the sum of ``Δ²``."""
@@ -75,9 +74,8 @@ def _scan(  # type: ignore[no-untyped-def]
     places = block * BLOCK + tl.arange(0, BLOCK)
     inside = places < length
     delta = tl.load(gradients + row * length + places, mask=inside, other=0.0)
-    if SIGN != 0:
-        known = tl.load(held + row * length + places, mask=inside, other=0.0)
-        delta = delta - known if SIGN < 0 else delta + known
+    if SUBTRACTS:
+        delta = delta - tl.load(mirrors + row * length + places, mask=inside, other=0.0)
         tl.store(deltas + row * length + places, delta, mask=inside)
     size = tl.abs(delta).to(tl.float64)
     at = scans + (row * tl.num_programs(1) + block) * 3

@@ -10,6 +10,7 @@ import numpy as np
 
 from aqg.core.policies import Always, LazyExact, Tolerance
 from aqg.core.recipes import make_recipe
+from aqg.core.stages.wider_tolerance import widest_weights
 from aqg.theory import lemma
 from aqg.theory.constants import Constants, Curvature, global_constants, local_curvature
 
@@ -161,7 +162,7 @@ def advise(
     return Advice(
         recipe=config.recipe,
         alpha=config.alpha,
-        weights=() if never_skips else recipe.movement.widest_weights,
+        weights=() if never_skips else widest_weights(recipe),
         within_tolerance=isinstance(recipe.policy, LazyExact | Tolerance),
         num_clients=num_clients,
         landscape=landscape,

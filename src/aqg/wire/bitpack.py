@@ -16,8 +16,8 @@ import numpy as np
 from aqg.core.grids import MAX_WIDTH, level_dtype
 from aqg.errors import MessageError, WireError
 from aqg.jit import HAVE_NUMBA
+from aqg.parallel import map_threads
 from aqg.wire.pack_kernels import pack_block, unpack_block
-from aqg.wire.parallel import map_threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

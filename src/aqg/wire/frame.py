@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.grids import Grid, is_valid_step, num_levels
-from aqg.core.messages import DenseUpload, Skip, Upload
+from aqg.core.messages import DenseUpload, Skip, Upload, is_message
+from aqg.core.types import is_whole
 from aqg.errors import MessageError, WireError
 from aqg.wire import context, gaps, others
 from aqg.wire.bitpack import pack, packed_size, unpack
@@ -43,6 +44,7 @@ from aqg.wire.varint import read_varint, varint_size, write_varint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aqg.core.links import Link
     from aqg.core.messages import Message
     from aqg.core.types import FloatArray, Levels
 
@@ -75,12 +77,19 @@ class Known(NamedTuple):
 
     Attributes:
         reference: ``ref_m``, to which the upload will be added.
-        direction: `aqg.wire.hints.direction_of` the client's last upload, where it is kept.
+        direction: `aqg.core.links.direction_of` the client's last upload, where it is kept.
 
     """
 
     reference: FloatArray
     direction: NDArray[np.int8] | None = None
+
+
+def known(link: Link, client: int = 0) -> Known | None:
+    """Return what both ends hold of a client before a message; None where there is no mirror."""
+    if not link.mirror.shape[1]:
+        return None
+    return Known(link.mirror[client], link.direction[client])
 
 
 def encode(message: Message, *, known: Known | None = None, threads: int | None = None) -> bytes:
@@ -99,6 +108,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     >>> encode(Skip()).hex()
     '20'
     """
+    _check_message(message)
     if isinstance(message, Skip):
         return bytes([_first_byte(Mode.SKIP)])
     message.validate()
@@ -125,6 +135,7 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     >>> encoded_size(DenseUpload(np.ones(3, np.float32)))
     18
     """
+    _check_message(message)
     if isinstance(message, Skip):
         return 1
     message.validate()
@@ -173,6 +184,8 @@ def decode(
     Traceback (most recent call last):
     aqg.errors.WireError: the frame holds 3 values where 4 are expected
     """
+    if not is_whole(expected_length):
+        raise WireError(f"expected_length is {expected_length!r}; it must be a whole number")
     if expected_length < 0:
         raise WireError(f"expected_length is {expected_length}; it must not be negative")
     frame = _as_bytes(data)
@@ -191,6 +204,11 @@ def decode(
         return _decode_upload(mode, body, hints, expected_length, threads)
     except MessageError as error:
         raise WireError(f"the frame holds no valid message: {error}") from error
+
+
+def _check_message(message: object) -> None:
+    if not is_message(message):
+        raise MessageError(f"a {type(message).__name__} is no message; there is no frame for it")
 
 
 def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:

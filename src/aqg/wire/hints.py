@@ -10,30 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.links import MAX_DIRECTION
 from aqg.errors import WireError
 from aqg.jit import HAVE_NUMBA, njit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_DIRECTION = 3
 NUM_DIRECTIONS = 2 * MAX_DIRECTION + 1
 REFERENCE_EDGES = np.array([1, 3, 5, 7, 11, 17, 25, 39]) / 16
 """In steps: where one class of ``|ref_m|`` ends and the next begins."""
-
-
-def direction_of(levels: NDArray[np.unsignedinteger], num_symbols: int) -> NDArray[np.int8]:
-    """Return where an upload went, ``v = 2q - (num_symbols - 1)`` cut to ``-3..3``, to remember.
-
-    >>> direction_of(np.array([0, 6, 7, 8], np.uint8), num_symbols=15)
-    array([-3, -2,  0,  2], dtype=int8)
-    """
-    if HAVE_NUMBA:
-        direction = np.empty(len(levels), np.int8)
-        _write_direction(levels, num_symbols, direction)
-        return direction
-    v = 2 * levels.astype(np.int32) - (num_symbols - 1)
-    return v.clip(-MAX_DIRECTION, MAX_DIRECTION).astype(np.int8)
 
 
 def make_hints(
@@ -44,7 +30,7 @@ def make_hints(
     Args:
         reference: ``ref_m`` before the upload, the same bits at both ends.
         step: the step of the upload's grid, which the frame carries.
-        direction: `direction_of` the client's last upload; None if it is not kept.
+        direction: `aqg.core.links.direction_of` the client's last upload; None if it is not kept.
 
     >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
     array([ 2, 49, -2], dtype=int8)
@@ -59,13 +45,6 @@ def make_hints(
         else:
             hints += _classes_numpy(reference, step)
     return hints
-
-
-@njit()
-def _write_direction(levels: Any, num_symbols: Any, direction: Any) -> None:
-    for i in range(len(levels)):
-        v = 2 * np.int32(levels[i]) - np.int32(num_symbols - 1)
-        direction[i] = min(max(v, -MAX_DIRECTION), MAX_DIRECTION)
 
 
 @njit(error_model="numpy")

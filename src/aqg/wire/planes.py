@@ -24,7 +24,7 @@ import numpy as np
 
 from aqg.core.grids import num_levels
 from aqg.errors import WireError
-from aqg.wire.parallel import map_threads
+from aqg.parallel import map_threads
 from aqg.wire.sections import Alphabet, decode_section, encode_section, section_size
 from aqg.wire.varint import read_varint, varint_size, write_varint
 

@@ -1,0 +1,147 @@
+"""The state of stages for some of many clients: taken out, moved, put back.
+
+Stages see rows of the clients at hand only, and return new ones; here is where these rows come
+from and go to. A stage written for NumPy runs on vectors that live elsewhere, too: they are brought
+over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aqg.core.recipe import Recipe
+    from aqg.core.space import Array, Space
+    from aqg.core.stage import Flow, Outcome, Stage, StageState
+    from aqg.core.types import BoolArray, IntArray
+
+    Tables = Mapping[str, StageState]
+
+
+def lives_on_device(stage: Stage) -> bool:
+    """Tell whether a stage keeps its state where the vectors are, and works on them there."""
+    return getattr(stage, "vectors", "host") == "device"
+
+
+def home_of(space: Space, stage: Stage) -> Space:
+    """Return the space of a stage's state."""
+    return space if lives_on_device(stage) else space.host
+
+
+def take(space: Space, stage: Stage, tables: Tables, clients: IntArray) -> dict[str, Any]:
+    """Return the rows of some clients."""
+    home = home_of(space, stage)
+    return {field: home.take(table, clients) for field, table in tables[stage.name].items()}
+
+
+def before(space: Space, stage: Stage, rows: StageState, flow: Flow) -> tuple[StageState, Flow]:
+    """Call `Stage.before`, with the vectors in NumPy if that is what the stage is written for.
+
+    What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
+    """
+    kind = getattr(stage, "vectors", "host")
+    if kind in ("unused", "read"):
+        return stage.before(rows, flow)
+    if kind == "device" or space is space.host:
+        new, changed = stage.before(rows, flow)
+        vectors = changed.vectors
+        return {f: v if v is rows[f] else space.apart(v, vectors) for f, v in new.items()}, changed
+    brought = flow._replace(vectors=space.get(flow.vectors), space=space.host)
+    new, changed = stage.before(rows, brought)
+    vectors = flow.vectors
+    if changed.vectors is not brought.vectors:
+        vectors = space.put(changed.vectors)
+    return new, changed._replace(vectors=vectors, space=space)
+
+
+def after(space: Space, stage: Stage, rows: StageState, outcome: Outcome) -> StageState:
+    """Call `Stage.after`, likewise."""
+    if getattr(stage, "vectors", "host") != "host" or space is space.host:
+        return stage.after(rows, outcome)
+    brought = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
+    return stage.after(rows, brought)
+
+
+def undo(
+    space: Space, stage: Stage, old: StageState, new: StageState, faulty: IntArray
+) -> StageState:
+    """Return the new rows, but the old ones of those whose vectors were faulty."""
+    if not len(faulty) or getattr(stage, "notes_faults", False):
+        return new
+    home = home_of(space, stage)
+    kept = {}
+    for field, rows in new.items():
+        changed = rows
+        if rows is not old[field]:
+            changed = home.own(rows)
+            changed[faulty] = old[field][faulty]
+        kept[field] = changed
+    return kept
+
+
+def store(
+    space: Space,
+    stage: Stage,
+    tables: dict[str, StageState],
+    clients: IntArray,
+    old: StageState,
+    new: StageState,
+) -> None:
+    """Put the rows that changed back into the tables of all clients."""
+    home = home_of(space, stage)
+    table = tables[stage.name]
+    changed = {
+        field: home.store(table[field], clients, rows)
+        for field, rows in new.items()
+        if rows is not old[field]
+    }
+    if changed:
+        tables[stage.name] = {**table, **changed}
+
+
+def begin_anew(
+    space: Space, stage: Stage, rows: StageState, enters: BoolArray, vectors: Array
+) -> StageState:
+    """Return the rows with those of some clients as they are before the first round."""
+    values = _initial(stage, vectors)
+    places = np.flatnonzero(enters)
+    home = home_of(space, stage)
+    fresh = {}
+    for field, column in rows.items():
+        copy = home.put(home.get(column))
+        fresh[field] = home.store(copy, places, _repeated(home, values[field], len(places)))
+    return fresh
+
+
+def forget(
+    space: Space,
+    left: Recipe,
+    entered: Recipe,
+    tables: dict[str, StageState],
+    clients: IntArray,
+    vectors: Array,
+) -> None:
+    """Let the stages of a way that some clients have left begin anew, if the new way lacks them."""
+    staying = {stage.name for stage in entered.stages}
+    for stage in left.stages:
+        if stage.name in staying or not len(clients):
+            continue
+        values, home = _initial(stage, vectors), home_of(space, stage)
+        tables[stage.name] = {
+            field: home.store(table, clients, _repeated(home, values[field], len(clients)))
+            for field, table in tables[stage.name].items()
+        }
+
+
+def _initial(stage: Stage, vectors: Array) -> StageState:
+    """Return the state of one client before the first round, for vectors like these."""
+    dtype = np.dtype(str(vectors.dtype).removeprefix("torch."))
+    return stage.init(vectors.shape[1], dtype)
+
+
+def _repeated(home: Space, value: Any, count: int) -> Array:
+    return home.put(np.repeat(np.asarray(value)[None], count, axis=0))

@@ -1,0 +1,20 @@
+"""Stages that recipes are made of: each owns its state, and none knows of the others."""
+
+from aqg.core.stages.averaging import RunningAverage
+from aqg.core.stages.feedback import ErrorFeedback
+from aqg.core.stages.loss_schedule import DoublingLevels, LossSchedule
+from aqg.core.stages.noise_switch import NoiseSwitch
+from aqg.core.stages.own_movement import OwnMovement
+from aqg.core.stages.stored_errors import StoredErrors
+from aqg.core.stages.wider_tolerance import WiderTolerance
+
+__all__ = [
+    "DoublingLevels",
+    "ErrorFeedback",
+    "LossSchedule",
+    "NoiseSwitch",
+    "OwnMovement",
+    "RunningAverage",
+    "StoredErrors",
+    "WiderTolerance",
+]

@@ -1,0 +1,48 @@
+"""Error feedback: what was not sent is kept, and added to the next vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aqg.core.stage import Plain
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.stage import Flow, Outcome, StageState
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Plain):
+    """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
+
+    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
+    """
+
+    name: ClassVar[str] = "feedback"
+    vectors: ClassVar[str] = "device"
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        """Start without a residual."""
+        return {"residual": np.zeros(num_params, dtype)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        """Add the residual."""
+        return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        """Keep what the upload left out; all of it, where nothing was sent."""
+        space, senders, silent = outcome.space, outcome.senders, outcome.silent
+        residual = state["residual"]
+        if len(silent):
+            rows = space.take(outcome.vectors, silent)
+            residual = space.store(residual, silent, rows)
+        if len(senders):
+            wanted = space.rows(outcome.vectors, senders)
+            pairs = zip(wanted, outcome.uploads, strict=True)
+            left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
+            residual = space.store(residual, senders, left)
+        return {"residual": residual}

@@ -1,0 +1,88 @@
+"""The switch of `auto`: a mirror while updates repeat themselves, sparse ternary while they do not.
+
+The mirror saves bytes while the next update is nearly the last one. While updates are mostly noise,
+each client sends a few coordinates as sparse ternary, with error feedback. A client that is sampled
+seldom would hold residuals that are long out of date; it sends an unbiased stochastic ternary
+vector instead, and keeps no residual.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aqg.core.policies import Always
+from aqg.core.quantizers import Stochastic
+from aqg.core.recipe import Recipe
+from aqg.core.sparsifiers import TERNARY_WIDTH, AdaptiveTernary
+from aqg.core.stage import Plain
+from aqg.core.stages.feedback import ErrorFeedback
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.noise import NoiseMeter
+    from aqg.core.stage import Flow, StageState
+    from aqg.core.types import Float64Array
+
+RARELY = 4.0
+"""Mean rounds between two updates of a client from which residuals count as out of date."""
+MIRROR, SPARSE, STOCHASTIC = range(3)
+"""The branches."""
+
+
+@dataclass(frozen=True)
+class NoiseSwitch(Plain):
+    """Sends each client the way that suits the noise in its updates.
+
+    Attributes:
+        meter: tells noise from signal.
+        overhead: bytes that the transport adds to every message; 0 if nothing is known of it.
+
+    """
+
+    meter: NoiseMeter
+    overhead: float = 0.0
+    name: ClassVar[str] = "noise"
+    vectors: ClassVar[str] = "read"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overhead < math.inf:
+            raise ConfigError(f"overhead is {self.overhead}; it must be at least 0 and finite")
+
+    @property
+    def branches(self) -> tuple[Recipe, ...]:
+        """Sparse ternary with error feedback, and stochastic ternary without."""
+        always = Always(TERNARY_WIDTH)
+        ternary = AdaptiveTernary(self.overhead)
+        return (
+            Recipe(policy=always, quantizer=ternary, stages=(ErrorFeedback(),)),
+            Recipe(policy=always, quantizer=Stochastic()),
+        )
+
+    def for_transport(self, overhead: float) -> NoiseSwitch:
+        """Return the switch for another transport, unless it was told of one."""
+        return self if self.overhead else replace(self, overhead=overhead)
+
+    def init(self, num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        """Start where the meter does."""
+        notes = self.meter.init(num_params)
+        return {"notes": notes, "branch": np.array(self._branch(notes), np.int8)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        """Show every client's update to its meter, and choose."""
+        updates = flow.space.rows(flow.vectors, np.arange(len(state["notes"])))
+        pairs = zip(state["notes"], updates, strict=True)
+        notes = np.array([self.meter.observe(row, update, flow.round) for row, update in pairs])
+        branch = np.array([self._branch(row) for row in notes], np.int8)
+        advice = np.array([(self.meter.noise_share(r), self.meter.mean_pause(r)) for r in notes])
+        return {"notes": notes, "branch": branch}, flow._replace(advice=advice)
+
+    def _branch(self, notes: Float64Array) -> int:
+        if not self.meter.is_noisy(notes):
+            return MIRROR
+        return SPARSE if self.meter.mean_pause(notes) < RARELY else STOCHASTIC
