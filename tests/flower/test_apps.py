@@ -323,7 +323,7 @@ def test_a_damaged_state_on_disk_is_not_used(tmp_path: Path) -> None:
         if node == 18 and round_of(message) == 3:
             file = federation.state_of(1) / "state.json"
             index = json.loads(file.read_text())
-            cell = index["current"]["arrays"]["mirror"]
+            cell = index["current"]["arrays"]["mirrors"]
             cell["bytes"] = "0123" + cell["bytes"][4:]
             file.write_text(json.dumps(index))
         if node == 18 and round_of(message) == 4:

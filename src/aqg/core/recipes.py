@@ -49,7 +49,7 @@ RECIPES: dict[str, Entry] = {}
 
 
 def register(name: str, summary: str) -> Callable[[Maker], Maker]:
-    """Add a recipe under ``name``: decorates ``make(*, option=default)``, or with ``bits`` first."""
+    """Add a recipe under ``name``: decorates ``make(*, option=default)``, or ``make(bits, …)``."""
     if not name or set(name) & set(":,= "):
         raise ConfigError(
             f"recipe name {name!r} must be non-empty, without ':', ',', '=' and blanks"
