@@ -67,9 +67,10 @@ def make_ranges(frequencies: NDArray[np.int64], scale_bits: int) -> Ranges:
 
 def _make_steps(ranges: Ranges) -> Steps:
     scale_bits, frequencies, starts = ranges
-    inverses = np.nextafter(1.0 / np.maximum(frequencies, 1), 2.0)
-    gains = (starts << 32 | (1 << scale_bits) - frequencies).view(np.uint64)
-    return Steps(frequencies << (STATE_BITS - scale_bits), inverses, gains)
+    size = len(frequencies)
+    steps = Steps(np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
+    _fill_steps(scale_bits, frequencies, starts, *steps)
+    return steps
 
 
 def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> bytes:
@@ -118,6 +119,21 @@ def decode_symbols(
         raise WireError(f"the coded symbols end after {num_read} of {len(words)} bytes")
     if (states != LOW).any():
         raise WireError("the coder does not end in the state it began with")
+
+
+@njit()
+def _fill_steps(
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    inverses: NDArray[np.float64],
+    gains: NDArray[np.uint64],
+) -> None:
+    for i in range(len(frequencies)):
+        limits[i] = frequencies[i] << (STATE_BITS - scale_bits)
+        inverses[i] = np.nextafter(1.0 / max(frequencies[i], 1), 2.0)
+        gains[i] = starts[i] << 32 | (1 << scale_bits) - frequencies[i]
 
 
 @njit()
