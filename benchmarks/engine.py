@@ -250,6 +250,9 @@ def main() -> None:
     parser.add_argument(
         "--against", type=Path, metavar="DIR", help="with --senders: another checkout"
     )
+    parser.add_argument(
+        "--num-clients", type=int, help="with --senders: in place of the workload's"
+    )
     parser.add_argument("--repetitions", type=int, default=5, help="with --senders: turns")
     parser.add_argument("--peers", default=",".join(PEERS), help="some of these, or none")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -296,10 +299,16 @@ def main() -> None:
     elif arguments.senders:
         recipes = (arguments.recipes or ",".join(SENDING_RECIPES)).split(",")
         for name in names:
+            num_clients = arguments.num_clients or WORKLOADS[name].num_clients
             sending = measure_senders(
-                name, recipes, arguments.against, arguments.clock, arguments.repetitions
+                name,
+                recipes,
+                num_clients,
+                arguments.against,
+                arguments.clock,
+                arguments.repetitions,
             )
-            print_senders(name, sending, arguments.clock)
+            print_senders(name, num_clients, sending, arguments.clock)
             result[name] = as_json(sending)
     else:
         for name in names:

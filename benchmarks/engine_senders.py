@@ -28,12 +28,12 @@ Results = dict[Key, dict[str, float]]
 class Checkout:
     """A worker process that imports ``aqg`` from the sources of one checkout."""
 
-    def __init__(self, root: Path, workload: str) -> None:
+    def __init__(self, root: Path, workload: str, num_clients: int) -> None:
         if not (root / "src" / "aqg").is_dir():
             raise SystemExit(f"{root} is no checkout: it has no src/aqg")
         script = Path(__file__).with_name("engine_worker.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), workload],
+            [sys.executable, str(script), workload, str(num_clients)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -56,12 +56,17 @@ class Checkout:
 
 
 def measure_senders(
-    name: str, recipes: Sequence[str], against: Path | None, clock: str, repetitions: int
+    name: str,
+    recipes: Sequence[str],
+    num_clients: int,
+    against: Path | None,
+    clock: str,
+    repetitions: int,
 ) -> dict[str, Results]:
     """Return what each contestant took, by checkout: ``new``, and ``old`` if there is one."""
     here = Path(__file__).resolve().parents[1]
     roots = {"new": here} if against is None else {"new": here, "old": against.resolve()}
-    checkouts = {label: Checkout(root, name) for label, root in roots.items()}
+    checkouts = {label: Checkout(root, name, num_clients) for label, root in roots.items()}
     keys: list[Key] = [("bare", "")]
     if WORKLOADS[name].model == "logistic":
         keys.append(("bare (NumPy)", ""))
@@ -99,10 +104,9 @@ def _take_turns(
     return best
 
 
-def print_senders(name: str, results: dict[str, Results], clock: str) -> None:
-    workload = WORKLOADS[name]
+def print_senders(name: str, num_clients: int, results: dict[str, Results], clock: str) -> None:
     old = results.get("old")
-    print(f"\n{name}: {workload.num_clients} clients, {workload.model}; seconds by {clock} clock")
+    print(f"\n{name}: {num_clients} clients, {WORKLOADS[name].model}; seconds by {clock} clock")
     heads = ["s/round", "× bare", "uploads", "bytes"]
     if old is not None:
         heads += ["old s/round", "× bare", "new/old"]

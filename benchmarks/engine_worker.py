@@ -48,8 +48,8 @@ class ForcedSenders:
 class Worker:
     """The contestants of one workload, made when they are first asked for."""
 
-    def __init__(self, name: str) -> None:
-        self.workload = WORKLOADS[name]
+    def __init__(self, name: str, num_clients: int) -> None:
+        self.workload = WORKLOADS[name]._replace(num_clients=num_clients)
         self.data = make_data(self.workload)
         self.problem = make_problem(self.workload, self.data)
         self.bare: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def _timed(run: Any, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    worker = Worker(sys.argv[1])
+    worker = Worker(sys.argv[1], int(sys.argv[2]))
     for line in sys.stdin:
         print(json.dumps(worker.run(**json.loads(line))), flush=True)
 
