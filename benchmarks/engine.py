@@ -5,6 +5,8 @@
     python benchmarks/engine.py --workloads W3 --json      # one of them, for machines
     python benchmarks/engine.py --clients-sweep            # 1,000 to 100,000 clients
     python benchmarks/engine.py --memory                   # of W2
+    python benchmarks/engine.py --senders                  # everyone sends, a tenth, none
+    python benchmarks/engine.py --senders --against DIR    # the same beside another checkout
     python benchmarks/engine.py --device cuda              # on a GPU; also with --no-guess
 
 ====  =======  =======  ========  ====================  =========
@@ -27,6 +29,12 @@ rounds, and the smallest mean over a window is reported. The first rounds, in wh
 upload, come before and are reported apart. Peers (FedJAX, pfl, FedLab and Flower's simulation) take
 part where they are installed; they compute one full-batch step per client, with no compression.
 Flower runs in a process of its own, after the others.
+
+Under a lazy recipe hardly anyone uploads once the first rounds are over, while the peers aggregate
+every client in every round. ``--senders`` therefore sets who sends: everyone, a tenth of the
+clients, or none; the recipe's policy still chooses the widths. ``--against`` runs the sources of
+another checkout in turns with these and prints the ratio of the times, and says so where the two
+sent different numbers of bytes.
 """
 
 from __future__ import annotations
@@ -44,11 +52,13 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from engine_bare import bare_gradient, numpy_gradient
+from engine_senders import as_json, measure_senders, print_senders
 from engine_workloads import WORKLOADS, Data, Workload, make_data, make_problem
 
 from aqg.core.recipes import make_recipe
@@ -59,6 +69,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 RECIPES = ("gd", "laq", "aqg-2", "lean")
+SENDING_RECIPES = ("gd", "laq", "lean")
 PEERS = ("FedJAX", "pfl", "FedLab", "Flower")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """On a machine that others use, with one thread, the time that the process had a core is fairer."""
@@ -234,7 +245,15 @@ def _peak_rss() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", help=f"{','.join(RECIPES)} by default")
+    parser.add_argument("--senders", action="store_true", help="everyone sends, a tenth, none")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="with --senders: another checkout"
+    )
+    parser.add_argument(
+        "--num-clients", type=int, help="with --senders: in place of the workload's"
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="with --senders: turns")
     parser.add_argument("--peers", default=",".join(PEERS), help="some of these, or none")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--samples", type=int, help="of each client, in place of the workload's")
@@ -248,6 +267,12 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="of lean on W2, run alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments = parser.parse_args()
+    names = arguments.workloads.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise SystemExit(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
+    if arguments.against is not None and not arguments.senders:
+        raise SystemExit("--against needs --senders")
     result: dict[str, Any] = {
         "machine": platform.platform(),
         "threads": torch.get_num_threads(),
@@ -271,12 +296,24 @@ def main() -> None:
     elif arguments.clients_sweep:
         counts = [int(count) for count in arguments.clients.split(",")]
         result["clients_sweep"] = sweep_clients(counts, rounds=3)
+    elif arguments.senders:
+        recipes = (arguments.recipes or ",".join(SENDING_RECIPES)).split(",")
+        for name in names:
+            num_clients = arguments.num_clients or WORKLOADS[name].num_clients
+            sending = measure_senders(
+                name,
+                recipes,
+                num_clients,
+                arguments.against,
+                arguments.clock,
+                arguments.repetitions,
+            )
+            print_senders(name, num_clients, sending, arguments.clock)
+            result[name] = as_json(sending)
     else:
-        for name in arguments.workloads.split(","):
-            if name not in WORKLOADS:
-                raise SystemExit(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
+        for name in names:
             peers = () if arguments.peers == "none" else tuple(arguments.peers.split(","))
-            recipes = arguments.recipes.split(",")
+            recipes = (arguments.recipes or ",".join(RECIPES)).split(",")
             clock = CLOCKS[arguments.clock]
             timings = measure(name, recipes, peers, clock, arguments.samples)
             print_table(name, timings, arguments.samples)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, num_levels
 from aqg.core.messages import DenseUpload, Message, Skip, Upload
-from aqg.errors import MessageError, WireError
-from aqg.wire import Known, decode, encode, encoded_size
+from aqg.errors import ConfigError, MessageError, WireError
+from aqg.wire import Known, decode, encode, encoded_size, planes
 from aqg.wire.bitpack import packed_size
 from aqg.wire.frame import Mode
 from aqg.wire.planes import BLOCK_LENGTH, BLOCKED_LENGTH
@@ -179,6 +179,20 @@ def test_any_bytes_like_frame_is_read(kind: type) -> None:
     if isinstance(frame, bytearray):  # the message does not hang on the buffer
         frame[:] = bytes(len(frame))
         assert decoded == upload
+
+
+def test_a_short_message_starts_no_thread_but_the_number_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int | None] = []
+    map_threads = planes.map_threads
+    monkeypatch.setattr(planes, "map_threads", lambda *a: (asked.append(a[2]), map_threads(*a))[1])
+    values = np.random.default_rng(0).normal(size=planes.THREADED_LENGTH // 4).astype(np.float32)
+    for message in (DenseUpload(values[1:]), DenseUpload(values)):
+        assert decode(encode(message), len(message)) == message
+    assert asked == [1, 1, None, None]
+    with pytest.raises(ConfigError, match="threads is 0"):
+        encode(DenseUpload(values[:10]), threads=0)
 
 
 def test_invalid_messages_are_not_encoded() -> None:

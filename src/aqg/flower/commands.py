@@ -16,6 +16,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from aqg.errors import ConfigError
+from aqg.objectives.products import stay_with_numpy
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def preload(modules: Sequence[str] = ()) -> None:
     """Import everything that forked commands need, and ``modules``; start no threads."""
     for name in (*_PRELOADED, *modules):
         importlib.import_module(name)
+    stay_with_numpy()  # a forked command computes too little to be worth importing torch
     warm_up()
 
 

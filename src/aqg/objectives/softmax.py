@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.objectives.closed_form import ClosedForm, namespace, transpose
+from aqg.objectives.products import NARROW, narrow_gradient, narrow_outputs
 
 if TYPE_CHECKING:
     from aqg.objectives.base import Array, Scaling
 
-_NARROW = 32
-"""Up to this many outputs, BLAS is faster (up to 1.6 times) if they are the rows of the product."""
 _PIECES = (8, 6, 5, 4, 3, 2)
 _PIECE_LENGTH = 512
 """On CUDA, few outputs keep few cores busy: clients are cut into pieces of this many samples."""
@@ -63,7 +62,10 @@ def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
         flat = inputs.reshape(-1, inputs.shape[-1])
         together = namespace(inputs).addmm(bias, flat, weight)
         return transpose(together.reshape(*inputs.shape[:-1], -1))
-    logits = transpose(weight) @ transpose(inputs)
+    if namespace(inputs) is np:
+        logits = narrow_outputs(inputs, weight)
+    else:
+        logits = transpose(weight) @ transpose(inputs)
     logits += bias[..., None]
     return logits
 
@@ -93,8 +95,8 @@ def write_layer_gradients(
 ) -> None:
     """Write the gradients of a layer ``inputs @ weight + bias`` whose outputs have these slopes."""
     xp = namespace(inputs)
-    if xp is np and slopes.shape[-1] <= _NARROW:
-        weight_gradient[...] = transpose(transpose(slopes) @ inputs)
+    if xp is np and slopes.shape[-1] <= NARROW:
+        narrow_gradient(inputs, slopes, weight_gradient)
     elif (num_pieces := _num_pieces(inputs, slopes)) > 1:
         shape = (*inputs.shape[:-2], num_pieces, inputs.shape[-2] // num_pieces, -1)
         products = transpose(inputs.reshape(shape)) @ slopes.reshape(shape)
@@ -106,7 +108,7 @@ def write_layer_gradients(
 
 def _num_pieces(inputs: Array, slopes: Array) -> int:
     """Return into how many pieces to cut each client's samples for the product with few slopes."""
-    if not _is_cuda(inputs) or inputs.itemsize > 4 or slopes.shape[-1] > _NARROW:
+    if not _is_cuda(inputs) or inputs.itemsize > 4 or slopes.shape[-1] > NARROW:
         return 1
     num_samples = inputs.shape[-2]
     fitting = (p for p in _PIECES if num_samples % p == 0 and num_samples // p >= _PIECE_LENGTH)

@@ -163,7 +163,7 @@ def _code_bit(coder: Any, buffer: Any, decoding: Any, bit: Any, p: Any) -> Any:
     ``buffer`` the decoder reads zeros and the encoder only counts.
     """
     low, high, window, position = coder
-    middle = low + ((high - low) * p >> 16)
+    middle = low + (_product(high - low, p) >> 16)
     if decoding:
         bit = 1 if window <= middle else 0
     if bit:
@@ -206,19 +206,32 @@ def _finish_coder(coder: Any, buffer: Any, decoding: Any) -> Any:
     return position + num_last
 
 
+@njit(inline="always")
+def _product(left: Any, right: Any) -> Any:
+    """Multiply two numbers of 32 bits without sign: on some processors twice as fast as of 64."""
+    return int(np.uint64(np.uint32(left)) * np.uint64(np.uint32(right)))
+
+
+@njit(inline="always")
+def _signed_product(left: Any, right: Any) -> Any:
+    """Multiply two numbers of 32 bits with sign."""
+    return np.int64(np.int32(left)) * np.int64(np.int32(right))
+
+
 @njit()
 def _learn(estimates: Any, slot: Any, bit: Any, limit: Any) -> None:
-    state = int(estimates[slot])
+    at = np.uint64(slot)
+    state = int(estimates[at])
     seen = state & 0xFF
     p = state >> 8
-    p += ((0xFFFFF if bit else 0) - p) * int(RATES[seen]) >> 16
-    estimates[slot] = p << 8 | min(seen + 1, limit)
+    p += _signed_product((0xFFFFF if bit else 0) - p, RATES[np.uint64(seen)]) >> 16
+    estimates[at] = p << 8 | min(seen + 1, limit)
 
 
 @njit(inline="always")
 def _code_plain(coder: Any, buffer: Any, decoding: Any, bit: Any, model: Any, slot: Any) -> Any:
     """Code a decision under one estimate alone; return it and the coder after it."""
-    p = int(model.estimates[slot]) >> 12
+    p = int(model.estimates[np.uint64(slot)]) >> 12
     p = min(max(p, LEAST_PROBABILITY), (1 << 16) - LEAST_PROBABILITY)
     bit, coder = _code_bit(coder, buffer, decoding, bit, p)
     _learn(model.estimates, slot, bit, SLOW_LIMIT)
@@ -232,20 +245,21 @@ def _code_mixed(
     """Code a decision under three estimates; return it and the coder after it."""
     estimates, weights = model
     a, b, c = slots
-    odds_a = int(LOG_ODDS[estimates[a] >> 16 & 0xFFF])
-    odds_b = int(LOG_ODDS[estimates[b] >> 16 & 0xFFF])
-    odds_c = int(LOG_ODDS[estimates[c] >> 16 & 0xFFF])
+    odds_a = int(LOG_ODDS[np.uint64(estimates[np.uint64(a)] >> 16 & 0xFFF)])
+    odds_b = int(LOG_ODDS[np.uint64(estimates[np.uint64(b)] >> 16 & 0xFFF)])
+    odds_c = int(LOG_ODDS[np.uint64(estimates[np.uint64(c)] >> 16 & 0xFFF)])
+    row = np.uint64(mixer)
     mixed = (
-        odds_a * int(weights[mixer, 0])
-        + odds_b * int(weights[mixer, 1])
-        + odds_c * int(weights[mixer, 2])
+        odds_a * int(weights[row, 0])
+        + odds_b * int(weights[row, 1])
+        + odds_c * int(weights[row, 2])
     ) >> 16
-    p = int(LOGISTIC[min(max(mixed, -ODDS_LIMIT), ODDS_LIMIT) + ODDS_LIMIT])
+    p = int(LOGISTIC[np.uint64(min(max(mixed, -ODDS_LIMIT), ODDS_LIMIT) + ODDS_LIMIT)])
     bit, coder = _code_bit(coder, buffer, decoding, bit, p)
     step = LEARNING_RATE * ((1 << 16 if bit else 0) - p)
-    weights[mixer, 0] += (odds_a * step + (1 << 17)) >> 18
-    weights[mixer, 1] += (odds_b * step + (1 << 17)) >> 18
-    weights[mixer, 2] += (odds_c * step + (1 << 17)) >> 18
+    weights[row, 0] += (_signed_product(odds_a, step) + (1 << 17)) >> 18
+    weights[row, 1] += (_signed_product(odds_b, step) + (1 << 17)) >> 18
+    weights[row, 2] += (_signed_product(odds_c, step) + (1 << 17)) >> 18
     _learn(estimates, a, bit, FAST_LIMIT)
     _learn(estimates, b, bit, FAST_LIMIT)
     _learn(estimates, c, bit, FAST_LIMIT)
@@ -271,14 +285,24 @@ def _clip(value: Any, limit: Any) -> Any:
 @njit()
 def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
     """Return the slots of the first unary decision at ``k``, and the sum of what is around it."""
-    west = int(buckets[k - near])
-    west_west = int(buckets[k - 2 * near])
-    north_east = int(buckets[k - far + near])
-    around = 2 * west + 2 * int(buckets[k - far]) + int(buckets[k - far - near]) + north_east
-    before = int(buckets[k - 1]) + int(buckets[k - 2]) + int(buckets[k - 3]) + int(buckets[k - 4])
-    a = AROUND + NODES * int(ACTIVITY[around])
+    west = int(buckets[np.uint64(k - near)])
+    west_west = int(buckets[np.uint64(k - 2 * near)])
+    north_east = int(buckets[np.uint64(k - far + near)])
+    around = (
+        2 * west
+        + 2 * int(buckets[np.uint64(k - far)])
+        + int(buckets[np.uint64(k - far - near)])
+        + north_east
+    )
+    before = (
+        int(buckets[np.uint64(k - 1)])
+        + int(buckets[np.uint64(k - 2)])
+        + int(buckets[np.uint64(k - 3)])
+        + int(buckets[np.uint64(k - 4)])
+    )
+    a = AROUND + NODES * int(ACTIVITY[np.uint64(around)])
     b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
-    c = BEFORE + NODES * (3 * int(ACTIVITY[before]) + min(west, 2))
+    c = BEFORE + NODES * (3 * int(ACTIVITY[np.uint64(before)]) + min(west, 2))
     return a, b, c, around, around + west_west + before == 0
 
 
@@ -287,10 +311,14 @@ def _sign_contexts(
     values: Any, k: Any, near: Any, far: Any, kind: Any, column: Any, flip: Any
 ) -> Any:
     """Return the slots of the sign at ``k``, seen upside down if ``flip`` is -1."""
-    west = flip * int(values[k - near])
-    west_west = flip * int(values[k - 2 * near])
-    north_east = flip * int(values[k - far + near])
-    pull = 2 * west + flip * (2 * int(values[k - far]) + int(values[k - far - near])) + north_east
+    west = flip * int(values[np.uint64(k - near)])
+    west_west = flip * int(values[np.uint64(k - 2 * near)])
+    north_east = flip * int(values[np.uint64(k - far + near)])
+    pull = (
+        2 * west
+        + flip * (2 * int(values[np.uint64(k - far)]) + int(values[np.uint64(k - far - near)]))
+        + north_east
+    )
     a = COLUMN + 2 * (column & (NUM_COLUMNS - 1)) + (1 if pull > 0 else 0)
     b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, PULL_LIMIT) + PULL_LIMIT
     c = SIGNS + 25 * _clip(west_west, 2) + 5 * _clip(north_east, 2) + _clip(west, 2) + 62
@@ -378,7 +406,7 @@ def code_symbols(
             v = (2 * magnitude + 1 - has_zero) * (flip if positive else -flip)
         if decoding:
             symbols[i] = (v + num_symbols - 1) >> 1
-        buckets[k] = node
-        values[k] = _clip(v, VALUE_LIMIT)
+        buckets[np.uint64(k)] = node
+        values[np.uint64(k)] = _clip(v, VALUE_LIMIT)
         column = column + 1 if column + 1 < near else 0
     return _finish_coder(coder, buffer, decoding)

@@ -18,13 +18,15 @@ section, each is preceded by its number of bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import num_levels
 from aqg.errors import WireError
+from aqg.jit import HAVE_NUMBA, njit
 from aqg.parallel import map_threads
+from aqg.wire.bitpack import read_only
 from aqg.wire.sections import Alphabet, decode_section, encode_section, section_size
 from aqg.wire.varint import read_varint, varint_size, write_varint
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 BLOCKED_LENGTH = 1 << 21
 BLOCK_LENGTH = 1 << 20
+THREADED_LENGTH = 1 << 15
+"""Messages with fewer symbols in all planes are coded before a thread has started."""
 BYTES = Alphabet(width=8, size=256)
 
 
@@ -82,11 +86,24 @@ def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
 
 def split_dense(values: NDArray[np.float32]) -> list[Plane]:
     """Return the planes of float32 values."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rotated = bits << np.uint32(1) | bits >> np.uint32(31)
-    return [
-        Plane((rotated >> np.uint32(shift)).astype(np.uint8), BYTES) for shift in (0, 8, 16, 24)
-    ]
+    bits = read_only(values).view(np.uint32)
+    if HAVE_NUMBA:
+        planes = np.empty((4, len(bits)), np.uint8)
+        _split(bits, planes)
+    else:
+        rotated = bits << np.uint32(1) | bits >> np.uint32(31)
+        planes = np.stack([rotated >> np.uint32(k) for k in (0, 8, 16, 24)]).astype(np.uint8)
+    return [Plane(plane, BYTES) for plane in planes]
+
+
+@njit()
+def _split(bits: Any, planes: Any) -> None:
+    for i in range(len(bits)):
+        rotated = np.uint32(bits[i] << np.uint32(1)) | np.uint32(bits[i] >> np.uint32(31))
+        planes[0, i] = rotated
+        planes[1, i] = rotated >> np.uint32(8)
+        planes[2, i] = rotated >> np.uint32(16)
+        planes[3, i] = rotated >> np.uint32(24)
 
 
 def join_dense(planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
@@ -104,7 +121,9 @@ def encode_planes(planes: list[Plane], threads: int | None) -> bytes:
     >>> encode_planes([Plane(np.zeros(100, np.uint8), BYTES)] * 2, threads=1).hex()
     '053d00000100053d00000100'
     """
-    sections = map_threads(lambda piece: encode_section(*piece), _pieces(planes), threads)
+    pieces = _pieces(planes)
+    threads = _useful_threads(planes, threads)
+    sections = map_threads(lambda piece: encode_section(*piece), pieces, threads)
     if len(sections) == 1:
         return sections[0]
     return b"".join(write_varint(len(section)) + section for section in sections)
@@ -129,9 +148,15 @@ def decode_planes(
     map_threads(
         lambda i: decode_section(sections[i], pieces[i].alphabet, pieces[i].symbols),
         range(len(pieces)),
-        threads,
+        _useful_threads(planes, threads),
     )
     return [plane.symbols for plane in planes]
+
+
+def _useful_threads(planes: list[Plane], threads: int | None) -> int | None:
+    if len(planes) * len(planes[0].symbols) >= THREADED_LENGTH:
+        return threads
+    return 1 if threads is None else min(threads, 1)
 
 
 def _pieces(planes: list[Plane]) -> list[Plane]:

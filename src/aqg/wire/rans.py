@@ -37,24 +37,40 @@ MAX_SCALE_BITS = 16
 
 
 class Ranges(NamedTuple):
-    """The ranges of all symbols in ``0..2^scale_bits - 1``.
-
-    ``inverses`` are ``1/f`` rounded up. For ``x < 2^40`` the float64 product ``x·inverse`` exceeds
-    ``x/f`` by less than ``2^-11/f``, and ``x/f`` is at least ``1/f`` below the next integer, so the
-    integer part of the product is ``x div f`` exactly: a division without dividing.
-    """
+    """The ranges of all symbols in ``0..2^scale_bits - 1``."""
 
     scale_bits: int
     frequencies: NDArray[np.int64]
     starts: NDArray[np.int64]
+
+
+class Steps(NamedTuple):
+    """What the encoder looks up for a symbol of frequency ``f``.
+
+    ``limits`` are ``f·2^(40 - scale_bits)``: a state below it stays under ``2^40``. ``inverses``
+    are ``1/f`` rounded up. For ``x < 2^40`` the float64 product ``x·inverse`` exceeds ``x/f`` by
+    less than ``2^-11/f``, and ``x/f`` is at least ``1/f`` below the next integer, so the integer
+    part of the product is ``x div f`` exactly: a division without dividing. It is less than
+    ``2^31``, and so are ``M - f`` and ``start``, which ``gains`` hold in its lower and upper half:
+    one load serves both, and the product with ``M - f`` is one of 32 bits, the fastest there is.
+    """
+
+    limits: NDArray[np.int64]
     inverses: NDArray[np.float64]
+    gains: NDArray[np.uint64]
 
 
 def make_ranges(frequencies: NDArray[np.int64], scale_bits: int) -> Ranges:
     """Lay out ``frequencies``, which sum to ``2^scale_bits``, one after the other."""
-    starts = np.cumsum(frequencies) - frequencies
-    inverses = np.nextafter(1.0 / np.maximum(frequencies, 1), 2.0)
-    return Ranges(scale_bits, frequencies, starts, inverses)
+    return Ranges(scale_bits, frequencies, np.cumsum(frequencies) - frequencies)
+
+
+def _make_steps(ranges: Ranges) -> Steps:
+    scale_bits, frequencies, starts = ranges
+    size = len(frequencies)
+    steps = Steps(np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
+    _fill_steps(scale_bits, frequencies, starts, *steps)
+    return steps
 
 
 def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> bytes:
@@ -66,7 +82,7 @@ def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> by
     """
     words = np.empty(len(symbols), np.uint16)  # a symbol gives at most one word
     states = np.empty(lanes, np.int64)
-    num_words = _encode(symbols, *ranges, states, words, -1)
+    num_words = _encode(symbols, *_make_steps(ranges), states, words)
     used = words[len(words) - num_words :].astype("<u2", copy=False)
     return states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, :STATE_BYTES].tobytes() + (
         used.tobytes()
@@ -76,7 +92,7 @@ def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> by
 def coded_size(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> int:
     """Return ``len(encode_symbols(...))`` without storing a word."""
     states = np.empty(lanes, np.int64)
-    num_words = _encode(symbols, *ranges, states, np.empty(1, np.uint16), 0)
+    num_words = _encode(symbols, *_make_steps(ranges), states, None)
     return lanes * STATE_BYTES + 2 * int(num_words)
 
 
@@ -106,49 +122,61 @@ def decode_symbols(
 
 
 @njit()
+def _fill_steps(
+    scale_bits: int,
+    frequencies: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    inverses: NDArray[np.float64],
+    gains: NDArray[np.uint64],
+) -> None:
+    for i in range(len(frequencies)):
+        limits[i] = frequencies[i] << (STATE_BITS - scale_bits)
+        inverses[i] = np.nextafter(1.0 / max(frequencies[i], 1), 2.0)
+        gains[i] = starts[i] << 32 | (1 << scale_bits) - frequencies[i]
+
+
+@njit()
 def _put(
     symbol: int,
     x: int,
     position: int,
-    words: NDArray[np.uint16],
-    word_mask: int,
-    scale_bits: int,
-    frequencies: NDArray[np.int64],
-    starts: NDArray[np.int64],
+    limits: NDArray[np.int64],
     inverses: NDArray[np.float64],
+    gains: NDArray[np.uint64],
+    words: NDArray[np.uint16] | None,
 ) -> tuple[int, int]:
     """Absorb one symbol; return the new state and the position of the next word.
 
     The word is always stored and kept only if the state was too full: no branch to mispredict.
     """
-    frequency = int(frequencies[symbol])
-    words[np.uint64(position & word_mask)] = x & 0xFFFF
-    # After this, x < f·2^(40 - scale_bits), so that the state below stays under 2^40.
-    is_full = x >= frequency << (STATE_BITS - scale_bits)
+    if words is not None:
+        words[np.uint64(position)] = x & 0xFFFF
+    is_full = x >= limits[symbol]
     position -= int(is_full)
     x = x >> WORD_BITS if is_full else x
-    quotient = int(x * inverses[symbol])
-    return x + quotient * ((1 << scale_bits) - frequency) + int(starts[symbol]), position
+    quotient = np.uint64(np.uint32(int(x * inverses[symbol])))
+    gain = gains[symbol]
+    x += int(gain >> np.uint64(32))
+    return x + int(quotient * (gain & np.uint64(0xFFFFFFFF))), position
 
 
 @njit()
 def _encode(
     symbols: NDArray[np.uint8],
-    scale_bits: int,
-    frequencies: NDArray[np.int64],
-    starts: NDArray[np.int64],
+    limits: NDArray[np.int64],
     inverses: NDArray[np.float64],
+    gains: NDArray[np.uint64],
     states: NDArray[np.int64],
-    words: NDArray[np.uint16],
-    word_mask: int,
+    words: NDArray[np.uint16] | None,
 ) -> int:
     """Code backwards, filling ``words`` from its end; return how many.
 
-    With a ``word_mask`` of 0 every word goes to the same place: the encoder only counts.
+    Without ``words`` the encoder only counts: a kernel of its own.
     """
     last = len(symbols) - 1
     position = last
-    t = (words, word_mask, scale_bits, frequencies, starts, inverses)
+    t = (limits, inverses, gains, words)
     if len(states) == 1:
         x = LOW
         for i in range(last, -1, -1):
@@ -162,14 +190,15 @@ def _encode(
     a, b, c, d = int(states[0]), int(states[1]), int(states[2]), int(states[3])
     e, f, g, h = int(states[4]), int(states[5]), int(states[6]), int(states[7])
     for i in range(whole - 8, -1, -8):
-        h, position = _put(symbols[i + 7], h, position, *t)
-        g, position = _put(symbols[i + 6], g, position, *t)
-        f, position = _put(symbols[i + 5], f, position, *t)
-        e, position = _put(symbols[i + 4], e, position, *t)
-        d, position = _put(symbols[i + 3], d, position, *t)
-        c, position = _put(symbols[i + 2], c, position, *t)
-        b, position = _put(symbols[i + 1], b, position, *t)
-        a, position = _put(symbols[i], a, position, *t)
+        at = np.uint64(i)  # unsigned: no index is checked for being negative
+        h, position = _put(symbols[at + np.uint64(7)], h, position, *t)
+        g, position = _put(symbols[at + np.uint64(6)], g, position, *t)
+        f, position = _put(symbols[at + np.uint64(5)], f, position, *t)
+        e, position = _put(symbols[at + np.uint64(4)], e, position, *t)
+        d, position = _put(symbols[at + np.uint64(3)], d, position, *t)
+        c, position = _put(symbols[at + np.uint64(2)], c, position, *t)
+        b, position = _put(symbols[at + np.uint64(1)], b, position, *t)
+        a, position = _put(symbols[at], a, position, *t)
     states[0], states[1], states[2], states[3] = a, b, c, d
     states[4], states[5], states[6], states[7] = e, f, g, h
     return last - position
