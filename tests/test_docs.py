@@ -27,9 +27,10 @@ from aqg.experiments.sweep import expand
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_RUN = ("tutorial.md", "theory.md", "algorithm.md", "results.md", "own-recipe.md")
 RUN_PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("tutorial.md", "theory.md", "algorithm.md", "results.md")),
+    *(ROOT / "docs" / name for name in _RUN),
 ]
 ROUNDS = "3"
 _BLOCK = re.compile(
@@ -150,4 +151,4 @@ def test_python_blocks_run(page):
     namespace = {"__name__": "document"}
     for block in blocks(page):
         if block.kind == "python" and ">>>" not in block.body:
-            exec(compile(block.body, str(page), "exec"), namespace)
+            exec(compile(block.body, str(page), "exec", dont_inherit=True), namespace)

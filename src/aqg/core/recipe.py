@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from aqg.core.links import Memory
@@ -58,12 +59,12 @@ class Recipe:
             if branch.memory.keeps_mirror or branch.switch is not None:
                 raise ConfigError("a branch of a switch has no mirror and no switch of its own")
 
-    @property
+    @cached_property
     def ways(self) -> tuple[Recipe, ...]:
         """Every way a client can go: the recipe's own, and the branches of its switch."""
         return (self,) if self.switch is None else (self, *self.switch.branches)
 
-    @property
+    @cached_property
     def all_stages(self) -> dict[str, Stage]:
         """Every stage that a client keeps a state of, by name.
 

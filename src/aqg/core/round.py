@@ -20,7 +20,6 @@ from aqg.core.links import Link, Memory, init_link
 from aqg.core.messages import AnyUpload, for_one_round
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
-from aqg.core.space import as_index
 from aqg.core.stage import Flow, Outcome
 from aqg.jit import njit
 
@@ -214,7 +213,7 @@ def _speak_one_way(
     mirrors = state.link.mirror if way.memory is Memory.INNOVATION else None
     vectors, innovation = space.measure(way.quantizer, flow.vectors, mirrors, clients)
     decision = way.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
-    silent_rounds = state.silent_rounds[as_index(clients)].copy()
+    silent_rounds = space.host.take(state.silent_rounds, clients).copy()
     senders, silent, faulty = who_speaks(
         decision.send, innovation.in_range, silent_rounds, way.max_staleness
     )
@@ -271,9 +270,11 @@ def _join(
     for part in parts:
         if len(part.faulty):
             faults += _describe(space, part.clients, part.vectors, part.faulty)
-    faults.sort()
+            faults.sort()
     if len(parts) == 1:
         part = parts[0]
+        if not part.uploads:
+            return Spoken(part.senders, [], part.senders, faults, parts, switched, asked)
         clients, widths = part.clients[part.senders], part.widths[part.senders]
         return Spoken(clients, part.uploads, widths, faults, parts, switched, asked)
     clients = np.concatenate([asked[:0], *(part.clients[part.senders] for part in parts)])
@@ -289,8 +290,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clie
 
     Of a client whose vector was faulty nothing changes.
     """
-    stages = dict(state.stages)
-    silent_rounds = state.silent_rounds
+    stages, silent_rounds = dict(state.stages), state.silent_rounds
     for part in spoken.parts:
         silent_rounds = _with_rows(silent_rounds, part.clients, part.silent_rounds)
         if not part.way.stages:

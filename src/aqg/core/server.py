@@ -164,7 +164,15 @@ def arrived(
         return model
     newest = space.number(model.last_step) / num_clients**2
     history = recipe.movement.extend(model.history, newest * fresh_share)
-    return model._replace(history=history, last_step=None)
+    return Model(
+        model.round,
+        model.parameters,
+        model.total,
+        model.passing,
+        history,
+        None,
+        model.optimizer,
+    )
 
 
 def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:

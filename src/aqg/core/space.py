@@ -162,9 +162,9 @@ class NumpySpace:
         """Return zeros."""
         return np.zeros_like(array)
 
-    def take(self, table: FloatArray, clients: IntArray) -> FloatArray:
-        """Return a view of consecutive rows, a copy of others."""
-        return table[as_index(clients)]
+    def take(self, table: Any, clients: IntArray) -> Any:
+        """Return the table, a view of consecutive rows, or a copy of others."""
+        return table if len(clients) == len(table) else table[as_index(clients)]
 
     def rows(self, table: FloatArray, clients: IntArray) -> Sequence[FloatArray]:
         """Return views."""
@@ -195,6 +195,12 @@ class NumpySpace:
         clients: IntArray,
     ) -> tuple[FloatArray, Innovation]:
         """Work on large blocks piece by piece, on all cores."""
+        num_rows = len(vectors)
+        if vectors.nbytes < _THREAD_BYTES or num_rows == 1:
+            if mirrors is not None:
+                out = vectors if self.in_place else None
+                vectors = np.subtract(vectors, self.take(mirrors, clients), out=out)
+            return vectors, quantizer.measure(vectors)
         deltas = vectors
         if mirrors is not None and not self.in_place:
             deltas = np.empty_like(vectors)
@@ -204,9 +210,6 @@ class NumpySpace:
                 np.subtract(vectors[piece], mirrors[as_index(clients[piece])], out=deltas[piece])
             return quantizer.measure(deltas[piece])
 
-        num_rows = len(vectors)
-        if vectors.nbytes < _THREAD_BYTES or num_rows == 1:
-            return deltas, innovate(slice(None))
         size = max(1, _PIECE_BYTES * num_rows // vectors.nbytes)
         pieces = [slice(start, start + size) for start in range(0, num_rows, size)]
         parts = map_threads(innovate, pieces, num_threads())

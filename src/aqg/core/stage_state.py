@@ -34,8 +34,9 @@ def home_of(space: Space, stage: Stage) -> Space:
 
 def take(space: Space, stage: Stage, tables: Tables, clients: IntArray) -> dict[str, Any]:
     """Return the rows of some clients."""
+    table = tables[stage.name]
     home = home_of(space, stage)
-    return {field: home.take(table, clients) for field, table in tables[stage.name].items()}
+    return {field: home.take(column, clients) for field, column in table.items()}
 
 
 def before(space: Space, stage: Stage, rows: StageState, flow: Flow) -> tuple[StageState, Flow]:
@@ -92,6 +93,8 @@ def store(
     new: StageState,
 ) -> None:
     """Put the rows that changed back into the tables of all clients."""
+    if new is old:
+        return
     home = home_of(space, stage)
     table = tables[stage.name]
     changed = {

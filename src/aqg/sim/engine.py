@@ -157,7 +157,8 @@ class FastSimulation:
                 )
             self._clients = settle(self.backend, self.recipe, self._clients, spoken)
             if evaluate:  # last: a GPU need not be waited for
-                losses[block] = self.backend.get(block_losses)
+                measured = self.backend.get(block_losses)
+                losses = _with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._model = step(
             self.backend,
@@ -233,6 +234,14 @@ class FastSimulation:
         """Go back to a state that `state` returned."""
         check_fits(state, initial_state(self.problem, self.recipe, self.training.optimizer))
         self._load(state)
+
+
+def _with_rows(losses: Float64Array, clients: IntArray, rows: Float64Array) -> Float64Array:
+    """Return the losses of all clients with those of some filled in."""
+    if len(clients) == len(losses):
+        return rows
+    losses[clients] = rows
+    return losses
 
 
 def _model_in(move: Callable[[Array], Array], model: Model) -> Model:

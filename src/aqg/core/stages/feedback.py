@@ -33,16 +33,11 @@ class ErrorFeedback(Plain):
         """Add the residual."""
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
 
-    def after(self, state: StageState, outcome: Outcome) -> StageState:
+    def after(self, _state: StageState, outcome: Outcome) -> StageState:
         """Keep what the upload left out; all of it, where nothing was sent."""
-        space, senders, silent = outcome.space, outcome.senders, outcome.silent
-        residual = state["residual"]
-        if len(silent):
-            rows = space.take(outcome.vectors, silent)
-            residual = space.store(residual, silent, rows)
-        if len(senders):
-            wanted = space.rows(outcome.vectors, senders)
-            pairs = zip(wanted, outcome.uploads, strict=True)
-            left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
-            residual = space.store(residual, senders, left)
-        return {"residual": residual}
+        space, senders = outcome.space, outcome.senders
+        if not len(senders):
+            return {"residual": outcome.vectors}
+        pairs = zip(space.rows(outcome.vectors, senders), outcome.uploads, strict=True)
+        left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
+        return {"residual": space.store(outcome.vectors, senders, left)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,7 +55,7 @@ class NoiseSwitch(Plain):
         if not 0 <= self.overhead < math.inf:
             raise ConfigError(f"overhead is {self.overhead}; it must be at least 0 and finite")
 
-    @property
+    @cached_property
     def branches(self) -> tuple[Recipe, ...]:
         """Sparse ternary with error feedback, and stochastic ternary without."""
         always = Always(TERNARY_WIDTH)

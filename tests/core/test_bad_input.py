@@ -1,0 +1,211 @@
+"""What does not fit is refused in one line that names it, and changes nothing."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import aqg
+from aqg.core.client import respond
+from aqg.core.per_client import PerClient
+from aqg.core.server import hear
+from aqg.errors import AqgError, ConfigError, GradientError, MessageError, WireError
+
+SIZE = 12
+LEAN = aqg.make_recipe("lean")
+
+
+def start(name="lean", num_clients=3):
+    recipe = aqg.make_recipe(name)
+    client = aqg.init_client(recipe, SIZE, "float64")
+    return recipe, client, aqg.init_server(recipe, np.zeros(SIZE), num_clients)
+
+
+@pytest.mark.parametrize("name", ["lean", "qsgd", "stc", "auto", "gd", "ef21-m"])
+@pytest.mark.parametrize(
+    ("gradient", "complaint"),
+    [
+        (np.ones(1), "gradient has 1 values, the client's state is for 12"),
+        (np.ones(13), "gradient has 13 values"),
+        (np.float64(1.0), "a gradient is a NumPy array, not float64"),
+        (np.array(1.0), r"of shape \(n,\), not \(\)"),
+        (np.ones((1, SIZE)), r"of shape \(n,\), not \(1, 12\)"),
+        ([1.0] * SIZE, "a gradient is a NumPy array, not list"),
+        (None, "a gradient is a NumPy array, not NoneType"),
+        (np.ones(SIZE, np.float16), "gradient is float16, the client's state float64"),
+        (np.ones(SIZE, np.float32), "gradient is float32, the client's state float64"),
+        (np.ones(SIZE, np.int64), "gradient is int64"),
+    ],
+)
+def test_gradients(name, gradient, complaint):
+    recipe, client, server = start(name)
+    with pytest.raises(GradientError, match=complaint):
+        aqg.client_step(recipe, client, gradient, aqg.broadcast(recipe, server))
+
+
+@pytest.mark.parametrize("client", [-1, 3, 10**9, 0.0, "0", None, True])
+def test_clients_that_do_not_exist(client):
+    recipe, state, server = start()
+    _, frame = aqg.client_step(recipe, state, np.ones(SIZE), aqg.broadcast(recipe, server))
+    with pytest.raises(MessageError, match=r"it must be a whole number in 0\.\.2"):
+        aqg.receive(recipe, server, client, frame)
+    assert server.num_clients == 3
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, "1", None])
+def test_weights(weight):
+    recipe, state, server = start()
+    _, frame = aqg.client_step(recipe, state, np.ones(SIZE), aqg.broadcast(recipe, server))
+    with pytest.raises(MessageError, match="weight of client 1 is"):
+        aqg.receive(recipe, server, 1, frame, weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"step_size": np.nan}, "step_size is nan"),
+        ({"step_size": np.inf}, "step_size is inf"),
+        ({"step_size": "0.1"}, "step_size is '0.1'"),
+        ({"step_size": 0.1, "dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"step_size": 0.1, "sampled": 0.0}, "sampled is 0.0"),
+    ],
+)
+def test_steps(arguments, complaint):
+    recipe, _, server = start()
+    with pytest.raises(ConfigError, match=complaint):
+        aqg.finish_round(recipe, server, **arguments)
+
+
+@pytest.mark.parametrize("name", ["lean", "qsgd", "auto"])
+def test_the_same_upload_counts_once(name):
+    recipe, client, server = start(name)
+    _, frame = aqg.client_step(recipe, client, np.ones(SIZE), aqg.broadcast(recipe, server))
+    server = aqg.receive(recipe, server, 1, frame)
+    heard = server.model.total.copy()
+    with pytest.raises(MessageError, match="client 1 was heard in round 1 already"):
+        aqg.receive(recipe, server, 1, frame)
+    assert np.array_equal(server.model.total, heard)
+    server = aqg.finish_round(recipe, server, 0.1)
+    aqg.receive(recipe, server, 1, aqg.encode(aqg.Skip()))
+
+
+@pytest.mark.parametrize("message", [None, b"", "skip", 3, np.ones(SIZE)])
+def test_what_is_no_message(message):
+    with pytest.raises(MessageError, match="no message"):
+        aqg.encode(message)
+    recipe, _, server = start()
+    with pytest.raises(MessageError, match="client 0 sent a .*, which is no message"):
+        hear(recipe, server, 0, message)
+
+
+@pytest.mark.parametrize("length", [3.0, "3", None, True, -1])
+def test_lengths_of_frames(length):
+    with pytest.raises(WireError, match="expected_length is"):
+        aqg.decode(aqg.encode(aqg.Skip()), length)
+
+
+@pytest.mark.parametrize("frame", [None, "frame", 7, b"", b"\xff", [1, 2]])
+def test_what_is_no_frame(frame):
+    recipe, _, server = start()
+    with pytest.raises(WireError):
+        aqg.receive(recipe, server, 0, frame)
+
+
+def test_no_clients_and_no_parameters():
+    for count in (0, -1, 2.0, None):
+        with pytest.raises(ConfigError, match="num_clients is"):
+            aqg.init_server(LEAN, np.zeros(SIZE), count)
+    for parameters in (np.zeros((2, 2)), np.zeros(0), [0.0], None, 0.0):
+        with pytest.raises(ConfigError, match="parameters are"):
+            aqg.init_server(LEAN, parameters, 1)
+    for dtype in ("float16", "int64"):
+        with pytest.raises(ConfigError, match=f"dtype is {dtype}; choose from float32, float64"):
+            aqg.init_server(LEAN, np.zeros(SIZE, dtype), 1)
+        with pytest.raises(ConfigError, match=f"dtype is {dtype}"):
+            aqg.init_client(LEAN, SIZE, dtype)
+    for count in (0, -3, 2.5):
+        with pytest.raises(ConfigError, match="num_params is"):
+            aqg.init_client(LEAN, count)
+    with pytest.raises(MessageError, match="news is a float"):
+        aqg.client_step(LEAN, aqg.init_client(LEAN, SIZE), np.zeros(SIZE, np.float32), 0.5)
+
+
+@pytest.mark.parametrize("name", ["lean", "auto", "stc", "ef21-m", "clag", "gd", "onebit"])
+def test_inputs_are_never_changed(name):
+    recipe, client, server = start(name)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        gradient = rng.standard_normal(SIZE)
+        gradient.flags.writeable = False
+        news = aqg.broadcast(recipe, server)
+        before = {name: dict(fields) for name, fields in client.stages.items()}
+        saved = [value.copy() for fields in before.values() for value in fields.values()]
+        total = server.model.total.copy()
+        after, frame = aqg.client_step(recipe, client, gradient, news)
+        after_server = aqg.receive(recipe, server, 0, frame)
+        for old, copy in zip(
+            (value for fields in before.values() for value in fields.values()), saved, strict=True
+        ):
+            assert np.array_equal(old, copy)
+        assert np.array_equal(server.model.total, total)
+        client, server = after, aqg.finish_round(recipe, after_server, 0.1)
+
+
+def test_a_server_that_lost_a_frame_refuses_the_next_one_that_leans_on_it():
+    """Uploads are coded with the mirror both ends hold: another mirror is noticed."""
+    recipe = aqg.make_recipe("qgd")
+    rng = np.random.default_rng(1)
+    base = rng.standard_normal(4000)
+    client = aqg.init_client(recipe, 4000, "float64")
+    server = aqg.init_server(recipe, np.zeros(4000), 1)
+    with pytest.raises(AqgError, match="written with another reference"):
+        for number in range(30):
+            gradient = base * 0.5**number
+            news = aqg.broadcast(recipe, server)
+            client, frame = aqg.client_step(recipe, client, gradient, news)
+            if number != 3:  # lost
+                server = aqg.receive(recipe, server, 0, frame)
+            server = aqg.finish_round(recipe, server, 0.01)
+
+
+def test_a_message_costs_the_same_for_any_number_of_clients():
+    recipe = aqg.make_recipe("lean")
+    client = aqg.init_client(recipe, 1000, "float32")
+    peaks = {}
+    for num_clients in (10, 100_000):
+        server = aqg.init_server(recipe, np.zeros(1000, np.float32), num_clients)
+        news = aqg.broadcast(recipe, server)
+        _, message = respond(recipe, client, np.ones(1000, np.float32), news.movement, (0, 0, 1))
+        server = hear(recipe, server, 1, message)
+        tracemalloc.start()
+        hear(recipe, server, num_clients - 1, message)
+        peaks[num_clients] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peaks[100_000] < peaks[10] + 4000  # a path of the tree, not a list of all clients
+
+
+def test_clients_without_a_mirror_take_no_memory():
+    recipe = aqg.make_recipe("stc")
+    tracemalloc.start()
+    server = aqg.init_server(recipe, np.zeros(1000, np.float32), 1_000_000)
+    frame = aqg.encode(aqg.Skip())
+    for client in range(0, 1_000_000, 100_000):
+        server = aqg.receive(recipe, server, client, frame)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert used < 100_000
+
+
+def test_entries_per_client():
+    length = 40_000
+    entries = PerClient(length, -1)
+    places = np.random.default_rng(3).permutation(length)[:500].tolist()
+    for place in places:
+        entries = entries.replaced(place, place)
+    assert [entries[place] for place in places] == places
+    assert sum(entry == -1 for entry in entries) == length - 500
+    for place in (-1, length):
+        with pytest.raises(IndexError):
+            entries.replaced(place, 0)

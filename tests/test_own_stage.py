@@ -1,0 +1,125 @@
+"""The stage of ``docs/own-recipe.md``, taken from the page, works everywhere without our help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqg import make_recipe
+from aqg.cli.app import run_app
+from aqg.core.dropouts import BernoulliDropout
+from aqg.experiments import runner
+from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
+from aqg.sim.state import SimulationState
+
+from tests.problems import tiny_problem
+
+PAGE = Path(__file__).parents[1] / "docs" / "own-recipe.md"
+
+
+@pytest.fixture
+def code() -> str:
+    found = re.search(
+        r"<!-- file: clipped.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
+    assert found is not None
+    assert len(found[1].splitlines()) <= 35
+    return found[1]
+
+
+@pytest.fixture
+def recipe(code):
+    exec(compile(code, "clipped.py", "exec", dont_inherit=True), {"__name__": "clipped"})
+    return make_recipe("clipped:factor=0.9")
+
+
+ARGUMENTS = {"dropout": BernoulliDropout(0.3, seed=2), "seed": 3}
+TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_reference_engine_and_resume(recipe, dtype):
+    problem = tiny_problem(dtype, num_clients=5, unequal=True)
+    reference, fast, resumed = (
+        kind(problem, recipe, 0.05, training=TRAINING, **ARGUMENTS)
+        for kind in (ReferenceSimulation, FastSimulation, FastSimulation)
+    )
+    for number in range(30):
+        if number == 12:
+            resumed.restore(SimulationState.from_arrays(reference.state().to_arrays()))
+        record = reference.run_round()
+        assert fast.run_round() == record
+        if number >= 12:
+            assert resumed.run_round() == record
+    expected = reference.state().to_arrays()
+    assert expected["stage/clip/usual"].all()
+    for simulation in (fast, resumed):
+        for key, value in simulation.state().to_arrays().items():
+            assert np.array_equal(value, expected[key]), key
+    plain = FastSimulation(problem, make_recipe("lean"), 0.05, training=TRAINING, **ARGUMENTS)
+    for _ in range(30):
+        plain.run_round()
+    assert not np.array_equal(plain.parameters, fast.parameters)  # it does clip
+
+
+def test_torch(recipe):
+    pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=5, unequal=True)
+    fast = FastSimulation(problem, recipe, 0.05, training=TRAINING, **ARGUMENTS)
+    other = FastSimulation(
+        problem, recipe, 0.05, training=TRAINING, device="torch:cpu", **ARGUMENTS
+    )
+    for _ in range(20):
+        assert other.run_round().widths == fast.run_round().widths
+    assert other.parameters == pytest.approx(fast.parameters, rel=1e-9)
+
+
+def test_command_line_and_resume(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    Path("clipped.py").write_text(code)
+    arguments = ["--recipe", "clipped:factor=0.9", "--set", 'plugins=["clipped.py"]']
+    assert run_app(["run", *arguments, "--rounds", "9", "--out", "whole"]) == 0
+    with monkeypatch.context() as broken:
+        broken.setattr(FastSimulation, "run_round", crash_in_round(6, FastSimulation.run_round))
+        with pytest.raises(Crash):
+            run_app(["run", *arguments, "--rounds", "9", "--out", "cut"])
+    assert run_app(["run", "--resume", "cut"]) == 0
+    (whole,), (cut,) = (list(Path(name).rglob("rounds.jsonl")) for name in ("whole", "cut"))
+    assert len(whole.read_text().splitlines()) == 9
+    assert cut.read_text() == whole.read_text()
+
+
+class Crash(BaseException):
+    """Stands for a process that dies."""
+
+
+def crash_in_round(number, run_round):
+    def run(simulation, evaluate=True):
+        if simulation.next_round == number:
+            raise Crash
+        return run_round(simulation, evaluate)
+
+    return run
+
+
+def test_flower(recipe, tmp_path):
+    pytest.importorskip("flwr")
+    from aqg.flower import make_client_app
+
+    from tests.flower.memory_grid import MemoryGrid
+    from tests.flower.test_apps import ALPHA, PROBLEM, Federation, task_of
+
+    federation = Federation(tmp_path, rounds=8)
+    nodes = {11 + 7 * index: {"partition-id": index} for index in range(3)}
+    client_app = make_client_app(task_of, recipe=recipe)
+    federation.grid = MemoryGrid(client_app, nodes, federation.config)
+    final = federation.run(recipe=recipe)
+    reference = ReferenceSimulation(PROBLEM, recipe, ALPHA)
+    for _ in range(8):
+        reference.run_round()
+    assert np.array_equal(final, reference.parameters)
+    assert federation.agree()
