@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 NARROW = 32
 """Up to this many outputs a product counts as narrow."""
+WIDE = 256
+"""With fewer inputs a product is of a hidden layer: others of the same round stay with NumPy, and
+two libraries whose threads take turns cost more than the faster product saves."""
 LARGE_BYTES = 1 << 20
 """Clients with no more data than this are left to NumPy, which can stack them."""
 
@@ -76,8 +79,9 @@ _is_short_lived = False
 
 def _library_for(inputs: FloatArray, num_outputs: int) -> Any:
     """Return torch where it is faster for clients of this shape, else None."""
-    client_bytes = inputs.shape[-2] * inputs.shape[-1] * inputs.itemsize
-    if num_outputs > NARROW or client_bytes <= LARGE_BYTES or _is_short_lived:
+    num_samples, num_inputs = inputs.shape[-2:]
+    client_bytes = num_samples * num_inputs * inputs.itemsize
+    if num_outputs > NARROW or num_inputs < WIDE or client_bytes <= LARGE_BYTES or _is_short_lived:
         return None
     return _faster_torch() if inputs.dtype in (np.float32, np.float64) else None
 
