@@ -98,9 +98,9 @@ def run_plan(
     from aqg.cli.sweep_display import Overview
     from aqg.experiments import runner
     from aqg.experiments.sweep import read_summary
-    from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
+    from aqg.experiments.sweep_tasks import by_problem, run_all
     from aqg.experiments.workers import Workers, default_jobs
-    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, still_to_do
+    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, find_minima, still_to_do
 
     plan = adopt_devices(plan, directory)
     left: list[SweepRun] = by_problem(still_to_do(plan, directory))
@@ -119,7 +119,7 @@ def run_plan(
         with workers:
             text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
             with console.status(text):
-                minima = prepare(workers, left, data_dir, lambda *_: None)
+                minima = find_minima(workers, left, data_dir)
             runs.mkdir(parents=True, exist_ok=True)
             spent = sum(
                 read_summary(runs / planned.run.name)["upload_bytes"]

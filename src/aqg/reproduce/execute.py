@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from aqg import __version__
 from aqg.experiments.config import read_settings, resolve
 from aqg.experiments.rundir import CONFIG, write_atomically
+from aqg.experiments.setup import minimum_key
 from aqg.experiments.sweep import Sweep, SweepRun, unfinished
+from aqg.experiments.sweep_tasks import prepare
 from aqg.reproduce.figures import all_figures
 from aqg.reproduce.markdown import to_markdown
-from aqg.reproduce.outcomes import collect, write_results
+from aqg.reproduce.outcomes import collect, loss_key, write_results
 from aqg.reproduce.plan import PlannedRun
 from aqg.reproduce.tables import all_tables
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from aqg.experiments.workers import Workers
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import Scale
 
@@ -49,6 +53,21 @@ def still_to_do(plan: Sequence[PlannedRun], directory: Path) -> list[SweepRun]:
     return unfinished(sweep, directory / RUN_DIRECTORY)
 
 
+def find_minima(
+    workers: Workers, runs: Sequence[SweepRun], data_dir: Path | None
+) -> dict[tuple[tuple[str, Any], ...], float | None]:
+    """Check that the runs can start, and find each distinct minimum ``f*`` once."""
+    first: dict[str, SweepRun] = {}
+    for run in runs:
+        first.setdefault(f"{loss_key(run.config)} {run.config.device}", run)
+    found = prepare(workers, list(first.values()), data_dir, lambda *_: None)
+    by_loss = {
+        loss_key(run.config): found[tuple(minimum_key(run.config).items())]
+        for run in first.values()
+    }
+    return {tuple(minimum_key(run.config).items()): by_loss[loss_key(run.config)] for run in runs}
+
+
 def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
     """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
@@ -59,9 +78,11 @@ def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> R
 
 
 def write_views(directory: Path, results: Results) -> None:
-    """Write the tables as Markdown and the figures as PNG."""
+    """Write the tables as Markdown and, where matplotlib is installed, the figures as PNG."""
     text = "\n".join(to_markdown(table) for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
+    if find_spec("matplotlib") is None:
+        return
     figures = directory / FIGURE_DIRECTORY
     figures.mkdir(exist_ok=True)
     for name, picture in all_figures(results).items():

@@ -19,11 +19,13 @@ CHOICES = {
 }
 """What ``--only`` takes, and the sections it stands for."""
 
-TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean")
+TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
 DROPOUT_RECIPES = ("laq", "aqg-2", "aqg-augmented", "lean")
-NETWORK_RECIPES = ("gd", "laq", "aqg-2", "aqg", "lean")
-ALWAYS_SEND = ("qgd", "gd")
-"""Recipes whose costs hardly depend on the seed; one seed is enough."""
+NETWORK_RECIPES = ("gd", "qgd", "laq", "aqg-2", "aqg", "lean", "auto")
+ONE_SEED = ("qgd",)
+"""Recipes that are run on 784-200-10 with one seed: every round sizes ten long frames."""
+BY_SOURCE = "source:shuffled"
+"""The split of the logistic runs by source: random, so that there are several of them."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,29 @@ class Scale:
     Attributes:
         readings: loss scaling and step size of the logistic runs.
         logistic_rounds: their length.
+        logistic_seeds: how many seeds; a seed is a way to deal the samples to the clients.
         dtype: the precision of runs on MNIST.
-        softmax_rounds: length of Table 1's network runs.
-        softmax_residual: the residual that Table 1's network rows are measured at.
-        dropout_dtype: the precision of runs with dropouts, compared at a coarser residual.
-        dropout_rounds: their length.
+        softmax_rounds: length of the runs behind the network rows of the paper's table.
+        softmax_residual: the residual that those rows are measured at.
+        softmax_seeds: how many seeds; a seed is a start and, IID, a way to deal the samples.
+        dropout_rounds: length of the runs with dropouts.
         dropout_residual: the residual that dropouts are compared at.
         dropout_rates: ``p``, for each split that is run with dropouts.
         dropout_seeds: how many seeds.
         dropout_eval_every: rounds between two looks at the loss.
-        softmax_seeds: how many seeds for recipes that choose when to speak.
         network_rounds: length of the 784-200-10 runs.
         network_splits: the splits of the 784-200-10 runs.
+        network_seeds: how many seeds, those of `ONE_SEED` aside.
         notes: what was shortened, in words.
 
     """
 
     readings: tuple[tuple[str, float], ...]
+    logistic_seeds: int
     dtype: str
     softmax_rounds: int
     softmax_residual: float
     softmax_seeds: int
-    dropout_dtype: str
     dropout_rounds: int
     dropout_residual: float
     dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]
@@ -62,42 +65,46 @@ class Scale:
     dropout_eval_every: int
     network_rounds: int
     network_splits: tuple[str, ...]
+    network_seeds: int
     logistic_rounds: int = 500
     notes: tuple[str, ...] = ()
 
 
+_PAPER_RATES = (0.2, 0.5, 0.7, 0.8, 0.9)
 FULL = Scale(
     readings=(
         ("mean", 0.008),
         ("sum", 0.0015),
+        ("sum", 0.0018),
+        ("sum", 0.0019),
         ("sum", 0.002),
         ("sum", 0.0021),
+        ("sum", 0.0022),
         ("sum", 0.0025),
+        ("sum", 0.008),
     ),
+    logistic_seeds=10,
     dtype="float64",
     softmax_rounds=4000,
     softmax_residual=1e-6,
-    softmax_seeds=1,
-    dropout_dtype="float32",
-    dropout_rounds=1500,
+    softmax_seeds=5,
+    dropout_rounds=4000,
     dropout_residual=1e-3,
-    dropout_rates=(("iid", (0.2, 0.5, 0.7, 0.8, 0.9)), ("label", (0.5, 0.8, 0.9))),
-    dropout_seeds=5,
+    dropout_rates=(("iid", _PAPER_RATES), ("label", _PAPER_RATES)),
+    dropout_seeds=10,
     dropout_eval_every=10,
     network_rounds=1500,
     network_splits=("iid", "label"),
-    notes=(
-        "dropouts: 1500 of the paper's 4000 rounds, in float32, compared at a residual of 0.001; "
-        "one digit per client at three of the five rates",
-    ),
+    network_seeds=5,
+    notes=("784-200-10: 1500 rounds, not 4000, and one seed for qgd",),
 )
 QUICK = Scale(
     readings=(("mean", 0.008), ("sum", 0.002)),
+    logistic_seeds=3,
     dtype="float32",
     softmax_rounds=200,
     softmax_residual=0.1,
     softmax_seeds=1,
-    dropout_dtype="float32",
     dropout_rounds=200,
     dropout_residual=0.1,
     dropout_rates=(("iid", (0.5, 0.9)),),
@@ -105,12 +112,13 @@ QUICK = Scale(
     dropout_eval_every=5,
     network_rounds=30,
     network_splits=("iid",),
+    network_seeds=1,
     notes=(
         "MNIST runs take 200 of 4000 rounds, in float32, and are measured at a residual of 0.1, "
         "not 1e-6: costs there do not compare with the paper's",
-        "dropouts: p = 0.5 and 0.9 IID with 2 seeds, not five rates, two splits and 5 seeds",
-        "784-200-10: 30 of 1500 rounds, IID only",
-        "logistic regression has its full length, at 2 of 5 step sizes",
+        "dropouts: p = 0.5 and 0.9 IID with 2 seeds, not five rates, two splits and 10 seeds",
+        "784-200-10: 30 of 1500 rounds, IID only, one seed",
+        "logistic regression has its full length, at 2 of 9 step sizes, with 3 of 10 seeds",
     ),
 )
 MAIN_READING = ("sum", 0.002)
@@ -151,8 +159,8 @@ def make_plan(
     makers = {
         "softmax": _softmax(scale, device),
         "network": _network(scale, device),
-        "logistic": _logistic(scale),
         "dropouts": _dropouts(scale, device),
+        "logistic": _logistic(scale),
     }
     runs = [
         _planned(section, settings)
@@ -165,7 +173,7 @@ def make_plan(
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
     (config,) = resolve(settings)
-    name = f"{section}_{config.partition}"
+    name = f"{section}_{config.partition.replace(':', '-')}"
     if section == "logistic":
         name += f"_{config.scaling}-{config.alpha:g}"
     if section == "dropouts":
@@ -174,38 +182,38 @@ def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
 
 
 def _logistic(scale: Scale) -> Iterator[dict[str, Any]]:
-    for scaling, alpha in scale.readings:
-        for partition in ("iid", "source"):
-            for recipe in TABLE_RECIPES:
-                yield {
-                    "dataset": "heterogeneous",
-                    "partition": partition,
-                    "recipe": recipe,
-                    "scaling": scaling,
-                    "alpha": alpha,
-                    "rounds": scale.logistic_rounds,
-                }
+    for seed in range(scale.logistic_seeds):
+        for partition in ("iid", BY_SOURCE):
+            for scaling, alpha in scale.readings:
+                for recipe in TABLE_RECIPES:
+                    yield {
+                        "dataset": "heterogeneous",
+                        "partition": partition,
+                        "recipe": recipe,
+                        "seed": seed,
+                        "scaling": scaling,
+                        "alpha": alpha,
+                        "rounds": scale.logistic_rounds,
+                    }
 
 
 def _softmax(scale: Scale, device: str) -> Iterator[dict[str, Any]]:
     for seed in range(scale.softmax_seeds):
         for partition in ("iid", "label"):
             for recipe in TABLE_RECIPES:
-                if seed == 0 or recipe not in ALWAYS_SEND:
-                    yield {
-                        **_mnist(scale, device, partition, recipe, seed),
-                        "rounds": scale.softmax_rounds,
-                    }
+                yield {
+                    **_mnist(scale, device, partition, recipe, seed),
+                    "rounds": scale.softmax_rounds,
+                }
 
 
 def _dropouts(scale: Scale, device: str) -> Iterator[dict[str, Any]]:
-    for partition, rates in scale.dropout_rates:
-        for seed in range(scale.dropout_seeds):
+    for seed in range(scale.dropout_seeds):
+        for partition, rates in scale.dropout_rates:
             for rate in rates:
                 for recipe in DROPOUT_RECIPES:
                     yield {
                         **_mnist(scale, device, partition, recipe, seed),
-                        "dtype": scale.dropout_dtype,
                         "rounds": scale.dropout_rounds,
                         "dropout": rate,
                         "eval_every": scale.dropout_eval_every,
@@ -213,13 +221,15 @@ def _dropouts(scale: Scale, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _network(scale: Scale, device: str) -> Iterator[dict[str, Any]]:
-    for partition in scale.network_splits:
-        for recipe in NETWORK_RECIPES:
-            yield {
-                **_mnist(scale, device, partition, recipe, 0),
-                "model": "mlp:200",
-                "rounds": scale.network_rounds,
-            }
+    for seed in range(scale.network_seeds):
+        for partition in scale.network_splits:
+            for recipe in NETWORK_RECIPES:
+                if seed == 0 or recipe not in ONE_SEED:
+                    yield {
+                        **_mnist(scale, device, partition, recipe, seed),
+                        "model": "mlp:200",
+                        "rounds": scale.network_rounds,
+                    }
 
 
 def _mnist(scale: Scale, device: str, partition: str, recipe: str, seed: int) -> dict[str, Any]:
