@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 from aqg.errors import ConfigError
 from aqg.experiments.config import resolve
 from aqg.experiments.sweep import SweepRun
+from aqg.reproduce.rounding import PerturbedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
-SECTIONS = ("logistic", "softmax", "dropouts", "network")
+SECTIONS = ("logistic", "rounding", "softmax", "dropouts", "network")
 CHOICES = {
-    "table1": ("logistic", "softmax"),
+    "table2": ("logistic", "softmax"),
     **{section: (section,) for section in SECTIONS},
 }
 """What ``--only`` takes, and the sections it stands for."""
@@ -22,8 +24,11 @@ CHOICES = {
 TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
 DROPOUT_RECIPES = ("laq", "aqg-2", "aqg-augmented", "lean")
 NETWORK_RECIPES = ("gd", "qgd", "laq", "aqg-2", "aqg", "lean", "auto")
+ALWAYS_SEND = ("qgd", "gd")
 ONE_SEED = ("qgd",)
 """Recipes that are run on 784-200-10 with one seed: every round sizes ten long frames."""
+PERTURBED_RECIPES = ("laq", "aqg-2", "aqg", "qgd", "lean")
+"""Recipes whose logistic runs are repeated with data that differ in the last bit."""
 BY_SOURCE = "source:shuffled"
 """The split of the logistic runs by source: random, so that there are several of them."""
 
@@ -36,6 +41,8 @@ class Scale:
         readings: loss scaling and step size of the logistic runs.
         logistic_rounds: their length.
         logistic_seeds: how many seeds; a seed is a way to deal the samples to the clients.
+        perturbed_alphas: step sizes at which logistic runs are repeated with perturbed data.
+        perturbations: how many times each.
         dtype: the precision of runs on MNIST.
         softmax_rounds: length of the runs behind the network rows of the paper's table.
         softmax_residual: the residual that those rows are measured at.
@@ -54,6 +61,8 @@ class Scale:
 
     readings: tuple[tuple[str, float], ...]
     logistic_seeds: int
+    perturbed_alphas: tuple[float, ...]
+    perturbations: int
     dtype: str
     softmax_rounds: int
     softmax_residual: float
@@ -84,6 +93,8 @@ FULL = Scale(
         ("sum", 0.008),
     ),
     logistic_seeds=10,
+    perturbed_alphas=(0.0019, 0.002, 0.0021),
+    perturbations=10,
     dtype="float64",
     softmax_rounds=4000,
     softmax_residual=1e-6,
@@ -101,6 +112,8 @@ FULL = Scale(
 QUICK = Scale(
     readings=(("mean", 0.008), ("sum", 0.002)),
     logistic_seeds=3,
+    perturbed_alphas=(0.002,),
+    perturbations=2,
     dtype="float32",
     softmax_rounds=200,
     softmax_residual=0.1,
@@ -121,8 +134,6 @@ QUICK = Scale(
         "logistic regression has its full length, at 2 of 9 step sizes, with 3 of 10 seeds",
     ),
 )
-MAIN_READING = ("sum", 0.002)
-"""The logistic reading that Table 1 is compared with: the largest α where LAQ and QGD converge."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +147,11 @@ class PlannedRun:
 def parse_sections(text: str | None) -> tuple[str, ...]:
     """Return the sections that ``--only`` names; all without it.
 
-    >>> parse_sections("table1,dropouts")
+    >>> parse_sections("table2,dropouts")
     ('logistic', 'softmax', 'dropouts')
-    >>> parse_sections("table2")  # doctest: +ELLIPSIS
+    >>> parse_sections("table1")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    aqg.errors.ConfigError: unknown part 'table2'; choose from table1, logistic, softmax, ...
+    aqg.errors.ConfigError: unknown part 'table1'; choose from table2, logistic, rounding, ...
     """
     if text is None:
         return SECTIONS
@@ -160,7 +171,7 @@ def make_plan(
         "softmax": _softmax(scale, device),
         "network": _network(scale, device),
         "dropouts": _dropouts(scale, device),
-        "logistic": _logistic(scale),
+        "logistic": _logistic(scale, scale.logistic_seeds, scale.readings),
     }
     runs = [
         _planned(section, settings)
@@ -169,6 +180,20 @@ def make_plan(
         for settings in maker
     ]
     return tuple(runs)
+
+
+def make_perturbed(
+    scale: Scale, data_dir: Path | None, sections: Sequence[str] = SECTIONS
+) -> tuple[PerturbedRun, ...]:
+    """Return the logistic runs on perturbed data, and for each the one on the data itself."""
+    if "rounding" not in sections:
+        return ()
+    return tuple(
+        PerturbedRun(_planned("logistic", settings).run.config, draw, data_dir)
+        for settings in _logistic(scale, 1, (("sum", alpha) for alpha in scale.perturbed_alphas))
+        if settings["recipe"] in PERTURBED_RECIPES
+        for draw in range(scale.perturbations + 1)
+    )
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
@@ -181,10 +206,13 @@ def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
     return PlannedRun(section, SweepRun(f"{name}_{config.recipe}_seed{config.seed}", config))
 
 
-def _logistic(scale: Scale) -> Iterator[dict[str, Any]]:
-    for seed in range(scale.logistic_seeds):
+def _logistic(
+    scale: Scale, num_seeds: int, readings: Iterable[tuple[str, float]]
+) -> Iterator[dict[str, Any]]:
+    readings = tuple(readings)
+    for seed in range(num_seeds):
         for partition in ("iid", BY_SOURCE):
-            for scaling, alpha in scale.readings:
+            for scaling, alpha in readings:
                 for recipe in TABLE_RECIPES:
                     yield {
                         "dataset": "heterogeneous",
