@@ -78,7 +78,8 @@ def expectations(results: Results) -> Passage:
         if parts:
             lines.append(
                 f"- **`{recipe}`**, MNIST, 784→10 softmax, no dropouts, to stay within "
-                f"{residual:g} of the minimum, against uncompressed gradient descent: {'; '.join(parts)}."
+                f"{residual:g} of the minimum, against uncompressed gradient descent: "
+                f"{'; '.join(parts)}."
             )
     arrivals = _lean_with_dropouts(results)
     if arrivals:
@@ -162,8 +163,8 @@ def _machine_sentences(
     lines = [
         f"The same {len(pairs)} runs of LAQ, two-level and multilevel AQG on {here} and on "
         f"{machine} ({reading_text(results)}, both splits): {same} have the same number of "
-        f"uploads; {flips} converge on one machine only; where both converge, uploads differ by up to "
-        f"{percent(apart)}."
+        f"uploads; {flips} converge on one machine only; where both converge, uploads differ by "
+        f"up to {percent(apart)}."
     ]
     for partition in ("iid", BY_SOURCE):
         saved = []
