@@ -175,7 +175,7 @@ def stack_curves(
         curves.append((costs[last], heights[last], outcome.diverged))
     ends = [costs[-1] for costs, _, diverged in curves if not diverged]
     end = min(ends) if ends else max(costs[-1] for costs, _, _ in curves)
-    start = min(costs[costs > 0][0] for costs, _, _ in curves)
+    start = min((costs[costs > 0][0] for costs, _, _ in curves if costs.any()), default=1.0)
     if name == "rounds":
         grid = np.linspace(0, end, _POINTS)
     else:
