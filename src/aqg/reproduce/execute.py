@@ -74,7 +74,12 @@ def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> R
     """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
-    results = replace(results, perturbed=tuple(read_journal(directory)))
+    made_on = sorted({f"{o.section}: {o.machine}, {o.device}" for o in results.outcomes})
+    results = replace(
+        results,
+        about={**results.about, "made_on": made_on},
+        perturbed=tuple(read_journal(directory)),
+    )
     write_results(directory, results)
     write_views(directory, results)
     return results
