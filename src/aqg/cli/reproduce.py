@@ -178,6 +178,10 @@ def show_results(console: Console, results: Results) -> None:
         console.width = max(console.width, 200)  # a file has no edge to wrap at
     for note in results.about["notes"]:
         console.print(f"Shortened: {note}", style="yellow", highlight=False, soft_wrap=True)
+    for section, (done, planned) in results.about.get("finished", {}).items():
+        if done < planned:
+            text = f"Not finished: {section}, {done} of {planned} runs"
+            console.print(text, style="yellow", highlight=False, soft_wrap=True)
     for table in all_tables(results):
         _print_table(console, table)
 

@@ -139,9 +139,9 @@ def _far_fewer_than_qgd(results: Results) -> Iterator[Finding]:
         paper = ""
         if (setting, "qgd") in told:
             paper = f"; the paper {percent(told[setting, 'laq'] / told[setting, 'qgd'])}"
-        evidence = (
-            f"{span(ratios, percent)} of QGD's bits{paper}" if ratios else "LAQ never arrives"
-        )
+        evidence = f"LAQ arrives on {out_of(_num_good(results, laq), len(laq))} seeds"
+        if ratios:
+            evidence = f"{span(ratios, percent)} of QGD's bits{paper}"
         if 0 < len(ratios) < len(laq):
             evidence += f" ({out_of(len(ratios), len(laq))} seeds)"
         verdict = share_verdict(sum(ratio < 1 for ratio in ratios), len(laq))

@@ -31,9 +31,9 @@ def differences_table(results: Results) -> Table:
     return Table(
         "differences",
         "Every difference from Table 2",
-        "Ratios are ours over the paper's, median and range over seeds. The last two columns say "
-        "where the difference may come from, and how far that is known: a *definition*; a "
-        "*reading* of ours where the paper says nothing; *evidence* from our runs; a *conjecture*.",
+        "Ratios are ours over the paper's, median and range over seeds: that much is measured. The "
+        "last two columns say where a difference may come from: a *definition*, a *reading* of "
+        "ours where the paper says nothing, or a *conjecture* that nothing here decides.",
         ("setting", "recipe", "ours over the paper's", "known by", "why"),
         tuple(rows),
     )
@@ -56,6 +56,9 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome]) -> str:
         text += f": within {_CLOSE:.0%}"
     if len(costs) < len(ours):
         text += f"; {out_of(len(costs), len(ours))} seeds arrive"
+    rose = sum(o.peak_loss > o.start_loss for o in ours)
+    if rose:
+        text += f"; the loss rises above its start on {out_of(rose, len(ours))} seeds"
     if row.setting.startswith("network"):
         rounds = median(cost.rounds for cost in costs) / row.rounds
         if abs(rounds - 1) > 2 * _CLOSE:

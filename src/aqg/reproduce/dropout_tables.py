@@ -119,7 +119,8 @@ def versus(ours: Sequence[Outcome], other: Sequence[Outcome], residual: float) -
     """Compare bits seed by seed, where both arrive."""
     ratios = paired_ratios(ours, other, lambda o: o.reached.get(residual))
     text = span(ratios, lambda ratio: f"{ratio:.2f}")
-    return f"{text} ({len(ratios)} seeds)" if 0 < len(ratios) < len(ours) else text
+    seeds = "seed" if len(ratios) == 1 else "seeds"
+    return f"{text} ({len(ratios)} {seeds})" if 0 < len(ratios) < len(ours) else text
 
 
 def _arrivals(outcomes: Sequence[Outcome], residual: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aqg.experiments.workers import Workers
-    from aqg.reproduce.outcomes import Results
+    from aqg.reproduce.outcomes import Outcome, Results
     from aqg.reproduce.plan import Scale
 
 RUN_DIRECTORY = "runs"
@@ -74,15 +75,21 @@ def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> R
     """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
-    made_on = sorted({f"{o.section}: {o.machine}, {o.device}" for o in results.outcomes})
-    results = replace(
-        results,
-        about={**results.about, "made_on": made_on},
-        perturbed=tuple(read_journal(directory)),
-    )
+    about = {**results.about, **count_runs(plan, results.outcomes)}
+    results = replace(results, about=about, perturbed=tuple(read_journal(directory)))
     write_results(directory, results)
     write_views(directory, results)
     return results
+
+
+def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return how many runs of each section are finished, of how many, and what made them."""
+    planned = Counter(one.section for one in plan)
+    finished = Counter(outcome.section for outcome in outcomes)
+    return {
+        "finished": {section: [finished[section], planned[section]] for section in planned},
+        "made_on": sorted({f"{o.section}: {o.machine}, {o.device}" for o in outcomes}),
+    }
 
 
 def keep_beside(directory: Path, other: Path) -> None:

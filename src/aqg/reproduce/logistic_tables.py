@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aqg.reproduce.cells import SPLITS, Table, out_of, paired_ratios, percent, span
 from aqg.reproduce.outcomes import CONVERGED, main_reading
 from aqg.reproduce.plan import BY_SOURCE, PERTURBED_RECIPES
+from aqg.reproduce.rounding import ROUNDING
 from aqg.reproduce.settings import seeds_text
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def rounding_table(results: Results) -> Table:
                     for one in results.perturbed
                     if (one.partition, one.alpha, one.recipe) == (partition, alpha, recipe)
                 ]
-                if not ours or recipe == "qgd":  # it always uploads everything
+                if not ours:
                     continue
                 plain = [one for one in ours if one.draw == 0]
                 drawn = [one for one in ours if one.draw > 0]
@@ -164,7 +165,9 @@ def rounding_table(results: Results) -> Table:
                         f"`{recipe}`",
                         span([one.uploads for one in plain]),
                         span([one.uploads for one in drawn]),
-                        out_of(len({one.uploads for one in ours}), len(ours)),
+                        span([one.uploads_before for one in ours]),
+                        str(len({one.uploads for one in ours})),
+                        str(len({one.uploads_before for one in ours})),
                         out_of(sum(one.residual < CONVERGED for one in ours), len(ours)),
                     )
                 )
@@ -172,14 +175,17 @@ def rounding_table(results: Results) -> Table:
         "rounding",
         "Logistic regression with the data changed in the last bit",
         "Seed 0, summed losses, 500 rounds; every nonzero feature is left alone or moved by one "
-        "unit in the last place, at random.",
+        f"unit in the last place, at random. `before {ROUNDING:g}` are the uploads until the loss "
+        "first comes so close to its minimum.",
         (
             "split",
             "α",
             "recipe",
             "uploads, data as they are",
             "uploads, last bit changed",
+            f"uploads before {ROUNDING:g}",
             "different counts",
+            f"before {ROUNDING:g}",
             "converge",
         ),
         tuple(rows),

@@ -11,9 +11,9 @@ SETTINGS = ("logistic-iid", "logistic-noniid", "network-iid", "network-noniid")
 """The four blocks of Table 2."""
 PAPER_RESIDUAL = 1e-6
 """Where the paper counts the costs of its network rows."""
-KINDS = ("definition", "reading", "evidence", "conjecture")
-"""How far a reason goes: true by definition; a choice of ours where the paper says nothing; seen in
-our own runs; or an explanation that nothing here decides."""
+KINDS = ("definition", "reading", "conjecture")
+"""How far a reason goes: true by definition; a choice of ours where the paper says nothing; or an
+explanation that nothing here decides."""
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,26 @@ from aqg.reproduce.dropout_tables import cells_of, with_dropouts
 from aqg.reproduce.outcomes import CONVERGED, main_reading
 from aqg.reproduce.paper import performance
 from aqg.reproduce.plan import BY_SOURCE, DROPOUT_RECIPES
+from aqg.reproduce.rounding import ROUNDING
 from aqg.reproduce.settings import cost_of, of_setting, reading_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aqg.reproduce.outcomes import Outcome, Results
+    from aqg.reproduce.rounding import Perturbed
 
 _HEADINGS = {
     REPRODUCES: "What reproduces, on every seed",
     IN_PART: "What reproduces in part: on some seeds, in the median, or by another amount",
     DOES_NOT: "What does not reproduce",
     UNDECIDED: "What these runs do not decide",
+}
+_SECTIONS = {
+    "logistic": "Logistic regression",
+    "softmax": "the network of Table 2",
+    "dropouts": "dropouts",
+    "network": "784-200-10",
 }
 _RULES = ("laq", "aqg-2", "aqg")
 
@@ -38,8 +46,22 @@ class Passage:
 
 def all_passages(results: Results) -> list[Passage]:
     """Return every passage that the results have runs for."""
-    makers = (verdicts, expectations, platform, logistic, dropouts, network)
+    makers = (coverage, verdicts, expectations, platform, logistic, dropouts, network)
     return [passage for passage in (make(results) for make in makers) if passage.text]
+
+
+def coverage(results: Results) -> Passage:
+    """Return how many runs and seeds stand behind the page."""
+    parts = []
+    for section, (done, planned) in results.about.get("finished", {}).items():
+        seeds = len({o.seed for o in results.select(section=section)})
+        text = f"{_SECTIONS[section]}: {done:,} runs, {seeds} seeds"
+        if done < planned:
+            text += f" (of {planned:,} runs that the command plans; it goes on with the rest)"
+        parts.append(text)
+    if results.perturbed:
+        parts.append(f"data changed in the last bit: {len(results.perturbed)} runs")
+    return Passage("coverage", f"{'; '.join(parts)}." if parts else "")
 
 
 def verdicts(results: Results) -> Passage:
@@ -141,6 +163,7 @@ def platform(results: Results) -> Passage:
     for partition in ("iid", BY_SOURCE):
         line = _perturbed_sentence(results, partition, reading[1])
         lines += [line] if line else []
+    lines += _rounding_sentences(results)
     return Passage("platform", "\n".join(f"- {line}" for line in lines))
 
 
@@ -201,14 +224,34 @@ def _perturbed_sentence(results: Results, partition: str, alpha: float) -> str:
         if not ours:
             return ""
         good = sum(one.residual < CONVERGED for one in ours)
+        before = span([one.uploads_before for one in ours])
         parts.append(
-            f"`{recipe}` {span([one.uploads for one in ours])} uploads, {out_of(good, len(ours))} "
-            "converge"
+            f"`{recipe}` {span([one.uploads for one in ours])} uploads, of which {before} before "
+            f"the loss is within {ROUNDING:g} of its minimum; {out_of(good, len(ours))} converge"
         )
     return (
-        f"One seed ({SPLITS[partition]}, α = {alpha:g}) with the last bit of the data changed at "
-        f"random: {'; '.join(parts)}."
+        f"Logistic, seed 0 ({SPLITS[partition]}, α = {alpha:g}), as it is and with the last bit of "
+        f"the data changed at random: {'; '.join(parts)}."
     )
+
+
+def _rounding_sentences(results: Results) -> list[str]:
+    """Say for how many settings the last bit changes the uploads, before and after convergence."""
+    settings: dict[tuple[str, str, float], list[Perturbed]] = {}
+    for one in results.perturbed:
+        settings.setdefault(one.key[:3], []).append(one)
+    if not settings:
+        return []
+    same, same_before = (
+        sum(len({getattr(one, name) for one in ours}) == 1 for ours in settings.values())
+        for name in ("uploads", "uploads_before")
+    )
+    draws = max(one.draw for one in results.perturbed)
+    return [
+        f"Of {len(settings)} combinations of split, α and recipe, each with {draws} perturbations: "
+        f"all uploads of 500 rounds are the same in {same}; those before the loss is within "
+        f"{ROUNDING:g} of its minimum in {same_before}."
+    ]
 
 
 def _first(partition: str) -> str:
