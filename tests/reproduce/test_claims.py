@@ -55,6 +55,7 @@ def test_augmented_fails_only_where_it_runs_away():
         ([900, 900, 900], [800, 800, 800], DOES_NOT),
         ([500, 600, 700], [800, None, None], IN_PART),
         ([500, 600, 700], [None, None, None], UNDECIDED),
+        ([None, None, None], [800, 800, None], DOES_NOT),
     ],
 )
 def test_fewer_bits_with_dropouts(ours, laq, expected):

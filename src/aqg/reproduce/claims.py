@@ -168,7 +168,10 @@ def _num_good(results: Results, outcomes: Sequence[Outcome]) -> int:
 
 
 def _fewer_with_dropouts(ours: str, other: str, claim: str, results: Results) -> Iterator[Finding]:
-    """Compare bits where both arrive: fewer on each of these seeds, at least half of all."""
+    """Compare bits where both arrive: fewer on each of these seeds, at least half of all.
+
+    Where the other arrives on some seeds and ours on none, the claim does not hold.
+    """
     residual = results.about["dropout_residual"]
     for partition in ("iid", "label"):
         for rate in MODERATE:
@@ -181,6 +184,8 @@ def _fewer_with_dropouts(ours: str, other: str, claim: str, results: Results) ->
             if verdict == REPRODUCES and 2 * len(ratios) < len(first):
                 verdict = IN_PART
             arrived = [sum(residual in o.reached for o in runs) for runs in (first, second)]
+            if arrived[1] and not arrived[0]:
+                verdict = DOES_NOT
             evidence = f"`{ours}` arrives on {out_of(arrived[0], len(first))} seeds, "
             evidence += f"`{other}` on {arrived[1]}"
             if ratios:

@@ -27,6 +27,12 @@ _HEADINGS = {
     DOES_NOT: "What does not reproduce",
     UNDECIDED: "What these runs do not decide",
 }
+_TALLY = {
+    REPRODUCES: "reproduce",
+    IN_PART: "in part",
+    DOES_NOT: "do not",
+    UNDECIDED: "undecided",
+}
 _SECTIONS = {
     "logistic": "Logistic regression",
     "softmax": "the network of Table 2",
@@ -67,7 +73,12 @@ def coverage(results: Results) -> Passage:
 def verdicts(results: Results) -> Passage:
     """Return the paper's claims, grouped by what became of them."""
     findings = find(results)
-    lines = []
+    counts = ", ".join(
+        f"{sum(f.verdict == verdict for f in findings)} {text}" for verdict, text in _TALLY.items()
+    )
+    claims = len({f.claim for f in findings})
+    lines = [f"{claims} claims of the paper in {len(findings)} settings: {counts}.\n"]
+    lines = lines if findings else []
     for verdict, heading in _HEADINGS.items():
         chosen = [f for f in findings if f.verdict == verdict]
         if not chosen:
