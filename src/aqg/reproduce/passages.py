@@ -34,7 +34,7 @@ _TALLY = {
     UNDECIDED: "undecided",
 }
 _SECTIONS = {
-    "logistic": "Logistic regression",
+    "logistic": "logistic regression",
     "softmax": "the network of Table 2",
     "dropouts": "dropouts",
     "network": "784-200-10",
@@ -67,7 +67,7 @@ def coverage(results: Results) -> Passage:
         parts.append(text)
     if results.perturbed:
         parts.append(f"data changed in the last bit: {len(results.perturbed)} runs")
-    return Passage("coverage", f"{'; '.join(parts)}." if parts else "")
+    return Passage("coverage", f"Behind this page: {'; '.join(parts)}." if parts else "")
 
 
 def verdicts(results: Results) -> Passage:
