@@ -78,4 +78,6 @@ def reading_text(results: Results) -> str:
 def seeds_text(results: Results, section: str) -> str:
     """Write over how many seeds a section's medians and ranges are."""
     count = len({o.seed for o in results.select(section=section)})
+    if count == 0:
+        return "not run"
     return "one seed" if count == 1 else f"median and range over {count} seeds"
