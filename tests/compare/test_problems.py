@@ -56,7 +56,7 @@ def test_every_task_names_things_that_exist():
         assert task.dataset in DATASETS
         parse_partition(task.partition)
         assert task.is_local == (task.target.kind == "accuracy")
-    assert {name for name, task in TASKS.items() if task.is_held_out} == {
+    assert {name for name, task in TASKS.items() if task.is_late} == {
         "cnn-dirichlet",
         "cnn-iid",
         "sampled-iid",

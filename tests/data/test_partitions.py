@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SPECS = ["iid", "label", "source", "dirichlet:0.3", "shards:2"]
-SEEDED = ["iid", "dirichlet:0.3", "shards:2"]
+SPECS = ["iid", "label", "source", "source:shuffled", "dirichlet:0.3", "shards:2"]
+SEEDED = ["iid", "source:shuffled", "dirichlet:0.3", "shards:2"]
 COVERING = ["iid", "label", "dirichlet:0.001", "dirichlet:0.3", "dirichlet:1e9", "shards:2"]
 
 
@@ -130,6 +130,14 @@ def test_source_slices_are_equal_and_consecutive_and_drop_the_rest() -> None:
     ]
 
 
+def test_shuffled_slices_are_equal_and_of_one_source_each() -> None:
+    dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
+    parts = parse_partition("source:shuffled").split(dataset, 4, seed=3)
+    assert [len(part) for part in parts] == [5] * 4
+    assert [set(dataset.sources[part].tolist()) for part in parts] == [{0}, {0}, {1}, {1}]
+    assert any(np.any(np.diff(part) != 1) for part in parts)
+
+
 def test_source_on_the_papers_eighteen_clients(data_dir: Path) -> None:
     dataset = load_dataset("heterogeneous", data_dir)
     parts = parse_partition("source").split(dataset, 18, seed=0)
@@ -204,8 +212,8 @@ def test_spec_round_trips(spec: str) -> None:
 def test_unknown_partition_lists_the_forms(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_partition(spec)
-    message = f"unknown partition {spec!r}; choose one of iid, label, source, dirichlet:A, shards:K"
-    assert str(caught.value) == message
+    forms = "iid, label, source, source:shuffled, dirichlet:A, shards:K"
+    assert str(caught.value) == f"unknown partition {spec!r}; choose one of {forms}"
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e10", "a", "1:2"])

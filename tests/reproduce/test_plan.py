@@ -7,24 +7,19 @@ from collections import Counter
 import pytest
 
 from aqg.errors import ConfigError
-from aqg.reproduce.paper import SETTINGS, table_one
-from aqg.reproduce.plan import FULL, MAIN_READING, QUICK, make_plan, parse_sections
-
-PARTITIONS = {
-    "logistic-iid": ("logistic", "iid"),
-    "logistic-noniid": ("logistic", "source"),
-    "network-iid": ("softmax", "iid"),
-    "network-noniid": ("softmax", "label"),
-}
+from aqg.reproduce.paper import KINDS, SETTINGS, performance
+from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
+from aqg.reproduce.settings import PARTITIONS
 
 
-def test_table_one_is_the_papers():
-    rows = table_one()
+def test_table_two_is_the_papers():
+    rows = performance()
     assert len(rows) == 16
     assert Counter(row.setting for row in rows) == dict.fromkeys(SETTINGS, 4)
     for row in rows:
         assert row.uploads <= row.bits <= 32 * row.uploads
         assert "\n" not in row.why
+        assert row.kind in KINDS
     # The column "Transmission Reduction" is 1 - bits / LAQ's bits, to the paper's rounding.
     laq = {row.setting: row.bits for row in rows if row.recipe == "laq"}
     for row in rows:
@@ -33,17 +28,13 @@ def test_table_one_is_the_papers():
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
-def test_every_row_of_table_one_is_run(scale):
+def test_every_row_of_table_two_is_run(scale):
     plan = make_plan(scale)
-    runs = {
-        (p.section, p.run.config.partition, p.run.config.recipe)
-        for p in plan
-        if p.section != "logistic" or (p.run.config.scaling, p.run.config.alpha) == MAIN_READING
-    }
-    for row in table_one():
+    runs = {(p.section, p.run.config.partition, p.run.config.recipe) for p in plan}
+    for row in performance():
         assert (*PARTITIONS[row.setting], row.recipe) in runs
     for section, partition in PARTITIONS.values():
-        assert (section, partition, "lean") in runs
+        assert {(section, partition, "lean"), (section, partition, "auto")} <= runs
     names = [p.run.name for p in plan]
     assert len(set(names)) == len(names)
     assert scale.notes
@@ -55,19 +46,38 @@ def test_the_full_plan_has_the_papers_settings():
     assert {(c.rounds, c.alpha, c.bits, c.clients, c.dtype) for c in softmax} == {
         (4000, 0.02, 4, 10, "float64")
     }
+    assert min(Counter((c.partition, c.recipe) for c in softmax).values()) >= 5
     logistic = [p.run.config for p in plan if p.section == "logistic"]
     assert {(c.rounds, c.clients, c.device) for c in logistic} == {(500, 18, "cpu")}
-    assert ("mean", 0.008) in {(c.scaling, c.alpha) for c in logistic}
-    dropouts = [p.run.config for p in plan if p.section == "dropouts"]
-    seeds = Counter((c.partition, c.dropout, c.recipe) for c in dropouts)
-    assert {rate for _, rate, _ in seeds} == {0.2, 0.5, 0.7, 0.8, 0.9}
-    assert min(seeds.values()) >= 5
-    assert {c.device for c in dropouts} == {"cuda"}
+    assert {("mean", 0.008), ("sum", 0.008)} < {(c.scaling, c.alpha) for c in logistic}
+    counts = Counter((c.partition, c.recipe, c.scaling, c.alpha) for c in logistic)
+    assert min(counts.values()) >= 10
+
+
+def test_dropouts_are_as_long_and_as_many_as_the_papers():
+    runs = [p.run.config for p in make_plan(FULL, device="cuda") if p.section == "dropouts"]
+    assert {(c.rounds, c.dtype, c.alpha, c.device) for c in runs} == {
+        (4000, "float64", 0.02, "cuda")
+    }
+    seeds = Counter((c.partition, c.dropout, c.recipe) for c in runs)
+    assert {key[:2] for key in seeds} == {
+        (partition, rate) for partition in ("iid", "label") for rate in (0.2, 0.5, 0.7, 0.8, 0.9)
+    }
+    assert min(seeds.values()) >= 10
+
+
+def test_perturbed_runs_have_one_on_the_data_itself():
+    tasks = make_perturbed(FULL, None)
+    draws = Counter(task.key[:3] for task in tasks)
+    assert set(draws.values()) == {FULL.perturbations + 1}
+    assert {task.config.seed for task in tasks} == {0}
+    assert make_perturbed(FULL, None, ("softmax",)) == ()
 
 
 def test_parts_can_be_chosen():
-    assert parse_sections(None) == ("logistic", "softmax", "dropouts", "network")
+    assert parse_sections(None) == ("logistic", "rounding", "softmax", "dropouts", "network")
     assert parse_sections("network, logistic") == ("logistic", "network")
+    assert parse_sections("table2") == ("logistic", "softmax")
     assert {p.section for p in make_plan(QUICK, sections=("network",))} == {"network"}
     with pytest.raises(ConfigError, match="unknown part 'figures'"):
         parse_sections("figures")

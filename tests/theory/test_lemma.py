@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqg.core.movement import Movement
 from aqg.errors import ConfigError
 from aqg.theory import lemma
 from aqg.theory.lyapunov import step_weights
@@ -68,20 +69,23 @@ def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
     assert found.c <= strong * alpha
 
 
-def run_with_errors(alpha, weights, eigenvalues, num_rounds, seed, halved):
-    """Descend on a quadratic with errors as large as the tolerance allows; return V."""
+EIGENVALUES = np.array([3.0, 1.0, 0.05])
+SMOOTHNESS, STRONG = 3.0, 0.05
+
+
+def descend_with_errors(alpha, weights, num_rounds, seed, fill="zero"):
+    """Descend on a quadratic with errors as large as the tolerance allows.
+
+    Return the loss before each round, and the squared length of each round's step.
+    """
+    movement = Movement(tuple(weights), fill)
     random = np.random.default_rng(seed)
-    beta = step_weights(weights, alpha) * (0.5 if halved else 1.0)
-    point = random.standard_normal(len(eigenvalues))
-    steps, values = [], []
+    point = random.standard_normal(len(EIGENVALUES))
+    losses, steps = [], []
     for _ in range(num_rounds):
-        recent = steps[: len(weights)]
-        values.append(
-            0.5 * np.sum(eigenvalues * point**2)
-            + sum(b * s for b, s in zip(beta, recent, strict=False))
-        )
-        allowed = sum(w * s for w, s in zip(weights, recent, strict=False)) / alpha**2
-        gradient = eigenvalues * point
+        losses.append(0.5 * np.sum(EIGENVALUES * point**2))
+        allowed = movement.of(tuple(steps[: -len(weights) - 1 : -1])) / alpha**2
+        gradient = EIGENVALUES * point
         error = random.standard_normal(len(point))
         if random.random() < 0.5:
             error = -gradient  # the worst direction: it stops the descent
@@ -89,8 +93,18 @@ def run_with_errors(alpha, weights, eigenvalues, num_rounds, seed, halved):
         error *= np.sqrt(allowed) / norm if norm else 0.0
         change = -alpha * (gradient + error)
         point = point + change
-        steps.insert(0, float(change @ change))
-    return np.array(values)
+        steps.append(float(change @ change))
+    return np.array(losses), np.array(steps)
+
+
+def run_with_errors(alpha, weights, num_rounds, seed, fill="zero"):
+    """Return V, with half of the paper's β, before each round."""
+    losses, steps = descend_with_errors(alpha, weights, num_rounds, seed, fill)
+    beta = step_weights(weights, alpha) / 2
+    for number in range(num_rounds):
+        recent = steps[:number][::-1][: len(beta)]
+        losses[number] += beta[: len(recent)] @ recent
+    return losses
 
 
 @given(
@@ -101,31 +115,75 @@ def run_with_errors(alpha, weights, eigenvalues, num_rounds, seed, halved):
 )
 @settings(max_examples=80, deadline=None)
 def test_the_wider_region_descends_whatever_the_errors(weight_sum, part, depth, seed):
-    smoothness = 3.0
     weights = (weight_sum / depth,) * depth
-    alpha = part * lemma.largest_step_size_within_tolerance(weight_sum, smoothness)
-    eigenvalues = np.array([smoothness, 1.0, 0.05])
-    values = run_with_errors(alpha, weights, eigenvalues, 60, seed, halved=True)
+    alpha = part * lemma.largest_step_size_within_tolerance(weight_sum, SMOOTHNESS)
+    values = run_with_errors(alpha, weights, 60, seed)
     assert (np.diff(values) <= 1e-12 * values[0]).all()
+
+
+@given(
+    weight_sum=st.floats(0.05, 0.99),
+    part=st.floats(0.05, 1.0),
+    depth=st.integers(1, 10),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_with_missing_steps_filled_it_descends_once_none_is_missing(weight_sum, part, depth, seed):
+    weights = (weight_sum / depth,) * depth
+    alpha = part * lemma.largest_step_size_within_tolerance(weight_sum, SMOOTHNESS)
+    values = run_with_errors(alpha, weights, 60, seed, fill="mean")
+    assert (np.diff(values[depth:]) <= 1e-12 * values.max()).all()
+
+
+def test_with_missing_steps_filled_it_can_rise_before():
+    weights = (0.09,) * 10
+    alpha = lemma.largest_step_size_within_tolerance(0.9, SMOOTHNESS)
+    early = [run_with_errors(alpha, weights, 11, seed, fill="mean") for seed in range(20)]
+    assert (np.diff(early) > 0).any()
+    assert lemma.early_weight_sum(weights) + alpha * SMOOTHNESS > 1
+
+
+@given(
+    shape=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=10),
+    early=st.floats(0.1, 0.99),
+    part=st.floats(0.05, 1.0),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_with_smaller_weights_the_first_rounds_descend_too(shape, early, part, seed):
+    weights = np.array(shape) * early / lemma.early_weight_sum(shape)
+    alpha = part * (1 - early) / SMOOTHNESS
+    losses, steps = descend_with_errors(alpha, weights, 60, seed, fill="mean")
+    # Every step is charged with what all tolerances still to come make of it.
+    depth = len(weights)
+    charges = np.zeros((60, 60))
+    for now in range(60):
+        known = min(now, depth)
+        factor = weights.sum() / weights[:known].sum() if known else 0.0
+        for back in range(1, known + 1):
+            charges[now, now - back] = weights[back - 1] * factor
+    to_come = charges[::-1].cumsum(axis=0)[::-1]
+    assert to_come.max() <= early * (1 + 1e-12)
+    values = [loss + to_come[k, :k] @ steps[:k] / (2 * alpha) for k, loss in enumerate(losses)]
+    shown = 60 - depth  # beyond it, some of what is to come lies after the last round
+    assert (np.diff(values[:shown]) <= 1e-12 * values[0]).all()
 
 
 @given(part=st.floats(0.05, 0.99), seed=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_the_wider_region_contracts_as_promised(part, seed):
-    smoothness, strong = 3.0, 0.05
     weights = (0.03,) * 10
-    alpha = part * lemma.largest_step_size_within_tolerance(0.3, smoothness)
-    promised = lemma.contraction_within_tolerance(alpha, weights, smoothness, strong)
+    alpha = part * lemma.largest_step_size_within_tolerance(0.3, SMOOTHNESS)
+    promised = lemma.contraction_within_tolerance(alpha, weights, SMOOTHNESS, STRONG)
     # The promise is for the largest admissible γ, of which the halved weights are a special case.
-    gamma = (1 - alpha * smoothness) / (2 * 0.3)
-    eigenvalues = np.array([smoothness, 1.0, strong])
-    scaled = run_with_errors(alpha, weights, eigenvalues, 60, seed, halved=True)
+    gamma = (1 - alpha * SMOOTHNESS) / (2 * 0.3)
+    scaled = run_with_errors(alpha, weights, 60, seed)
     assert gamma >= 0.5
     assert scaled[-1] <= 2 * gamma * (1 - promised) ** 59 * scaled[0] * (1 + 1e-9)
 
 
 def test_outside_the_wider_region_it_can_rise():
-    values = run_with_errors(0.6, (0.095,) * 10, np.array([3.0, 1.0, 0.05]), 60, 0, halved=True)
+    values = run_with_errors(0.6, (0.095,) * 10, 60, 0)
     assert (np.diff(values) > 0).any()
 
 

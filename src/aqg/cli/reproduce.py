@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aqg.reproduce.cells import Table
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import PlannedRun
+    from aqg.reproduce.rounding import PerturbedRun
 
 
 def reproduce(
@@ -38,7 +39,7 @@ def reproduce(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="table1|logistic|softmax|dropouts|network",
+            metavar="table2|logistic|rounding|softmax|dropouts|network",
             help="Only these parts, separated by commas.",
         ),
     ] = None,
@@ -46,33 +47,46 @@ def reproduce(
         Path | None,
         typer.Option("--from", help="Run nothing: show the results in this directory."),
     ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --from: results of the same command on another machine, to keep with them "
+            "and compare."
+        ),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
 ) -> int:
     """Run the paper's experiments again and print its figures beside ours.
 
-    Table 1, the six figures, dropouts over several seeds, and the 784-200-10 network. Ctrl-C saves
-    everything; the same command goes on and repeats nothing that is finished.
+    Its Table 2 and Figures 5 to 10 over several seeds, logistic runs with data that differ in the
+    last bit, and the 784-200-10 network. Ctrl-C saves everything; the same command goes on and
+    repeats nothing that is finished.
     """
     from rich.console import Console
 
     from aqg.errors import ConfigError
-    from aqg.reproduce.execute import keep_results
+    from aqg.reproduce.execute import keep_beside, keep_results
     from aqg.reproduce.outcomes import read_results
-    from aqg.reproduce.plan import FULL, QUICK, make_plan, parse_sections
+    from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
 
     console = Console()
     if saved is not None:
         if quick or out is not None or only is not None:
             raise ConfigError("--from runs nothing: it goes with none of --quick, --out and --only")
+        if beside is not None:
+            keep_beside(saved, beside)
         show_results(console, read_results(saved))
         return 0
+    if beside is not None:
+        raise ConfigError("--beside goes with --from: both directories hold finished results")
     sections = parse_sections(only)
     scale = QUICK if quick else FULL
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), sections)
-    failures = run_plan(console, plan, directory, jobs, data_dir)
+    perturbed = make_perturbed(scale, data_dir, sections)
+    failures = run_plan(console, plan, directory, jobs, data_dir, perturbed)
     results = keep_results(plan, scale, directory)
     show_results(console, results)
     console.print(f"Tables, pictures and data: {directory}", highlight=False, soft_wrap=True)
@@ -93,14 +107,16 @@ def run_plan(
     directory: Path,
     jobs: int | None,
     data_dir: Path | None,
+    perturbed: tuple[PerturbedRun, ...] = (),
 ) -> int:
     """Do what is unfinished; return how many runs failed."""
     from aqg.cli.sweep_display import Overview
     from aqg.experiments import runner
     from aqg.experiments.sweep import read_summary
-    from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
+    from aqg.experiments.sweep_tasks import by_problem, run_all
     from aqg.experiments.workers import Workers, default_jobs
-    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, still_to_do
+    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, find_minima, still_to_do
+    from aqg.reproduce.rounding import left_to_do, run_perturbed
 
     plan = adopt_devices(plan, directory)
     left: list[SweepRun] = by_problem(still_to_do(plan, directory))
@@ -111,7 +127,14 @@ def run_plan(
         highlight=False,
         soft_wrap=True,
     )
-    if not left:
+    tasks = left_to_do(perturbed, directory)
+    if perturbed:
+        console.print(
+            f"{len(perturbed)} runs on data changed in the last bit, "
+            f"{len(perturbed) - len(tasks)} finished before",
+            highlight=False,
+        )
+    if not left and not tasks:
         return 0
     waiting = {run.name for run in left}
     runs = directory / RUN_DIRECTORY
@@ -119,15 +142,20 @@ def run_plan(
         with workers:
             text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
             with console.status(text):
-                minima = prepare(workers, left, data_dir, lambda *_: None)
+                minima = find_minima(workers, left, data_dir) if left else {}
             runs.mkdir(parents=True, exist_ok=True)
             spent = sum(
                 read_summary(runs / planned.run.name)["upload_bytes"]
                 for planned in plan
                 if planned.run.name not in waiting
             )
-            with Overview(console, left, len(plan), spent) as overview:
-                failures = run_all(workers, left, minima, runs, data_dir, overview.show)
+            failures = {}
+            if left:
+                with Overview(console, left, len(plan), spent) as overview:
+                    failures = run_all(workers, left, minima, runs, data_dir, overview.show)
+            if tasks:
+                with console.status("Logistic runs on data changed in the last bit ..."):
+                    failures |= run_perturbed(workers, tasks, directory)
     except runner.Interrupted:
         raise runner.Interrupted(
             f"stopped with {len(plan) - len(still_to_do(plan, directory))} of {len(plan)} runs "
@@ -135,8 +163,8 @@ def run_plan(
         ) from None
     if failures:
         print(
-            f"aqg: error: {len(failures)} of {len(plan)} runs failed: {', '.join(failures)}; "
-            "the same command tries them again",
+            f"aqg: error: {len(failures)} of {len(plan) + len(perturbed)} runs failed: "
+            f"{', '.join(failures)}; the same command tries them again",
             file=sys.stderr,
         )
     return len(failures)
@@ -150,6 +178,10 @@ def show_results(console: Console, results: Results) -> None:
         console.width = max(console.width, 200)  # a file has no edge to wrap at
     for note in results.about["notes"]:
         console.print(f"Shortened: {note}", style="yellow", highlight=False, soft_wrap=True)
+    for section, (done, planned) in results.about.get("finished", {}).items():
+        if done < planned:
+            text = f"Not finished: {section}, {done} of {planned} runs"
+            console.print(text, style="yellow", highlight=False, soft_wrap=True)
     for table in all_tables(results):
         _print_table(console, table)
 

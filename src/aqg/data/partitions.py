@@ -5,7 +5,8 @@ spec            what a client holds
 =============== =============================================================================
 iid             a random part of everything
 label           one label only: client m has label m mod num_classes
-source          a part of one original set (for datasets made of several)
+source          a part of one original set (for datasets made of several), in the set's order
+source:shuffled the same, but a random part
 dirichlet:A     of every label a random proportion, drawn from Dirichlet(A); small A: very uneven
 shards:K        K random pieces of the samples sorted by label
 =============== =============================================================================
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from aqg.data.datasets import Dataset
 
-PARTITION_FORMS = ("iid", "label", "source", "dirichlet:A", "shards:K")
+PARTITION_FORMS = ("iid", "label", "source", "source:shuffled", "dirichlet:A", "shards:K")
 MAX_CONCENTRATION = 1e9
 """Largest Dirichlet concentration: far beyond where proportions can be told from equal ones."""
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
@@ -117,19 +118,22 @@ class LabelPartition(Partition):
 
 @dataclass(frozen=True, slots=True)
 class SourcePartition(Partition):
-    """Each original set cut into equal consecutive slices, as in the paper's 18 clients.
+    """Each original set cut into equal slices, as in the paper's 18 clients.
 
     With ``S`` sets and ``M`` clients, the first ``M/S`` clients share set 0, the next ``M/S`` set
-    1, and so on. What is left of a set after equal slices is dropped. The seed plays no part.
+    1, and so on. What is left of a set after equal slices is dropped. Slices are consecutive, and
+    the seed plays no part, unless the sets are ``shuffled`` first.
     """
 
-    spec: ClassVar[str] = "source"
+    shuffled: bool = False
+
+    @property
+    def spec(self) -> str:
+        """Return ``source`` or ``source:shuffled``."""
+        return "source:shuffled" if self.shuffled else "source"
 
     def _split(
-        self,
-        dataset: Dataset,
-        num_clients: int,
-        generator: np.random.Generator,  # noqa: ARG002
+        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
     ) -> Sequence[NDArray[np.int64]]:
         if dataset.sources is None:
             raise DataError(
@@ -146,6 +150,8 @@ class SourcePartition(Partition):
         parts = []
         for source in sources:
             samples = np.flatnonzero(dataset.sources == source)
+            if self.shuffled:
+                samples = generator.permutation(samples)
             size = len(samples) // clients_per_source
             if size == 0:
                 raise DataError(
@@ -261,7 +267,12 @@ def parse_partition(spec: str) -> Partition:
     """
     plain: dict[str, Partition] = {
         partition.spec: partition
-        for partition in (IidPartition(), LabelPartition(), SourcePartition())
+        for partition in (
+            IidPartition(),
+            LabelPartition(),
+            SourcePartition(),
+            SourcePartition(shuffled=True),
+        )
     }
     if spec in plain:
         return plain[spec]

@@ -10,6 +10,7 @@ import json
 import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -231,7 +232,7 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
 
 def _typed(name: str, value: Any) -> Any:
     """Check a value's type, letting whole numbers stand for floats."""
-    hint = get_type_hints(RunConfig)[name]
+    hint = _type_hints()[name]
     if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
         return value
     if hint in (float, float | None) and isinstance(value, int | float) and value is not True:
@@ -254,6 +255,11 @@ def _typed(name: str, value: Any) -> Any:
         tuple[str, ...]: "a list of texts",
     }
     raise ConfigError(f"{name} is {value!r}; it must be {wanted.get(hint, 'a number')}")
+
+
+@cache
+def _type_hints() -> dict[str, Any]:
+    return get_type_hints(RunConfig)
 
 
 def _require(name: str, value: object, holds: bool, bound: str) -> None:

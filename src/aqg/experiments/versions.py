@@ -11,12 +11,18 @@ _LIBRARIES = ("numpy", "numba", "scipy", "torch")
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of aqg, Python and the libraries that compute, where they are installed.
+    """Return the versions of aqg, Python and the libraries that compute, and the kind of processor.
+
+    Libraries that are not installed are left out.
 
     >>> installed_versions()["numpy"].split(".")[0]
     '2'
     """
-    versions = {"aqg": __version__, "python": platform.python_version()}
+    versions = {
+        "aqg": __version__,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
     for name in _LIBRARIES:
         try:
             versions[name] = metadata.version(name)

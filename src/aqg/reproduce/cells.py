@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from aqg.reproduce.plan import BY_SOURCE
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aqg.experiments.summary import Cost
     from aqg.reproduce.outcomes import Outcome
 
-SPLITS = {"iid": "IID", "label": "one digit per client", "source": "by source"}
+SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
 
 
 @dataclass(frozen=True)
@@ -37,32 +40,74 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def mean_cost_to(outcomes: Sequence[Outcome], residual: float, name: str) -> float | None:
-    """Return a cost's mean over seeds; None unless all of them arrived."""
-    costs = [o.reached.get(residual) for o in outcomes]
-    known = [float(getattr(cost, name)) for cost in costs if cost is not None]
-    return fmean(known) if known and len(known) == len(costs) else None
+def percent(share: float) -> str:
+    """Write a share.
 
-
-def beside(paper: int | None, ours: float | None) -> str:
-    """Write the paper's figure beside ours.
-
-    >>> beside(854, 821.0), beside(None, 476.0), beside(921, None)
-    ('854 / 821 (0.96)', '476', '921 / -')
+    >>> percent(0.4123), percent(-0.02)
+    ('41 %', '-2 %')
     """
-    shown = "-" if ours is None else f"{ours:.0f}"
-    if not paper:
-        return shown
-    return f"{paper} / {shown}" + ("" if ours is None else f" ({ours / paper:.2f})")
+    return f"{100 * share:.0f} %"
 
 
-def spread_cell(outcomes: Sequence[Outcome], residual: float) -> str:
-    """Write mean bits and bytes, the range of bits, and how many seeds arrived if not all."""
-    costs = [cost for o in outcomes if (cost := o.reached.get(residual)) is not None]
+def whole(count: float) -> str:
+    """Write a count.
+
+    >>> whole(1234.5)
+    '1,234'
+    """
+    return f"{count:,.0f}"
+
+
+def span(values: Sequence[float], form: Callable[[float], str] = whole) -> str:
+    """Write the median and, in brackets, the range.
+
+    >>> span([3, 1, 2]), span([4]), span([0.4, 0.42], percent), span([])
+    ('2 [1..3]', '4', '41 % [40..42 %]', '-')
+    """
+    if not values:
+        return "-"
+    middle, low, high = form(median(values)), form(min(values)), form(max(values))
+    if low == high:
+        return middle
+    unit = " " + high.split(" ")[-1] if " " in high else ""
+    if unit and low.endswith(unit):
+        low = low.removesuffix(unit)
+    return f"{middle} [{low}..{high}]"
+
+
+def out_of(part: int, whole_: int) -> str:
+    """Write how many of how many."""
+    return f"{part} of {whole_}"
+
+
+def costs_to(outcomes: Sequence[Outcome], residual: float) -> list[Cost]:
+    """Return what each run that arrives at the residual, and stays, cost until then."""
+    return [cost for o in outcomes if (cost := o.reached.get(residual)) is not None]
+
+
+def paired_ratios(
+    ours: Sequence[Outcome],
+    other: Sequence[Outcome],
+    cost_of: Callable[[Outcome], Cost | None],
+    name: str = "bits_per_param",
+) -> list[float]:
+    """Return our cost over the other's, seed by seed, where both have one."""
+    by_seed = {outcome.seed: cost_of(outcome) for outcome in other}
+    ratios = []
+    for outcome in ours:
+        left, right = cost_of(outcome), by_seed.get(outcome.seed)
+        if left is not None and right is not None:
+            ratios.append(getattr(left, name) / getattr(right, name))
+    return ratios
+
+
+def arrival_cell(outcomes: Sequence[Outcome], residual: float) -> str:
+    """Write bits and bytes until the residual, and how many seeds arrived if not all."""
+    costs = costs_to(outcomes, residual)
     if not costs:
         return "-"
-    bits = [cost.bits_per_param for cost in costs]
-    text = f"{fmean(bits):.0f} / {size(fmean(cost.upload_bytes for cost in costs))}"
-    if min(bits) < max(bits):
-        text += f" [{min(bits)}..{max(bits)}]"
-    return text if len(costs) == len(outcomes) else f"{len(costs)}/{len(outcomes)}: {text}"
+    bits = span([cost.bits_per_param for cost in costs])
+    text = f"{bits} / {size(median(cost.upload_bytes for cost in costs))}"
+    if len(costs) < len(outcomes):
+        text = f"{out_of(len(costs), len(outcomes))}: {text}"
+    return text

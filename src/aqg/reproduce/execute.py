@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg import __version__
+from aqg.errors import RunError
 from aqg.experiments.config import read_settings, resolve
 from aqg.experiments.rundir import CONFIG, write_atomically
+from aqg.experiments.setup import minimum_key
 from aqg.experiments.sweep import Sweep, SweepRun, unfinished
+from aqg.experiments.sweep_tasks import prepare
 from aqg.reproduce.figures import all_figures
 from aqg.reproduce.markdown import to_markdown
-from aqg.reproduce.outcomes import collect, write_results
+from aqg.reproduce.outcomes import collect, loss_key, read_results, write_results
 from aqg.reproduce.plan import PlannedRun
+from aqg.reproduce.rounding import read_journal
 from aqg.reproduce.tables import all_tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from aqg.reproduce.outcomes import Results
+    from aqg.experiments.workers import Workers
+    from aqg.reproduce.outcomes import Outcome, Results
     from aqg.reproduce.plan import Scale
 
 RUN_DIRECTORY = "runs"
@@ -49,19 +56,63 @@ def still_to_do(plan: Sequence[PlannedRun], directory: Path) -> list[SweepRun]:
     return unfinished(sweep, directory / RUN_DIRECTORY)
 
 
+def find_minima(
+    workers: Workers, runs: Sequence[SweepRun], data_dir: Path | None
+) -> dict[tuple[tuple[str, Any], ...], float | None]:
+    """Check that the runs can start, and find each distinct minimum ``f*`` once."""
+    first: dict[str, SweepRun] = {}
+    for run in runs:
+        first.setdefault(f"{loss_key(run.config)} {run.config.device}", run)
+    found = prepare(workers, list(first.values()), data_dir, lambda *_: None)
+    by_loss = {
+        loss_key(run.config): found[tuple(minimum_key(run.config).items())]
+        for run in first.values()
+    }
+    return {tuple(minimum_key(run.config).items()): by_loss[loss_key(run.config)] for run in runs}
+
+
 def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
     """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
+    about = {**results.about, **count_runs(plan, results.outcomes)}
+    results = replace(results, about=about, perturbed=tuple(read_journal(directory)))
     write_results(directory, results)
     write_views(directory, results)
     return results
 
 
+def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return how many runs of each section are finished, of how many, and what made them."""
+    planned = Counter(one.section for one in plan)
+    finished = Counter(outcome.section for outcome in outcomes)
+    return {
+        "finished": {section: [finished[section], planned[section]] for section in planned},
+        "made_on": sorted({f"{o.section}: {o.machine}, {o.device}" for o in outcomes}),
+    }
+
+
+def keep_beside(directory: Path, other: Path) -> None:
+    """Keep the logistic runs of ``other``, made on another machine, with those in ``directory``."""
+    results, there = read_results(directory), read_results(other)
+    runs = there.select(section="logistic")
+    machines = {o.machine for o in runs}
+    if len(machines) != 1:
+        found = ", ".join(sorted(machines)) or "none"
+        raise RunError(f"{str(other)!r} has logistic runs of {found}; one machine is needed")
+    (machine,) = machines
+    if machine in {o.machine for o in results.select(section="logistic")}:
+        raise RunError(f"the logistic runs in {str(directory)!r} were made on {machine} as well")
+    elsewhere = {**results.elsewhere, machine: tuple(runs)}
+    write_results(directory, replace(results, elsewhere=elsewhere))
+
+
 def write_views(directory: Path, results: Results) -> None:
-    """Write the tables as Markdown and the figures as PNG."""
+    """Write the tables as Markdown and, where matplotlib is installed, the figures as PNG."""
     text = "\n".join(to_markdown(table) for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
+    if find_spec("matplotlib") is None:
+        return
     figures = directory / FIGURE_DIRECTORY
     figures.mkdir(exist_ok=True)
     for name, picture in all_figures(results).items():

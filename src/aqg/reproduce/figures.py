@@ -1,7 +1,8 @@
 """The paper's figures, drawn from our curves: loss against iterations, uploads and bits.
 
-The paper prints no data for its curves, so its Table 1 stands in for them: a diamond marks what the
-paper says it took to come within 1e-6 of the minimum.
+A line is the median over seeds, and the band around it their range. The paper prints no data for
+its curves, so its Table 2 stands in for them: a diamond marks what the paper says it took to come
+within 1e-6 of the minimum. Figures have the paper's numbers.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.reproduce.cells import SPLITS
-from aqg.reproduce.paper import table_one
-from aqg.reproduce.plan import DROPOUT_RECIPES, MAIN_READING, NETWORK_RECIPES, TABLE_RECIPES
+from aqg.reproduce.outcomes import main_reading
+from aqg.reproduce.paper import PAPER_RESIDUAL, performance
+from aqg.reproduce.plan import BY_SOURCE, DROPOUT_RECIPES, NETWORK_RECIPES, TABLE_RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
+    from aqg.core.types import Float64Array
     from aqg.reproduce.outcomes import Outcome, Results
 
 COLORS = {
     "lean": "#0072B2",
+    "auto": "#8C510A",
     "aqg-2": "#D55E00",
     "aqg": "#E69F00",
     "aqg-augmented": "#CC79A7",
@@ -37,19 +41,21 @@ _PANELS = (
     ("bits_per_param", "bits per parameter"),
 )
 _FLOOR = 1e-7
+_CEILING = 1e4
 _DPI = 100
+_POINTS = 160
 
 
 def all_figures(results: Results) -> dict[str, bytes]:
     """Return PNG pictures by name, those that the results have runs for."""
     figures: dict[str, bytes | None] = {
-        "figure-1-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
-        "figure-2-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
-        "figure-3-logistic-noniid": _comparison(results, "logistic", "source", "logistic-noniid"),
-        "figure-4-network-noniid": _comparison(results, "softmax", "label", "network-noniid"),
+        "figure-5-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
+        "figure-6-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
+        "figure-7-logistic-noniid": _comparison(results, "logistic", BY_SOURCE, "logistic-noniid"),
+        "figure-8-network-noniid": _comparison(results, "softmax", "label", "network-noniid"),
     }
     for partition, suffix in (("iid", "iid"), ("label", "noniid")):
-        for number, rates in ((5, (0.2, 0.5, 0.7)), (6, (0.8, 0.9))):
+        for number, rates in ((9, (0.2, 0.5, 0.7)), (10, (0.8, 0.9))):
             name = f"figure-{number}-dropouts-{suffix}"
             figures[name] = _dropouts(results, partition, rates)
     figures["network-784-200-10"] = _network(results)
@@ -59,21 +65,23 @@ def all_figures(results: Results) -> dict[str, bytes]:
 def _comparison(results: Results, section: str, partition: str, setting: str) -> bytes | None:
     outcomes = results.select(section=section, partition=partition)
     model = "MNIST, 784→10 softmax"
-    if section == "logistic":
-        outcomes = [o for o in outcomes if (o.scaling, o.alpha) == MAIN_READING]
-        model = f"logistic regression, {MAIN_READING[0]} loss, α = {MAIN_READING[1]:g}"
+    reading = main_reading(results.outcomes)
+    if section == "logistic" and reading is not None:
+        outcomes = [o for o in outcomes if (o.scaling, o.alpha) == reading]
+        model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
     if not outcomes:
         return None
     figure, (axes,) = _panels(1)
     for recipe in TABLE_RECIPES:
         _draw(axes, results, [o for o in outcomes if o.recipe == recipe], recipe)
-    if section == "softmax" and results.about["softmax_residual"] == 1e-6:
-        for row in (row for row in table_one() if row.setting == setting):
+    if section == "softmax" and results.about["softmax_residual"] == PAPER_RESIDUAL:
+        for row in (row for row in performance() if row.setting == setting):
             counts = (row.rounds, row.uploads, row.bits)
             for axis, count in zip(axes, counts, strict=True):
                 axis.plot(count, 1e-6, "D", mfc="none", mec=COLORS[row.recipe], ms=7, mew=1.6)
-        axes[0].plot([], [], "D", mfc="none", mec="#333333", ms=7, label="paper, Table 1")
-    _finish(figure, axes, f"{model}, {SPLITS[partition]}", "loss − minimum")
+        axes[0].plot([], [], "D", mfc="none", mec="#333333", ms=7, label="paper, Table 2")
+    _finish(axes, "loss − minimum")
+    figure.suptitle(f"{model}, {SPLITS[partition]}{_band(outcomes)}")
     return _png(figure)
 
 
@@ -88,8 +96,9 @@ def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes
             ours = [o for o in outcomes if o.recipe == recipe and o.dropout == rate]
             _draw(axes, results, ours, recipe)
         axes[0].set_ylim(_FLOOR, 1e2)
-        _finish(figure, axes, "", f"loss − minimum, p = {rate:g}")
-    figure.suptitle(f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}; a line per seed")
+        _finish(axes, f"loss − minimum, p = {rate:g}")
+    title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}{_band(outcomes)}"
+    figure.suptitle(title)
     return _png(figure)
 
 
@@ -104,9 +113,15 @@ def _network(results: Results) -> bytes | None:
             ours = [o for o in outcomes if o.recipe == recipe and o.partition == partition]
             _draw(axes, results, ours, recipe)
         axes[0].set_ylim(0.4, 1e3)
-        _finish(figure, axes, "", f"loss, {SPLITS[partition]}")
-    figure.suptitle("MNIST, 784-200-10 network: the published rules fail")
+        _finish(axes, f"loss, {SPLITS[partition]}")
+    figure.suptitle(f"MNIST, 784-200-10 network{_band(outcomes)}")
     return _png(figure)
+
+
+def _band(outcomes: Sequence[Outcome]) -> str:
+    """Say what a line and its band are."""
+    count = len({o.seed for o in outcomes})
+    return f"; median and range of {count} seeds" if count > 1 else "; one seed"
 
 
 def _panels(num_rows: int) -> tuple[Any, list[Sequence[Axes]]]:
@@ -120,28 +135,61 @@ def _panels(num_rows: int) -> tuple[Any, list[Sequence[Axes]]]:
 
 
 def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], recipe: str) -> None:
-    """Draw a line per seed in every panel."""
-    for number, outcome in enumerate(outcomes):
+    """Draw the median over seeds, and the range as a band, in every panel."""
+    shown = [o for o in outcomes if o.name in results.curves]
+    if not shown:
+        return
+    for axis, (name, _) in zip(axes, _PANELS, strict=True):
+        costs, heights = stack_curves(results, shown, name)
+        middle = np.median(heights, axis=0)
+        axis.plot(
+            costs,
+            middle,
+            color=COLORS[recipe],
+            linestyle="--" if recipe in ("gd", "auto") else "-",  # they hide others otherwise
+            linewidth=1.7,
+            label=recipe,
+            zorder=3 if recipe == "lean" else 2,
+        )
+        if len(shown) > 1:
+            low, high = heights.min(axis=0), heights.max(axis=0)
+            axis.fill_between(costs, low, high, color=COLORS[recipe], alpha=0.18, linewidth=0)
+
+
+def stack_curves(
+    results: Results, outcomes: Sequence[Outcome], name: str
+) -> tuple[Float64Array, Float64Array]:
+    """Return costs, and every run's height at each of them: a row per run.
+
+    ``name`` says which cost. Between two points of a curve the logarithm of the height is taken to
+    be a straight line. The costs end where the first run ends that has not diverged; a run that
+    has stays at the ceiling.
+    """
+    curves = []
+    for outcome in outcomes:
         curve = results.curves[outcome.name]
-        heights = np.array(curve.losses) - (outcome.minimum or 0.0)
-        heights = np.where(np.isfinite(heights), heights, np.nan)
-        heights = np.where(heights < _FLOOR, _FLOOR / 10, heights)
-        for axis, (name, _) in zip(axes, _PANELS, strict=True):
-            costs = np.array([getattr(cost, name) for cost in curve.costs], np.float64)
-            costs[costs == 0] = np.nan  # a logarithmic axis has no zero
-            axis.plot(
-                costs,
-                heights,
-                color=COLORS[recipe],
-                linestyle="--" if recipe == "gd" else "-",  # it hides qgd otherwise
-                linewidth=1.7 if len(outcomes) == 1 else 1.0,
-                alpha=1.0 if len(outcomes) == 1 else 0.75,
-                label=recipe if number == 0 else None,
-                zorder=3 if recipe == "lean" else 2,
-            )
+        losses = np.nan_to_num(np.array(curve.losses), nan=np.inf, posinf=np.inf)
+        heights = np.clip(losses - (outcome.minimum or 0.0), _FLOOR / 10, _CEILING)
+        costs = np.array([getattr(cost, name) for cost in curve.costs], np.float64)
+        last = np.append(np.diff(costs) > 0, True)  # of several points at one cost, the last
+        curves.append((costs[last], heights[last], outcome.diverged))
+    ends = [costs[-1] for costs, _, diverged in curves if not diverged]
+    end = min(ends) if ends else max(costs[-1] for costs, _, _ in curves)
+    start = min((costs[costs > 0][0] for costs, _, _ in curves if costs.any()), default=1.0)
+    if name == "rounds":
+        grid = np.linspace(0, end, _POINTS)
+    else:
+        grid = np.geomspace(start, max(end, start * 1.01), _POINTS)
+    rows = [
+        np.exp(
+            np.interp(grid, costs, np.log(heights), right=np.log(_CEILING) if diverged else None)
+        )
+        for costs, heights, diverged in curves
+    ]
+    return grid, np.array(rows)
 
 
-def _finish(figure: Any, axes: Sequence[Axes], title: str, ylabel: str) -> None:
+def _finish(axes: Sequence[Axes], ylabel: str) -> None:
     from matplotlib.ticker import NullFormatter
 
     axes[0].set_yscale("log")
@@ -156,11 +204,7 @@ def _finish(figure: Any, axes: Sequence[Axes], title: str, ylabel: str) -> None:
         axis.grid(True, which="major", color="#e2e2e2", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    legend = axes[0].legend(frameon=False, fontsize=8, loc="best")
-    for line in legend.get_lines():
-        line.set_alpha(1.0)
-    if title:
-        figure.suptitle(title)
+    axes[0].legend(frameon=False, fontsize=8, loc="best")
 
 
 def _png(figure: Any) -> bytes:

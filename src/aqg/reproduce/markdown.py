@@ -1,7 +1,8 @@
-"""Tables as Markdown, and documents whose tables are written by code.
+"""Tables as Markdown, and documents whose tables and numbers are written by code.
 
-In a document a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; `refresh`
-replaces what is between. From the command line:
+In a document a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, and a passage
+between ``<!-- text: NAME -->`` and ``<!-- end -->``; `refresh` replaces what is between. From the
+command line:
 
     python -m aqg.reproduce.markdown docs/results.md results
 """
@@ -15,14 +16,18 @@ from typing import TYPE_CHECKING
 
 from aqg.errors import RunError
 from aqg.reproduce.outcomes import read_results
+from aqg.reproduce.passages import all_passages
 from aqg.reproduce.tables import all_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aqg.reproduce.cells import Table
+    from aqg.reproduce.passages import Passage
 
-_PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(
+    r"(<!-- (?P<kind>table|text): (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def to_markdown(table: Table) -> str:
@@ -47,22 +52,25 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def refresh(document: str, tables: Iterable[Table]) -> str:
-    r"""Return the document with every marked table written anew.
+def refresh(document: str, tables: Iterable[Table], passages: Iterable[Passage] = ()) -> str:
+    r"""Return the document with every marked table and passage written anew.
 
     >>> from aqg.reproduce.cells import Table
     >>> table = Table("t", "T", "N.", ("a",), (("1",),))
     >>> "| 1 |" in refresh("Text.\n<!-- table: t -->\n<!-- end -->\n", [table])
     True
     """
-    by_name = {table.name: table for table in tables}
+    written = {
+        "table": {table.name: to_markdown(table) for table in tables},
+        "text": {passage.name: passage.text + "\n" for passage in passages},
+    }
 
     def write(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in by_name:
-            known = ", ".join(by_name)
-            raise RunError(f"the document asks for table {name!r}; the results have: {known}")
-        return f"{match[1]}\n{to_markdown(by_name[name])}\n{match[3]}"
+        kind, name = match["kind"], match["name"]
+        if name not in written[kind]:
+            known = ", ".join(written[kind])
+            raise RunError(f"the document asks for {kind} {name!r}; the results have: {known}")
+        return f"{match[1]}\n{written[kind][name]}\n{match[4]}"
 
     return _PLACE.sub(write, document)
 
@@ -70,7 +78,9 @@ def refresh(document: str, tables: Iterable[Table]) -> str:
 def main(arguments: list[str]) -> None:
     """Refresh the document named first from the results named second."""
     document, directory = map(Path, arguments)
-    text = refresh(document.read_text(encoding="utf-8"), all_tables(read_results(directory)))
+    results = read_results(directory)
+    before = document.read_text(encoding="utf-8")
+    text = refresh(before, all_tables(results), all_passages(results))
     document.write_text(text, encoding="utf-8")
 
 

@@ -51,6 +51,7 @@ class Advice:
         alpha: the step size in use.
         weights: ``ξ``; empty for a rule that never skips, where it plays no part.
         within_tolerance: whether the wider region holds for the rule (``lag`` and ``lean``).
+        fills_missing: whether steps before the first round count as the mean of the others.
         num_clients: ``M``.
         landscape: the shape of the loss.
         outside: what the config does that the theory does not cover.
@@ -63,6 +64,7 @@ class Advice:
     alpha: float
     weights: tuple[float, ...]
     within_tolerance: bool
+    fills_missing: bool
     num_clients: int
     landscape: Landscape
     outside: tuple[str, ...]
@@ -108,6 +110,16 @@ class Advice:
         return self.alpha < self.guaranteed or (wider is not None and self.alpha <= wider)
 
     @property
+    def guaranteed_from_round(self) -> int | None:
+        """The first round that the guarantee is for; None where there is no guarantee."""
+        if not self.is_guaranteed:
+            return None
+        if not self.fills_missing:
+            return 1
+        early = lemma.early_weight_sum(self.weights) + self.alpha * self.smoothness
+        return 2 if self.within_tolerance and early <= 1 else len(self.weights) + 1
+
+    @property
     def rate_bound(self) -> float | None:
         """The ``σ`` in ``V^{k+1} ≤ σ V^k`` that theory promises; None outside its regions."""
         if self.constants is None or not self.constants.strong_convexity:
@@ -134,6 +146,7 @@ class Advice:
             "largest_guaranteed_alpha": self.guaranteed,
             "largest_guaranteed_alpha_within_tolerance": self.guaranteed_within_tolerance,
             "is_guaranteed": self.is_guaranteed,
+            "guaranteed_from_round": self.guaranteed_from_round,
             "rate_bound": self.rate_bound,
             "outside_the_theory": list(self.outside),
         }
@@ -164,6 +177,7 @@ def advise(
         alpha=config.alpha,
         weights=() if never_skips else widest_weights(recipe),
         within_tolerance=isinstance(recipe.policy, LazyExact | Tolerance),
+        fills_missing=not never_skips and recipe.movement.fill == "mean",
         num_clients=num_clients,
         landscape=landscape,
         outside=_outside(config),
@@ -258,7 +272,17 @@ def _about_the_step_size(advice: Advice) -> list[str]:
             text += f" ({advice.recipe.split(':')[0]}:xi=0.5)." if _has_xi(advice) else "."
         lines.append(text)
     verdict = "inside" if advice.is_guaranteed else "outside"
-    lines.append(f"The current α = {alpha:g} with Σξ = {advice.weight_sum:.3g} is {verdict}.")
+    text = f"The current α = {alpha:g} with Σξ = {advice.weight_sum:.3g} is {verdict}"
+    first = advice.guaranteed_from_round
+    if first is not None and first > 1:
+        text += f", from round {first} on"
+    lines.append(f"{text}.")
+    if first is not None and first > 2:
+        early = lemma.early_weight_sum(advice.weights)
+        lines.append(
+            f"In the first {first - 1} rounds, missing steps count as the mean of the others. From "
+            f"the second round on, {early:.3g} + αL ≤ 1 would be enough."
+        )
     return lines
 
 

@@ -21,6 +21,19 @@ paper's ``β_d``, the change of ``V`` is at most
     S + αL ≤ 1
 
 is enough. The paper's ``S = 1`` is the very edge of it.
+
+**The first rounds.** ``lean`` counts steps before the first round as the mean of those there are,
+so in round ``k ≤ D`` the weights are ``ξ_d S / Σ_{i<k} ξ_i`` in place of ``ξ_d``. The bound above
+is for ``ξ_d`` and so holds from round ``D + 1`` on. Before that, a step counts for more: added up
+over all rounds that look back at it, the first one counts for ``S_1 = Σ_d ξ_d S / Σ_{i≤d} ξ_i``,
+which is ``S (1 + 1/2 + … + 1/D)`` for equal weights, and later ones for less. Charging each step
+with what later tolerances make of it, as ``V`` does with ``β_d``, shows that from the second round
+on
+
+    S_1 + αL ≤ 1
+
+is enough. In the first round nothing has moved, the tolerance is zero, and what ``b_max`` bits
+leave over is within no tolerance.
 """
 
 from __future__ import annotations
@@ -106,6 +119,19 @@ def largest_step_size_within_tolerance(weight_sum: float, smoothness: float) -> 
     """
     _check(1.0, smoothness)
     return max(0.0, (1 - weight_sum) / smoothness)
+
+
+def early_weight_sum(weights: Sequence[float]) -> float:
+    """Return ``S_1``: what the first step counts for where missing steps are filled by the mean.
+
+    >>> round(early_weight_sum((0.1,) * 10), 3)
+    2.929
+    """
+    values = np.asarray(weights, np.float64)
+    known = np.cumsum(values)
+    if not known[-1] > 0:
+        return 0.0
+    return float(known[-1] * np.sum(values[known > 0] / known[known > 0]))
 
 
 def contraction(

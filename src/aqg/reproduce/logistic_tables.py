@@ -1,0 +1,192 @@
+"""Logistic regression near the edge of stability: step sizes, other machines, the last bit."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from aqg.reproduce.cells import SPLITS, Table, out_of, paired_ratios, percent, span
+from aqg.reproduce.outcomes import CONVERGED, main_reading
+from aqg.reproduce.plan import BY_SOURCE, PERTURBED_RECIPES
+from aqg.reproduce.rounding import ROUNDING
+from aqg.reproduce.settings import seeds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.reproduce.outcomes import Outcome, Results
+
+_LAZY = ("laq", "aqg-2", "aqg", "lean", "auto")
+
+
+def step_size_table(results: Results) -> Table:
+    """Return logistic regression at every reading of the loss, and what is saved of LAQ's bits."""
+    runs = results.select(section="logistic")
+    readings = sorted({(o.scaling, o.alpha) for o in runs})
+    shown = main_reading(runs)
+    rows = []
+    for partition in ("iid", BY_SOURCE):
+        for reading in readings:
+            here = {
+                recipe: [
+                    o
+                    for o in runs
+                    if (o.scaling, o.alpha) == reading
+                    and (o.partition, o.recipe) == (partition, recipe)
+                ]
+                for recipe in ("gd", "qgd", *_LAZY)
+            }
+            mark = " ←" if reading == shown else ""
+            rows.append(
+                (
+                    SPLITS[partition],
+                    f"{reading[0]}, {reading[1]:g}{mark}",
+                    *(_converged(here[recipe]) for recipe in ("gd", "qgd")),
+                    *(_lazy_cell(here[recipe], here["laq"]) for recipe in _LAZY),
+                )
+            )
+    return Table(
+        "step-sizes",
+        "Logistic regression by loss and α: uploads in 500 rounds",
+        f"{seeds_text(results, 'logistic').capitalize()}. In parentheses the seeds that end within "
+        f"{CONVERGED:g} of the minimum, if not all, with the median residual there; and the bits "
+        "saved of LAQ's on the seeds where both do. `gd` and `qgd` always upload, and their "
+        "columns say which seeds converge. ←: what Table 2 is compared with.",
+        ("split", "loss, α", "`gd`", "`qgd`", *(f"`{recipe}`" for recipe in _LAZY)),
+        tuple(rows) if runs else (),
+    )
+
+
+def _converged(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return "-"
+    return _ends(outcomes) or "all"
+
+
+def _ends(outcomes: Sequence[Outcome]) -> str:
+    """Say how many runs converged and where they ended, unless all did."""
+    good = sum(o.converged for o in outcomes)
+    if good == len(outcomes):
+        return ""
+    return f"{out_of(good, len(outcomes))}, ends at {median(o.residual for o in outcomes):.0e}"
+
+
+def _lazy_cell(ours: Sequence[Outcome], laq: Sequence[Outcome]) -> str:
+    if not ours:
+        return "-"
+    parts = [text] if (text := _ends(ours)) else []
+    if ours[0].recipe != "laq":
+        saved = [
+            1 - r for r in paired_ratios(ours, laq, lambda o: o.total if o.converged else None)
+        ]
+        if saved:
+            parts.append(f"saves {span(saved, percent)}")
+    text = span([o.total.uploads for o in ours])
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+def machine_table(results: Results) -> Table:
+    """Return the same logistic runs on two kinds of processor, at the step sizes near the edge."""
+    rows = []
+    for machine, elsewhere in results.elsewhere.items():
+        there = {o.name: o for o in elsewhere}
+        pairs = [(o, there[o.name]) for o in results.outcomes if o.name in there]
+        alphas = sorted({o.alpha for o, _ in pairs if o.scaling == "sum"})
+        for partition in ("iid", BY_SOURCE):
+            for alpha in alphas:
+                for recipe in ("laq", "aqg-2"):
+                    chosen = [
+                        (a, b)
+                        for a, b in pairs
+                        if (a.scaling, a.alpha) == ("sum", alpha)
+                        and (a.partition, a.recipe) == (partition, recipe)
+                    ]
+                    if chosen:
+                        rows.append(_machine_row(machine, chosen))
+    return Table(
+        "machines",
+        "The same logistic runs on two machines",
+        "Summed losses, 500 rounds. `same` counts the seeds with the same number of uploads on "
+        "both; differences are of the uploads, over the seeds where both converge.",
+        (
+            "split",
+            "α",
+            "recipe",
+            "machines",
+            "uploads",
+            "there",
+            "same",
+            "largest difference",
+            "converge",
+            "there",
+        ),
+        tuple(rows),
+    )
+
+
+def _machine_row(machine: str, pairs: Sequence[tuple[Outcome, Outcome]]) -> tuple[str, ...]:
+    first = pairs[0][0]
+    both = [(a, b) for a, b in pairs if a.converged and b.converged]
+    apart = [abs(b.total.uploads / a.total.uploads - 1) for a, b in both]
+    return (
+        SPLITS[first.partition],
+        f"{first.alpha:g}",
+        f"`{first.recipe}`",
+        f"{first.machine}, {machine}",
+        span([a.total.uploads for a, _ in pairs]),
+        span([b.total.uploads for _, b in pairs]),
+        out_of(sum(a.total.uploads == b.total.uploads for a, b in pairs), len(pairs)),
+        f"{100 * max(apart):.1f} %" if apart else "-",
+        out_of(sum(a.converged for a, _ in pairs), len(pairs)),
+        out_of(sum(b.converged for _, b in pairs), len(pairs)),
+    )
+
+
+def rounding_table(results: Results) -> Table:
+    """Return what a change of the data in the last bit does to one seed's counts."""
+    rows = []
+    alphas = sorted({one.alpha for one in results.perturbed})
+    for partition in ("iid", BY_SOURCE):
+        for alpha in alphas:
+            for recipe in PERTURBED_RECIPES:
+                ours = [
+                    one
+                    for one in results.perturbed
+                    if (one.partition, one.alpha, one.recipe) == (partition, alpha, recipe)
+                ]
+                if not ours:
+                    continue
+                plain = [one for one in ours if one.draw == 0]
+                drawn = [one for one in ours if one.draw > 0]
+                rows.append(
+                    (
+                        SPLITS[partition],
+                        f"{alpha:g}",
+                        f"`{recipe}`",
+                        span([one.uploads for one in plain]),
+                        span([one.uploads for one in drawn]),
+                        span([one.uploads_before for one in ours]),
+                        str(len({one.uploads for one in ours})),
+                        str(len({one.uploads_before for one in ours})),
+                        out_of(sum(one.residual < CONVERGED for one in ours), len(ours)),
+                    )
+                )
+    return Table(
+        "rounding",
+        "Logistic regression with the data changed in the last bit",
+        "Seed 0, summed losses, 500 rounds; every nonzero feature is left alone or moved by one "
+        f"unit in the last place, at random. `before {ROUNDING:g}` are the uploads until the loss "
+        "first comes so close to its minimum.",
+        (
+            "split",
+            "α",
+            "recipe",
+            "uploads, data as they are",
+            "uploads, last bit changed",
+            f"uploads before {ROUNDING:g}",
+            "different counts",
+            f"before {ROUNDING:g}",
+            "converge",
+        ),
+        tuple(rows),
+    )
