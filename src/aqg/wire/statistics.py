@@ -162,9 +162,9 @@ def _read_floats(
     end = position + section.size * kind.itemsize
     if end > len(body):
         raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
-    values = np.frombuffer(body[position:end], kind).astype(np.float64)
-    if half:
-        with np.errstate(over="ignore"):  # looked at in the next line
+    with np.errstate(over="ignore", invalid="ignore"):  # looked at in the line after
+        values = np.frombuffer(body[position:end], kind).astype(np.float64)
+        if half:
             values = np.ldexp(values, exponent - _MANTISSA)
     _require_finite(values)
     return values, end
