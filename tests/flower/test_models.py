@@ -103,7 +103,7 @@ def own_training(
                 seen.setdefault(client, []).append(
                     {k: v.detach().clone() for k, v in module.state_dict().items()}
                 )
-            return float(loss)
+            return loss.item()
 
         def evaluate(module: nn.Module) -> float:
             module.eval()
