@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
 
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
-_ACCURACY_POINTS = 50
+_METRIC_POINTS = 50
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for it)
@@ -133,16 +133,16 @@ def run(
         progress.add(line)
 
     last_saved = time.monotonic()
-    accuracy_every = max(1, config.rounds // _ACCURACY_POINTS)
+    measured_every = max(1, config.rounds // _METRIC_POINTS)
     diverged = bool(lines) and has_diverged(progress.loss)
     with _stop_requests() as stop, (directory / ROUNDS).open("a", encoding="utf-8") as file:
         while simulation.next_round <= config.rounds and not diverged:
             number = simulation.next_round
-            accuracy = None
-            if (number - 1) % accuracy_every == 0:
-                accuracy = problem.test_accuracy(simulation.parameters)
+            metrics: dict[str, float] = {}
+            if (number - 1) % measured_every == 0:
+                metrics = simulation.problem.measure(simulation.parameters)
             record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
-            line = Line(record, accuracy)
+            line = Line(record, metrics)
             lines.append(line)
             progress.add(line)
             file.write(line.to_json() + "\n")
@@ -158,18 +158,13 @@ def run(
     write_checkpoint(directory, simulation.state().to_arrays())
 
     final_loss = simulation.loss()
-    summary = summarize(
-        config.recipe,
-        lines,
-        final_loss,
-        problem.test_accuracy(simulation.parameters),
-        minimum,
-        config.target,
-    )
-    row = summary.to_json() | {"versions": installed_versions()}
+    metrics = simulation.problem.measure(simulation.parameters)
+    summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.target)
+    described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
+    row = summary.to_json() | {"metrics": described, "versions": installed_versions()}
     text = json.dumps(row, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
-    return Result(config, summary, Trace.of(lines, final_loss))
+    return Result(config, summary, Trace.of(lines, final_loss, metrics))
 
 
 def batch_summary(summaries: Sequence[Summary]) -> str:
