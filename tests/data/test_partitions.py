@@ -204,7 +204,8 @@ def test_spec_round_trips(spec: str) -> None:
 def test_unknown_partition_lists_the_forms(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_partition(spec)
-    message = f"unknown partition {spec!r}; choose one of iid, label, source, dirichlet:A, shards:K"
+    forms = "iid, label, source, natural, dirichlet:A, shards:K"
+    message = f"unknown partition {spec!r}; choose one of {forms}"
     assert str(caught.value) == message
 
 

@@ -90,13 +90,15 @@ def create_run(directory: Path, config: RunConfig) -> None:
     write_atomically(directory / CONFIG, to_toml((config,)).encode())
 
 
-def read_configs(directory: Path, overrides: Mapping[str, Any]) -> tuple[RunConfig, ...]:
+def read_configs(
+    directory: Path, overrides: Mapping[str, Any], data_dir: Path | None = None
+) -> tuple[RunConfig, ...]:
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
     settings = read_settings(directory / CONFIG)
-    configs = resolve(settings)
-    asked = resolve({**settings, **overrides})
+    configs = resolve(settings, data_dir)
+    asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
         before, after = asdict(configs[0]), asdict(asked[0])
         before["recipe"] = ",".join(config.recipe for config in configs)
