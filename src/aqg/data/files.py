@@ -26,15 +26,17 @@ from aqg.data.datasets import Dataset
 from aqg.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-_NAMES = ("x_train", "y_train", "x_test", "y_test", "client")
+    Arrays = dict[str, NDArray[Any]]
+
 _MAX_CLASSES = 1 << 17
 """Whole numbers above this are taken as amounts, not classes."""
 _NEEDED = ("x_train", "y_train")
+_OPTIONAL = ("x_test", "y_test", "client")
 
 
 class Facts(NamedTuple):
@@ -54,7 +56,7 @@ class Facts(NamedTuple):
 
 def peek(path: Path) -> Facts:
     """Return what a file says of itself, without reading its samples."""
-    arrays = _read(path, ("y_train", "client"))
+    arrays = read_arrays(path, ("y_train",), ("client",))
     labels, clients = arrays["y_train"], arrays.get("client")
     num_clients = None if clients is None else len(np.unique(clients))
     return Facts(len(labels), num_clients, _are_classes(labels))
@@ -62,7 +64,7 @@ def peek(path: Path) -> Facts:
 
 def read_dataset(path: Path) -> Dataset:
     """Read a dataset from ``FILE.npz``, with every array checked."""
-    arrays = _read(path, _NAMES)
+    arrays = read_arrays(path, _NEEDED, _OPTIONAL)
     for name in ("x_train", "y_train", "x_test", "y_test"):
         if name in arrays:
             _check_numbers(path, name, arrays[name])
@@ -89,19 +91,22 @@ def read_dataset(path: Path) -> Dataset:
     )
 
 
-def _read(path: Path, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
+    """Return arrays of a file that `numpy.savez` wrote, by name; nothing in it is run."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+        with path.open("rb") as file:
+            content: Any = np.load(file, allow_pickle=False)
             if not isinstance(content, np.lib.npyio.NpzFile):
                 raise DataError(f"{str(path)!r} holds a single array; write it with numpy.savez")
-            missing = [name for name in _NEEDED if name not in content]
+            missing = [name for name in needed if name not in content]
             if missing:
                 found = ", ".join(content.files) or "nothing"
                 raise DataError(
                     f"{str(path)!r} has no array {missing[0]!r}; it holds {found}, and "
-                    f"{' and '.join(_NEEDED)} are needed"
+                    f"{' and '.join(needed)} are needed"
                 )
-            return {name: _array(path, content, name) for name in names if name in content}
+            names = (name for name in (*needed, *optional) if name in content)
+            return {name: _array(path, content, name) for name in names}
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"dataset {str(path)!r} cannot be read: {reason}") from None
@@ -131,7 +136,7 @@ def _check_numbers(path: Path, name: str, array: NDArray[Any]) -> None:
         )
 
 
-def _check_pair(path: Path, arrays: dict[str, NDArray[Any]], part: str) -> None:
+def _check_pair(path: Path, arrays: Arrays, part: str) -> None:
     x, y = arrays.get(f"x_{part}"), arrays.get(f"y_{part}")
     if x is None or y is None:
         return
@@ -142,7 +147,7 @@ def _check_pair(path: Path, arrays: dict[str, NDArray[Any]], part: str) -> None:
         )
 
 
-def _check_test(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+def _check_test(path: Path, arrays: Arrays) -> None:
     for name in ("x", "y"):
         train, test = arrays[f"{name}_train"], arrays.get(f"{name}_test")
         if test is not None and test.shape[1:] != train.shape[1:]:
@@ -157,9 +162,7 @@ def _are_classes(labels: NDArray[Any]) -> bool:
     return is_whole and len(labels) > 0 and labels.min() >= 0 and labels.max() < _MAX_CLASSES
 
 
-def _clients(
-    path: Path, arrays: dict[str, NDArray[Any]]
-) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
     ids = arrays.get("client")
     if ids is None:
         return (), None

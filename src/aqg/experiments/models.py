@@ -1,31 +1,36 @@
 """The models of a run: where it starts from, and the files it leaves behind.
 
-The best model is the one with the best test metric, the first of them where there are several; or,
-without a test set, with the lowest training loss. Up to some fifty models of a run are measured,
-the last among them. Ties go to the earlier one.
+The best model is the one with the best value of the first test metric that says which way is
+better; or, without one, with the lowest training loss. Up to some fifty models of a run are
+measured, the last among them. Ties go to the earlier one.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.errors import ConfigError
-from aqg.weights import check_names
+from aqg.experiments.rundir import write_atomically
+from aqg.weights import BEST, FINAL, check_names, fill_module, read_notes, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
+    from aqg.objectives.layout import Buffers
+    from aqg.objectives.metrics import Metric
     from aqg.sim.problem import Problem
 
 
 def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Problem:
-    """Return the problem with these tensors as its starting point.
+    """Return the problem with these tensors as its starting point, frozen ones included.
 
     Args:
         problem: whose model has the same names and shapes.
@@ -33,17 +38,30 @@ def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Pro
         source: the file, for messages.
 
     """
-    check_names(dict(problem.objective.layout), tensors, source)
-    flat = [np.asarray(tensors[name]).reshape(-1) for name, _ in problem.objective.layout]
-    params = np.concatenate(flat).astype(problem.dtype)
-    for name, _ in problem.objective.layout:
-        if not np.isfinite(np.asarray(tensors[name])).all():
+    objective: Any = problem.objective
+    if getattr(objective, "model_layout", None) is not None:
+        module = copy.deepcopy(objective.module)
+        fill_module(module, tensors, source)
+        started = objective.with_module(module)
+        params = started.init_params(0).astype(problem.dtype)
+        return replace(problem, objective=started, initial_params=params)
+    check_names(dict(objective.layout), tensors, source)
+    flat = [np.asarray(tensors[name], problem.dtype).reshape(-1) for name, _ in objective.layout]
+    for (name, _), values in zip(objective.layout, flat, strict=True):
+        if not np.isfinite(values).all():
             raise ConfigError(f"tensor {name!r} of {source!r} holds NaN or infinity")
-    return replace(problem, initial_params=params)
+    return replace(problem, initial_params=np.concatenate(flat))
 
 
-def name_tensors(objective: Objective, params: FloatArray) -> dict[str, Any]:
-    """Return the model's tensors by name."""
+def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | None) -> Any:
+    """Return all tensors of a model by name: a module's own state, or those of a closed form."""
+    layout = getattr(objective, "model_layout", None)
+    if layout is not None:
+        module = copy.deepcopy(objective.module)  # type: ignore[attr-defined]
+        layout.load(module, params)
+        if buffers is not None:
+            layout.write_buffers(module, buffers)
+        return module.state_dict()
     tensors: dict[str, Any] = {}
     position = 0
     for name, shape in objective.layout:
@@ -51,3 +69,83 @@ def name_tensors(objective: Objective, params: FloatArray) -> dict[str, Any]:
         tensors[name] = params[position : position + size].reshape(shape)
         position += size
     return tensors
+
+
+class Measured(NamedTuple):
+    """How good a model is.
+
+    Attributes:
+        rounds: after how many rounds.
+        measure: what was measured, ``test_NAME`` or ``loss``.
+        value: of it.
+
+    """
+
+    rounds: int
+    measure: str
+    value: float
+
+
+class ModelFiles:
+    """Keeps the best model of a run in mind, and writes it and the final one."""
+
+    def __init__(
+        self, directory: Path, objective: Objective, metrics: Sequence[Metric], next_round: int
+    ) -> None:
+        self._directory = directory
+        self._objective = objective
+        directed = [metric for metric in metrics if metric.higher_is_better is not None]
+        self._measure = f"test_{directed[0].name}" if directed else "loss"
+        self._sign = -1.0 if directed and directed[0].higher_is_better else 1.0
+        self._pending: bytes | None = None
+        self.best = self._read(next_round)
+
+    def _read(self, next_round: int) -> Measured | None:
+        """Return the best model so far; one of a round that is run again will be found again."""
+        path = self._directory / BEST
+        if not path.exists():
+            return None
+        notes = read_notes(path)
+        try:
+            found = Measured(int(notes["rounds"]), notes["measure"], float(notes["value"]))
+        except (KeyError, ValueError):
+            return None
+        return found if found.rounds < next_round and found.measure == self._measure else None
+
+    def consider(
+        self,
+        rounds: int,
+        measured: Mapping[str, float],
+        loss: float | None,
+        params: FloatArray,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """Remember a model if it is the best so far.
+
+        Args:
+            rounds: after how many rounds it is.
+            measured: its test metrics.
+            loss: its training loss, None where unknown.
+            params: ``θ``.
+            buffers: the statistics that go with it.
+
+        """
+        value = loss if self._measure == "loss" else measured.get(self._measure[len("test_") :])
+        if value is None or not math.isfinite(value):
+            return
+        if self.best is None or self._sign * value < self._sign * self.best.value:
+            self.best = Measured(rounds, self._measure, value)
+            tensors = name_tensors(self._objective, params, buffers)
+            self._pending = to_bytes(tensors, self.best._asdict())
+
+    def save(self) -> None:
+        """Write the best model if it is a new one."""
+        if self._pending is not None:
+            write_atomically(self._directory / BEST, self._pending)
+            self._pending = None
+
+    def finish(self, rounds: int, params: FloatArray, buffers: Buffers | None = None) -> None:
+        """Write both models."""
+        self.save()
+        tensors = name_tensors(self._objective, params, buffers)
+        write_atomically(self._directory / FINAL, to_bytes(tensors, {"rounds": rounds}))
