@@ -31,6 +31,7 @@ from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.speakers import who_speaks
 from aqg.sim.start import initial_state
 from aqg.sim.state import SimulationState
+from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire.parallel import map_threads
 
@@ -76,7 +77,6 @@ class FastSimulation:
         block_bytes: int = 1 << 25,
         training: Training | None = None,
     ) -> None:
-        self.problem = problem
         self.step_size = step_size
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
@@ -84,6 +84,8 @@ class FastSimulation:
         self._losses_are_exact = self.training.local.sees_all_samples
         self.recipe = recipe = recipe.for_updates(self._losses_are_exact)
         self._weights = self.training.client_weights(problem)
+        self.statistics = RunStatistics(problem, self.training, self._weights)
+        self.problem = problem = self.statistics.problem
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1
@@ -169,10 +171,12 @@ class FastSimulation:
                 losses[block] = self.backend.get(block_losses)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._step()
+        traffic = self.statistics.finish_round(present.tolist())
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
         self.next_round = number + 1
-        return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), frame_sizes)
+        spoken = tuple(widths.tolist())
+        return OpenRound(number, loss, spoken, tuple(faults), frame_sizes, traffic)
 
     def _present(self) -> IntArray:
         """Return the clients that take part in the next round."""
@@ -187,10 +191,10 @@ class FastSimulation:
     def _mean_loss(self, present: IntArray, losses: Float64Array) -> float:
         """Return the loss of all clients, of which those present may have measured their own."""
         if not self._losses_are_exact:
-            losses = self.backend.losses(self._params, self._everyone)
+            losses = self.statistics.losses(self.backend, self._params, self._everyone)
         elif len(present) < len(losses):
             absent = np.setdiff1d(self._everyone, present)
-            losses[absent] = self.backend.losses(self._params, absent)
+            losses[absent] = self.statistics.losses(self.backend, self._params, absent)
         return float(np.add.reduce(self._weights * losses)) / len(losses)
 
     def _train(self, block: IntArray) -> tuple[Array, Array]:
@@ -372,7 +376,7 @@ class FastSimulation:
     def loss(self) -> float:
         """Return the loss of the current model."""
         clients = np.arange(self.problem.num_clients)
-        losses: Float64Array = self.backend.losses(self._params, clients)
+        losses = self.statistics.losses(self.backend, self._params, clients)
         return float(np.mean(self._weights * losses))
 
     def state(self) -> SimulationState:
@@ -393,8 +397,10 @@ class FastSimulation:
             silent_rounds=self._silent_rounds.copy(),
             momentum=get(self._optimizer_state.momentum).copy(),
             variance=get(self._optimizer_state.variance).copy(),
+            statistics=self.statistics.to_array(),
         )
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned."""
         self._load(state)
+        self.statistics.load(state.statistics)

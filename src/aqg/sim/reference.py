@@ -6,7 +6,7 @@ purpose; the fast engine is tested against it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.optimizers import OptimizerState
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState
+from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import decode, encode
 from aqg.wire.memory import initial_direction, known, next_direction
@@ -43,6 +44,7 @@ class Client:
         samples: Samples,
         seed: int,
         local: LocalTraining,
+        dtype: np.dtype[Any],
     ) -> None:
         self.index = index
         self.recipe = recipe
@@ -50,7 +52,7 @@ class Client:
         self.samples = samples
         self.seed = seed
         self.local = local
-        self.state = init_client(recipe, objective.num_params, samples.features.dtype)
+        self.state = init_client(recipe, objective.num_params, dtype)
         self.direction = initial_direction(self.state.mirror)
         self.loss = np.nan
         self.fault: str | None = None
@@ -132,13 +134,14 @@ class ReferenceSimulation:
         seed: int = 0,
         training: Training | None = None,
     ) -> None:
-        self.problem = problem
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
         recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
         self.weights = self.training.client_weights(problem)
+        self.statistics = RunStatistics(problem, self.training, self.weights)
+        self.problem = problem = self.statistics.problem
         self.server = Server(
             recipe,
             problem.initial_params,
@@ -149,7 +152,9 @@ class ReferenceSimulation:
             self.training.optimizer,
         )
         self.clients = [
-            Client(index, recipe, problem.objective, samples, seed, self.training.local)
+            Client(
+                index, recipe, problem.objective, samples, seed, self.training.local, problem.dtype
+            )
             for index, samples in enumerate(problem.clients)
         ]
 
@@ -186,15 +191,28 @@ class ReferenceSimulation:
         if evaluate:
             measured = ~away & self.training.local.sees_all_samples
             loss = self._weighted_mean(
-                client.loss if measured[client.index] else client.evaluate(broadcast.parameters)
+                client.loss
+                if measured[client.index]
+                else self._evaluate(client, broadcast.parameters)
                 for client in self.clients
             )
         self.server.step()
-        return RoundRecord(broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults))
+        traffic = self.statistics.finish_round(np.flatnonzero(~away).tolist())
+        upload_bytes += traffic.upload_bytes
+        faults += traffic.faults
+        return RoundRecord(
+            broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults), *traffic[:2]
+        )
 
     def loss(self) -> float:
         """Return the loss of the current model."""
-        return self._weighted_mean(client.evaluate(self.parameters) for client in self.clients)
+        return self._weighted_mean(
+            self._evaluate(client, self.parameters) for client in self.clients
+        )
+
+    def _evaluate(self, client: Client, parameters: FloatArray) -> float:
+        with self.statistics.of_client(client.index):
+            return client.evaluate(parameters)
 
     def _weighted_mean(self, losses: Iterable[float]) -> float:
         return float(np.mean(self.weights * np.fromiter(losses, np.float64)))
@@ -217,6 +235,7 @@ class ReferenceSimulation:
             silent_rounds=np.array([client.silent_rounds for client in clients], np.int64),
             momentum=server.optimizer.momentum,
             variance=server.optimizer.variance,
+            statistics=self.statistics.to_array(),
         )
 
     def restore(self, state: SimulationState) -> None:
@@ -230,6 +249,7 @@ class ReferenceSimulation:
             optimizer=OptimizerState(state.momentum, state.variance),
         )
         self.server.directions = list(state.directions)
+        self.statistics.load(state.statistics)
         for client in self.clients:
             m = client.index
             client.direction = state.directions[m]

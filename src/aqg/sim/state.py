@@ -35,6 +35,7 @@ class SimulationState(NamedTuple):
         silent_rounds: rounds since each client spoke, ``(M,)``.
         momentum: of the server optimizer, ``(n,)`` or ``(0,)``.
         variance: of the server optimizer, ``(n,)`` or ``(0,)``.
+        statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
 
     """
 
@@ -51,6 +52,7 @@ class SimulationState(NamedTuple):
     silent_rounds: IntArray
     momentum: Float64Array
     variance: Float64Array
+    statistics: Float64Array = np.zeros((0, 0))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
@@ -59,7 +61,9 @@ class SimulationState(NamedTuple):
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
         """Return the state that `to_arrays` wrote."""
-        missing = [name for name in SimulationState._fields if name not in arrays]
+        optional = SimulationState._field_defaults
+        names = [name for name in SimulationState._fields if name not in optional]
+        missing = [name for name in names if name not in arrays]
         if missing:
             raise RunError(f"checkpoint has no {missing[0]!r}; it is not one of a simulation")
         return SimulationState(
@@ -76,4 +80,5 @@ class SimulationState(NamedTuple):
             silent_rounds=arrays["silent_rounds"],
             momentum=arrays["momentum"],
             variance=arrays["variance"],
+            statistics=arrays.get("statistics", np.zeros((0, 0))),
         )
