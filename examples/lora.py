@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from shakespeare import LENGTH, alphabet_of, next_token_loss, read_roles, windows
+from shakespeare import LENGTH, alphabet_of, read_roles, windows
 from torch import nn
 
+from aqg.models.losses import token_cross_entropy
 from aqg.models.nets import Transformer
 from aqg.sim.problem import Problem
 
@@ -61,7 +62,7 @@ def train_base(model: nn.Module, texts: tuple[np.ndarray, np.ndarray], num_steps
     for _ in range(num_steps):
         batch = torch.randint(len(inputs), (32,))
         optimizer.zero_grad()
-        next_token_loss(model(inputs[batch]), targets[batch]).backward()
+        token_cross_entropy(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
 
 
@@ -95,7 +96,6 @@ def problem(data_dir: Path, dtype: str = "float32", fraction: float = 1.0) -> Pr
         add_lora(base),
         clients=clients,
         test=tuple(map(np.concatenate, zip(*tests, strict=True))),
-        loss=next_token_loss,
         metrics="accuracy,perplexity",
         dtype=dtype,
     )

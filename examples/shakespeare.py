@@ -18,7 +18,6 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.nn import functional
 
 from aqg.errors import DataError
 from aqg.models.nets import Transformer
@@ -26,8 +25,6 @@ from aqg.sim.problem import Problem
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch import Tensor
 
 LENGTH = 64
 NUM_ROLES = 40
@@ -71,11 +68,6 @@ def windows(speeches: list[str], alphabet: dict[str, int]) -> tuple[np.ndarray, 
     return tokens[:size].reshape(shape), tokens[1 : size + 1].reshape(shape)
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over all places."""
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def problem(data_dir: Path, dtype: str = "float32", fraction: float = 1.0) -> Problem:
     """Make a client for each of the largest roles; ``fraction`` takes that part of the roles."""
     roles = read_roles(data_dir)
@@ -91,7 +83,6 @@ def problem(data_dir: Path, dtype: str = "float32", fraction: float = 1.0) -> Pr
         Transformer(len(alphabet), LENGTH),
         clients=clients,
         test=tuple(np.concatenate(part)[::4] for part in zip(*tests, strict=True)),
-        loss=next_token_loss,
         metrics="accuracy,perplexity",
         dtype=dtype,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
+from aqg.experiments.models import ModelFiles
 from aqg.experiments.rundir import (
     CONFIG,
     ROUNDS,
@@ -130,6 +131,8 @@ def run(
         simulation.restore(SimulationState.from_arrays(arrays))
     lines = read_lines(directory, before_round=simulation.next_round)
     rewrite_lines(directory, lines)
+    metrics = problem.chosen_metrics
+    models = ModelFiles(directory, problem.objective, metrics, simulation.next_round)
     progress = Progress()
     for line in lines:
         progress.add(line)
@@ -141,9 +144,14 @@ def run(
         while simulation.next_round <= config.rounds and not diverged:
             number = simulation.next_round
             accuracy = None
-            if (number - 1) % accuracy_every == 0:
-                accuracy = problem.test_accuracy(simulation.parameters)
+            is_measured = (number - 1) % accuracy_every == 0
+            if is_measured:
+                params, buffers = simulation.parameters, simulation.statistics.buffers()
+                measured = simulation.problem.measure(params)
+                accuracy = measured.get("accuracy")
             record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+            if is_measured:
+                models.consider(number - 1, measured, record.loss, params, buffers)
             line = Line(record, accuracy)
             lines.append(line)
             progress.add(line)
@@ -153,6 +161,7 @@ def run(
                 watch(progress)
             if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 file.flush()
+                models.save()
                 write_checkpoint(directory, simulation.state().to_arrays())
                 last_saved = time.monotonic()
             if stop.is_set():
@@ -160,11 +169,15 @@ def run(
     write_checkpoint(directory, simulation.state().to_arrays())
 
     final_loss = simulation.loss()
+    params, buffers = simulation.parameters, simulation.statistics.buffers()
+    measured = simulation.problem.measure(params)
+    models.consider(len(lines), measured, final_loss, params, buffers)
+    models.finish(len(lines), params, buffers)
     summary = summarize(
         config.recipe,
         lines,
         final_loss,
-        problem.test_accuracy(simulation.parameters),
+        measured.get("accuracy"),
         minimum,
         config.target,
     )

@@ -79,7 +79,10 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     scaling: Scaling = "sum" if config.scaling == "sum" else "mean"
     if is_module(config.model):
         module = make_module(config.model, DataShape.of(dataset), config.seed)
-        return Objective.from_module(module, l2=config.l2, scaling=scaling, name=config.model)
+        from aqg.models.losses import default_loss  # needs torch
+
+        loss = default_loss(dataset.labels)
+        return Objective.from_module(module, loss, l2=config.l2, scaling=scaling, name=config.model)
     if not dataset.num_classes:
         raise ConfigError(
             f"model {config.model!r} needs one class per sample, and dataset {dataset.name!r} has "
