@@ -30,7 +30,7 @@ TRAGEDIES = ("hamlet", "lear", "macbeth", "othello", "romeo_and_juliet")
 NUM_ROLES = 20
 BASE_STEPS = 600
 SETTINGS = {
-    "rounds": 60,
+    "rounds": 40,
     "recipe": "auto,gd",
     "batch_size": 16,
     "local_steps": 5,

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 LENGTH = 64
 NUM_ROLES = 40
 SETTINGS = {
-    "rounds": 100,
+    "rounds": 60,
     "recipe": "auto,gd",
     "batch_size": 16,
     "local_steps": 5,
     "local_rate": 0.5,
-    "participation": 0.25,
+    "participation": 0.2,
     "eval_every": 10,
 }
 

@@ -33,6 +33,7 @@ from aqg.errors import (
     RunError,
     WireError,
 )
+from aqg.weights import load_model
 from aqg.wire import decode, encode, encoded_size
 
 __version__ = "0.1.0"
@@ -80,6 +81,7 @@ __all__ = [
     "finish_round",
     "init_client",
     "init_server",
+    "load_model",
     "make_recipe",
     "measure",
     "receive",

@@ -71,9 +71,8 @@ def read_tensors(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model {str(path)!r} cannot be read: {error.strerror}") from None
     if not start:
         raise ConfigError(f"model {str(path)!r} is empty")
-    if path.suffix == _SUFFIX:
-        return _read_safetensors(path)
-    return _read_state_dict(path)
+    read = _read_safetensors if path.suffix == _SUFFIX else _read_state_dict
+    return dict(sorted(read(path).items()))
 
 
 def read_notes(path: Path) -> dict[str, str]:

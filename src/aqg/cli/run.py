@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from aqg.cli.display import progress_bars, result_table, target_table
-from aqg.errors import ConfigError
+from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
 from aqg.experiments.config import (
     RunConfig,
@@ -30,7 +30,7 @@ from aqg.experiments.rundir import (
     output_directory,
     write_atomically,
 )
-from aqg.experiments.setup import find_minimum, load_problem
+from aqg.experiments.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 
@@ -78,6 +78,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         warm_up()
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
+        try_out(config, problem)
     with console.status("Finding the minimum of the loss (once, then cached) ..."):
         minimum = find_minimum(config, problem)
     _create(plan, resume=options.resume is not None)
@@ -94,6 +95,14 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
                 raise runner.Interrupted(
                     f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
                 ) from None
+            except AqgError:
+                raise
+            except Exception as error:  # of the user's own model, as far as we know
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                raise RunError(
+                    f"{run_config.recipe} on {run_config.title} failed: {text}; what it did so "
+                    f"far is in {directory}"
+                ) from error
 
     summaries = [result.summary for result in results]
     write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))

@@ -242,6 +242,7 @@ def _problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dic
             )
     merged = {"dtype": "float32", "rounds": _OWN_ROUNDS, **problem_settings(problem), **settings}
     merged |= _OF_A_PROBLEM
+    _require_choice("dtype", merged["dtype"], ("float32", "float64"))
     if "clients" not in merged or "alpha" not in merged:
         facts = problem_facts(problem, _typed("dtype", merged["dtype"]), data_dir)
         merged.setdefault("clients", facts.num_clients)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from aqg.objectives.base import Objective
     from aqg.objectives.layout import Buffers
     from aqg.objectives.metrics import Metric
+    from aqg.sim.engine import FastSimulation
     from aqg.sim.problem import Problem
+    from aqg.sim.reference import ReferenceSimulation
 
 
 def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Problem:
@@ -69,6 +71,16 @@ def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | No
         tensors[name] = params[position : position + size].reshape(shape)
         position += size
     return tensors
+
+
+def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers | None:
+    """Return the statistics that all clients share; None where there are none, or each has own.
+
+    Files of a run whose clients keep statistics of their own hold those that the module came with.
+    """
+    layout = getattr(simulation.problem.objective, "model_layout", None)
+    is_shared = layout is not None and layout.policy == "average"
+    return simulation.statistics.buffers() if is_shared else None
 
 
 class Measured(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
-from aqg.experiments.models import ModelFiles
+from aqg.experiments.models import ModelFiles, shared_buffers
 from aqg.experiments.rundir import (
     CONFIG,
     ROUNDS,
@@ -146,7 +146,7 @@ def run(
             accuracy = None
             is_measured = (number - 1) % accuracy_every == 0
             if is_measured:
-                params, buffers = simulation.parameters, simulation.statistics.buffers()
+                params, buffers = simulation.parameters, shared_buffers(simulation)
                 measured = simulation.problem.measure(params)
                 accuracy = measured.get("accuracy")
             record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
@@ -169,7 +169,7 @@ def run(
     write_checkpoint(directory, simulation.state().to_arrays())
 
     final_loss = simulation.loss()
-    params, buffers = simulation.parameters, simulation.statistics.buffers()
+    params, buffers = simulation.parameters, shared_buffers(simulation)
     measured = simulation.problem.measure(params)
     models.consider(len(lines), measured, final_loss, params, buffers)
     models.finish(len(lines), params, buffers)

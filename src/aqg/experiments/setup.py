@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from aqg.core.recipes import make_recipe
 from aqg.data import format_partition_table, load_dataset, parse_partition, partition_table
-from aqg.errors import ConfigError
+from aqg.errors import AqgError, ConfigError
 from aqg.experiments.config import check_files
 from aqg.experiments.models import start_from
 from aqg.experiments.own import make_own_problem
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from aqg.experiments.config import RunConfig
     from aqg.objectives.base import Scaling
     from aqg.objectives.optimum import Optimum
+
+_TRIED_SAMPLES = 8
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
@@ -114,6 +118,34 @@ def _started(config: RunConfig, problem: Problem) -> Problem:
     if config.init is None:
         return problem
     return start_from(problem, read_tensors(Path(config.init)), config.init)
+
+
+def try_out(config: RunConfig, problem: Problem) -> None:
+    """Let the model take one step and be measured once, so that a run that cannot go fails now.
+
+    What is wrong with a user's module or loss shows when it is called, not when it is made.
+    """
+    simulation = make_simulation(config, problem)
+    objective = simulation.problem.objective
+    if not hasattr(objective, "model_layout"):
+        return
+    local = replace(config.training().local, steps=1, epochs=None)
+    features, labels = simulation.problem.clients[0]
+    some = slice(local.batch_size or _TRIED_SAMPLES)
+    params = simulation.parameters
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again in the run, if it can go
+            local.update(objective, params, features[some], labels[some], (config.seed, 0, 0))
+            simulation.problem.measure(params)
+    except AqgError:
+        raise
+    except Exception as error:  # the user's own code
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{objective.name} fails on {len(labels[some])} samples of shape {features.shape[1:]} "
+            f"({features.dtype}) with targets of shape {labels.shape[1:]} ({labels.dtype}): {text}"
+        ) from error
 
 
 def describe_clients(config: RunConfig, dataset: Dataset) -> str:
