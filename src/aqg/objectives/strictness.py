@@ -25,7 +25,8 @@ def require_repeatable(module: nn.Module) -> None:
     for path, layer in module.named_modules():
         if not layer.training:
             continue
-        where = f"layer {path!r}, {layer}," if path else f"{layer}"
+        what = type(layer).__name__ if "\n" in repr(layer) else repr(layer)
+        where = f"layer {path!r}, {what}," if path else what
         rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             raise ConfigError(
