@@ -70,7 +70,7 @@ def make_cnn(shape: DataShape, width: int = 8) -> nn.Module:
         ("conv2", nn.Conv2d(width, 2 * width, kernel_size=3, stride=2, padding=1)),
         ("tanh2", nn.Tanh()),
         ("flatten", nn.Flatten()),
-        ("head", nn.Linear(2 * width * quarter, _num_outputs("cnn", shape))),
+        *_head("cnn", 2 * width * quarter, shape),
     ]
     return nn.Sequential(OrderedDict(layers))
 
@@ -91,7 +91,7 @@ def make_resnet8(shape: DataShape, norm: str = "group", width: int = 16) -> nn.M
         ("block3", ResidualBlock(2 * width, 4 * width, 2, norm)),
         ("pool", nn.AdaptiveAvgPool2d(1)),
         ("flatten", nn.Flatten()),
-        ("head", nn.Linear(4 * width, _num_outputs("resnet8", shape))),
+        *_head("resnet8", 4 * width, shape),
     ]
     return nn.Sequential(OrderedDict(layers))
 
@@ -218,13 +218,16 @@ def _require_at_least(model: str, **counts: int) -> None:
             raise ConfigError(f"{name} of model {model!r} is {count}; it must be at least 1")
 
 
-def _num_outputs(model: str, shape: DataShape) -> int:
-    """Return one output per class, or one per number that is to be predicted."""
+def _head(model: str, width: int, shape: DataShape) -> list[tuple[str, nn.Module]]:
+    """Return a linear layer with an output per class, or per number that is to be predicted."""
     if shape.num_classes:
-        return shape.num_classes
+        return [("head", nn.Linear(width, shape.num_classes))]
     if len(shape.target_shape) > 1:
         raise ConfigError(
             f"targets of shape {shape.target_shape} are too much for model {model!r}; it predicts "
             "a class, or a row of numbers"
         )
-    return math.prod(shape.target_shape)
+    head = nn.Linear(width, math.prod(shape.target_shape))
+    if shape.target_shape == ():
+        return [("head", head), ("number", nn.Flatten(0))]  # (n, 1) becomes (n,)
+    return [("head", head)]
