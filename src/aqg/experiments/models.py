@@ -19,13 +19,12 @@ from aqg.experiments.rundir import write_atomically
 from aqg.weights import BEST, FINAL, check_names, fill_module, read_notes, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
     from aqg.objectives.layout import Buffers
-    from aqg.objectives.metrics import Metric
     from aqg.sim.engine import FastSimulation
     from aqg.sim.problem import Problem
     from aqg.sim.reference import ReferenceSimulation
@@ -99,16 +98,23 @@ class Measured(NamedTuple):
 
 
 class ModelFiles:
-    """Keeps the best model of a run in mind, and writes it and the final one."""
+    """Keeps the best model of a run in mind, and writes it and the final one.
+
+    Args:
+        directory: of the run.
+        directions: for each test metric, whether more of it is better; None where nobody said.
+        next_round: the first round that is still to be run.
+
+    Attributes:
+        best: how good the best model is, None before the first.
+
+    """
 
     def __init__(
-        self, directory: Path, objective: Objective, metrics: Sequence[Metric], next_round: int
+        self, directory: Path, directions: Mapping[str, bool | None], next_round: int = 1
     ) -> None:
         self._directory = directory
-        self._objective = objective
-        directed = [metric for metric in metrics if metric.higher_is_better is not None]
-        self._measure = f"test_{directed[0].name}" if directed else "loss"
-        self._sign = -1.0 if directed and directed[0].higher_is_better else 1.0
+        self._directions = directions
         self._pending: bytes | None = None
         self.best = self._read(next_round)
 
@@ -122,33 +128,37 @@ class ModelFiles:
             found = Measured(int(notes["rounds"]), notes["measure"], float(notes["value"]))
         except (KeyError, ValueError):
             return None
-        return found if found.rounds < next_round and found.measure == self._measure else None
+        return found if found.rounds < next_round else None
 
     def consider(
         self,
         rounds: int,
-        measured: Mapping[str, float],
+        metrics: Mapping[str, float],
         loss: float | None,
-        params: FloatArray,
-        buffers: Buffers | None = None,
+        tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Remember a model if it is the best so far.
 
         Args:
             rounds: after how many rounds it is.
-            measured: its test metrics.
+            metrics: what was measured of it on the test set.
             loss: its training loss, None where unknown.
-            params: ``θ``.
-            buffers: the statistics that go with it.
+            tensors: makes its tensors, by name.
 
         """
-        value = loss if self._measure == "loss" else measured.get(self._measure[len("test_") :])
+        name = next((name for name in metrics if self._directions.get(name) is not None), None)
+        measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
         if value is None or not math.isfinite(value):
             return
-        if self.best is None or self._sign * value < self._sign * self.best.value:
-            self.best = Measured(rounds, self._measure, value)
-            tensors = name_tensors(self._objective, params, buffers)
-            self._pending = to_bytes(tensors, self.best._asdict())
+        best = self.best
+        if best is not None and best.measure == measure:
+            sign = -1.0 if name is not None and self._directions[name] else 1.0
+            if not sign * value < sign * best.value:
+                return
+        elif best is not None and measure == "loss":
+            return  # beyond numbers, or not measured this time
+        self.best = Measured(rounds, measure, value)
+        self._pending = to_bytes(tensors(), self.best._asdict())
 
     def save(self) -> None:
         """Write the best model if it is a new one."""
@@ -156,8 +166,7 @@ class ModelFiles:
             write_atomically(self._directory / BEST, self._pending)
             self._pending = None
 
-    def finish(self, rounds: int, params: FloatArray, buffers: Buffers | None = None) -> None:
+    def finish(self, rounds: int, tensors: Callable[[], Mapping[str, Any]]) -> None:
         """Write both models."""
         self.save()
-        tensors = name_tensors(self._objective, params, buffers)
-        write_atomically(self._directory / FINAL, to_bytes(tensors, {"rounds": rounds}))
+        write_atomically(self._directory / FINAL, to_bytes(tensors(), {"rounds": rounds}))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 from flwr.serverapp import Grid, ServerApp
@@ -25,10 +27,13 @@ from aqg.flower.protocol import MirrorBook, fingerprint
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings, read_settings
+from aqg.flower.statistics import ServerModel
+from aqg.objectives.layout import ModelLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    import torch
     from flwr.app import Context
 
     from aqg.core.recipe import Recipe
@@ -38,15 +43,21 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_ACCURACY_POINTS = 50
+_METRIC_POINTS = 50
+
+Start: TypeAlias = "FloatArray | torch.nn.Module"
+"""A model to start from."""
 
 
 def make_server_app(
-    initial_params: FloatArray | Callable[[Context], FloatArray],
+    initial: Start | Callable[[Context], Start],
     *,
     recipe: Recipe | None = None,
-    evaluate: Callable[[FloatArray], float | None] | None = None,
-    on_finish: Callable[[FloatArray], None] | None = None,
+    evaluate: Callable[[Any], float | Mapping[str, float] | None] | None = None,
+    on_finish: Callable[[Any], None] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    statistics: str = "average",
     settings: Mapping[str, Any] | None = None,
     describe: Mapping[str, Any] | None = None,
     loggers: Sequence[RunLogger] = (),
@@ -54,10 +65,17 @@ def make_server_app(
     """Make the ServerApp of a deployment.
 
     Args:
-        initial_params: the model to start from, flat, float32 or float64; or what makes it.
+        initial: the model to start from, or what makes it: a torch module, or its parameters as a
+            flat float32 or float64 vector. A module is needed where the model has statistics, such
+            as those of batch normalization; clients whose module is another are told so.
         recipe: in place of the one that the run-config names; clients must have an equal one.
-        evaluate: the accuracy of a model on the server's own test data; None where there is none.
-        on_finish: is given the final model.
+        evaluate: the accuracy of a model on the server's own test data, or several metrics by
+            name; None where there is none. It is given a module where ``initial`` is one, ready for
+            use, and a flat vector otherwise.
+        on_finish: is given the final model, in the same way.
+        include: name patterns of the module's parameters that travel; as the clients have them.
+        exclude: name patterns of tensors that stay out; as the clients have them.
+        statistics: the policy for the module's statistics; as the clients have it.
         settings: values for keys that the run-config does not have; see `Settings`.
         describe: more keys for ``config.toml``, such as ``dataset`` or ``model``.
         loggers: are told about every round, beside the run directory.
@@ -72,12 +90,19 @@ def make_server_app(
         chosen = read_settings(context.run_config, settings)
         if recipe is not None:
             chosen = replace(chosen, recipe="")
-        params = initial_params(context) if callable(initial_params) else initial_params
-        run = _Run(grid, chosen, _checked(params), recipe or chosen.make_recipe(), evaluate)
+        start: Any = initial
+        if callable(initial) and not _is_module(initial):
+            start = initial(context)
+        model = None
+        if _is_module(start):
+            layout = ModelLayout.of(start, include=include, exclude=exclude, statistics=statistics)
+            model = ServerModel(start, layout)
+            start = layout.flatten(start)
+        run = _Run(grid, chosen, _checked(start), recipe or chosen.make_recipe(), evaluate, model)
         with ExitStack() as stack:
             final = run.go(stack, describe or {}, loggers)
         if on_finish is not None:
-            on_finish(final)
+            on_finish(final if model is None else model.with_params(final))
 
     return app
 
@@ -91,12 +116,17 @@ class _Run:
         settings: Settings,
         params: FloatArray,
         recipe: Recipe,
-        evaluate: Callable[[FloatArray], float | None] | None,
+        evaluate: Callable[[Any], float | Mapping[str, float] | None] | None,
+        model: ServerModel | None,
     ) -> None:
         self.settings = settings
         self.recipe = recipe
         self.params = params
         self.evaluate = evaluate
+        self.model = model
+        if model is not None and not model.can_be_measured and evaluate is not None:
+            _logger.warning("clients keep their own statistics; the server measures no metrics")
+            self.evaluate = None
         self.exchange = Exchange(grid)
         self.directory = Path(settings.run_dir).expanduser() if settings.run_dir else None
 
@@ -125,6 +155,8 @@ class _Run:
                     num_samples=presence.roster.num_samples,
                     terms=settings.terms,
                 )
+                if self.model is not None:  # before the checkpoint that names its round
+                    self.model.save(self.directory, coordinator.book.round)
                 save_checkpoint(self.directory, checkpoint)
 
         save()  # the incarnation must be on disk before the first order goes out
@@ -132,7 +164,7 @@ class _Run:
         failed = 0
         while coordinator.book.round <= settings.rounds:
             number = coordinator.book.round
-            report = coordinator.run_round(self._accuracy(coordinator.book, number))
+            report = coordinator.run_round(self._metrics(coordinator.book, number))
             lines.append(report.line)
             reports.append(report)
             for writer in writers:
@@ -184,9 +216,13 @@ class _Run:
             book = MirrorBook.first(self.recipe, self.params, weights, optimizer)
         else:
             book = saved.book
+            if self.model is not None and self.directory is not None:
+                self.model.restore(self.directory, book.round)
             _logger.info("going on with run %s at round %d", run, book.round)
         spec = settings.recipe
-        coordinator = Coordinator(settings, self.exchange, presence, book, run, incarnation, spec)
+        coordinator = Coordinator(
+            settings, self.exchange, presence, book, run, incarnation, spec, self.model
+        )
         return coordinator, presence, run, incarnation
 
     def _check_same_run(self, saved: Checkpoint) -> None:
@@ -219,11 +255,20 @@ class _Run:
             return []
         return RunDirectory(self.directory).lines(book.round)
 
-    def _accuracy(self, book: MirrorBook, number: int) -> float | None:
-        every = max(1, self.settings.rounds // _ACCURACY_POINTS)
-        if self.evaluate is None or (number - 1) % every:
-            return None
-        return self.evaluate(book.parameters)
+    def _metrics(self, book: MirrorBook, number: int) -> dict[str, float]:
+        every = max(1, self.settings.rounds // _METRIC_POINTS)
+        return {} if (number - 1) % every else self._measure(book.parameters)
+
+    def _measure(self, params: FloatArray) -> dict[str, float]:
+        """Return the metrics of a model on the server's own test data."""
+        if self.evaluate is None:
+            return {}
+        found = self.evaluate(params if self.model is None else self.model.with_params(params))
+        if found is None:
+            return {}
+        if isinstance(found, Mapping):
+            return {str(name): float(value) for name, value in found.items()}
+        return {"accuracy": float(found)}
 
     def _summary(
         self, coordinator: Coordinator, lines: list[Line], reports: list[RoundReport]
@@ -232,12 +277,16 @@ class _Run:
         if final_loss is None:  # tasks that cannot evaluate: the last loss that training reported
             known = [line.record.loss for line in lines if line.record.loss is not None]
             final_loss = known[-1] if known else math.nan
-        accuracy = None
-        if self.evaluate is not None:
-            accuracy = self.evaluate(coordinator.book.parameters)
+        metrics = self._measure(coordinator.book.parameters)
         recipe = self.settings.recipe or "custom"
-        summary = summarize(recipe, lines, final_loss, accuracy, None, None).to_json()
+        summary = summarize(recipe, lines, final_loss, metrics, None, None).to_json()
         return summary | {"deployment": summarize_reports(reports)}
+
+
+def _is_module(start: object) -> TypeGuard[torch.nn.Module]:
+    """Tell whether this is a torch module; where torch was never imported, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(start, torch.nn.Module)
 
 
 def _checked(params: FloatArray) -> FloatArray:

@@ -21,8 +21,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from aqg.errors import ConfigError
 
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor, nn
 
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
@@ -91,6 +90,7 @@ class Buffers(NamedTuple):
 class ModelLayout:
     """The tensors of a module that travel.
 
+    >>> from torch import nn
     >>> layout = ModelLayout.of(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
     >>> [spec.name for spec in layout.parameters], layout.num_params
     (['0.weight', '0.bias', '1.weight', '1.bias'], 21)
@@ -135,7 +135,9 @@ class ModelLayout:
             statistics: the policy for buffers that training changes.
 
         """
-        if not isinstance(module, nn.Module):
+        import torch  # here and below, so that a server without modules needs none
+
+        if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module")
         if statistics not in POLICIES:
             choices = ", ".join(POLICIES)
@@ -254,6 +256,7 @@ class ModelLayout:
     def difference(self, other: ModelLayout) -> str | None:
         """Return the first way in which another layout differs, in words; None where equal.
 
+        >>> from torch import nn
         >>> wide, narrow = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
         >>> ModelLayout.of(wide).difference(ModelLayout.of(narrow))
         "parameter 1 is 'weight' (2, 4) float32 here and 'weight' (4, 2) float32 there"
@@ -390,6 +393,8 @@ def _check_patterns(
 
 
 def _check_materialized(module: nn.Module) -> None:
+    from torch import nn
+
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer) or value.is_meta:
             raise ConfigError(f"parameter {name!r} has no values yet; call the module once before")
@@ -454,13 +459,15 @@ def _dtype_name(tensor: Tensor) -> str:
 def _numpy(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor's values; half precision becomes float32, which holds them all."""
     found = tensor.detach().cpu()
-    if found.dtype in (torch.float16, torch.bfloat16):
+    if _dtype_name(found) in ("float16", "bfloat16"):
         found = found.float()
     values: NDArray[Any] = found.numpy()
     return values
 
 
 def _write(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:
+    import torch
+
     tensors = _tensors(module)
     with torch.no_grad():
         for spec in specs:
