@@ -29,7 +29,7 @@ def test_a_module_gets_its_own_tensors_back(saved):
     assert list(arrays) == sorted(module.state_dict())
     for name, tensor in module.state_dict().items():
         assert np.array_equal(arrays[name], tensor.numpy())
-    assert read_notes(saved) == {"rounds": "7", "measure": "loss"}
+    assert read_notes(saved) == {"rounds": 7, "measure": "loss"}
 
 
 def test_state_dicts_are_read_without_running_code(tmp_path, saved):

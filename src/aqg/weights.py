@@ -28,6 +28,7 @@ FINAL = "model.safetensors"
 BEST = "best.safetensors"
 _FILES = {"final": FINAL, "best": BEST}
 _SUFFIX = ".safetensors"
+_NOTES = "aqg"
 
 
 @overload
@@ -75,29 +76,29 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return dict(sorted(read(path).items()))
 
 
-def read_notes(path: Path) -> dict[str, str]:
-    """Return the texts that a safetensors file carries beside its tensors."""
+def read_notes(path: Path) -> dict[str, Any]:
+    """Return what a model's file says of it beside its tensors; empty where it says nothing."""
     import safetensors
 
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            return dict(file.metadata() or {})
-    except (OSError, safetensors.SafetensorError) as error:
+            notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise RunError(f"model {str(path)!r} is damaged: {error}; delete it") from None
+    return notes if isinstance(notes, dict) else {}
 
 
 def to_bytes(tensors: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
-    """Return a safetensors file of torch tensors or NumPy arrays, with notes as texts."""
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in notes.items()
-    }
+    """Return a safetensors file of torch tensors or NumPy arrays, with notes on the model."""
+    # One text: the library writes several in an order of its own, and equal models shall be
+    # equal files.
+    texts = {_NOTES: json.dumps(dict(notes))}
     if any(not isinstance(value, np.ndarray) for value in tensors.values()):
         from safetensors.torch import save
 
         # Tied weights share memory, which the format does not know.
-        content: bytes = save(
-            {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, texts
-        )
+        copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+        content: bytes = save(copies, texts)
         return content
     from safetensors.numpy import save as save_arrays
 

@@ -126,7 +126,7 @@ class ModelFiles:
         notes = read_notes(path)
         try:
             found = Measured(int(notes["rounds"]), notes["measure"], float(notes["value"]))
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, TypeError):
             return None
         return found if found.rounds < next_round else None
 
