@@ -30,13 +30,14 @@ TRAGEDIES = ("hamlet", "lear", "macbeth", "othello", "romeo_and_juliet")
 NUM_ROLES = 20
 BASE_STEPS = 600
 SETTINGS = {
-    "rounds": 40,
+    "rounds": 60,
     "recipe": "auto,gd",
     "batch_size": 16,
-    "local_steps": 5,
-    "local_rate": 0.5,
+    "local_steps": 2,
     "participation": 0.5,
-    "eval_every": 10,
+    "optimizer": "adam",
+    "alpha": 0.01,
+    "eval_every": 20,
 }
 
 

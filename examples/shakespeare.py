@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 LENGTH = 64
 NUM_ROLES = 40
 SETTINGS = {
-    "rounds": 60,
+    "rounds": 120,
     "recipe": "auto,gd",
     "batch_size": 16,
-    "local_steps": 5,
-    "local_rate": 0.5,
+    "local_steps": 2,
     "participation": 0.2,
-    "eval_every": 10,
+    "optimizer": "adam",
+    "alpha": 0.02,
+    "eval_every": 20,
 }
 
 

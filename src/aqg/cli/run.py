@@ -33,6 +33,7 @@ from aqg.experiments.rundir import (
 from aqg.experiments.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
+from aqg.weights import BEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -122,6 +123,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(
         f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True
     )
+    console.print(f"Models: {plan.runs[0][1] / BEST} and so on", highlight=False, soft_wrap=True)
     console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
     console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
 
