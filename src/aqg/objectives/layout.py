@@ -330,17 +330,17 @@ class ModelLayout:
     def constants_digest(self, module: nn.Module) -> bytes:
         """Return a digest of what both ends must have alike, because it never travels.
 
-        That is the frozen parameters and the buffers of no normalization layer. Of a long tensor
-        some thousand values are looked at: enough to tell one checkpoint from another.
+        That is the frozen parameters and the buffers of no normalization layer, or of all where
+        statistics are frozen. Of a long tensor some thousand values are looked at: enough to tell
+        one checkpoint from another.
         """
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        tracked = dict(zip((*self.statistics, *self.counters), self.tracked, strict=True))
-        apart = {spec.name for spec, flag in tracked.items() if flag}
-        apart |= {spec.name for spec in self.parameters} | set(self.left_out)
-        saved = module.state_dict()
-        for name, tensor in _tensors(module).items():
-            if name in apart or name not in saved:
-                continue
+        buffers = zip((*self.statistics, *self.counters), self.tracked, strict=True)
+        names = [name for name, value in module.named_parameters() if not value.requires_grad]
+        names += [s.name for s, tracked in buffers if self.policy == "frozen" or not tracked]
+        tensors = _tensors(module)
+        for name in names:
+            tensor = tensors[name]
             flat = tensor.detach().reshape(-1)
             sample = flat[:: max(1, len(flat) // _VALUES_LOOKED_AT)]
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())

@@ -85,7 +85,7 @@ class RunStatistics:
 
     def finish_round(self, present: Iterable[int]) -> StatisticsTraffic:
         """Average what the clients sent; return what the round's statistics cost."""
-        if not isinstance(self._carrier, Averaged):
+        if self._carrier is None:
             return StatisticsTraffic()
         return self._carrier.finish_round(list(present), self._weights)
 
@@ -183,6 +183,7 @@ class Local:
         self._num_values = objective.model_layout.num_statistics
         row = np.concatenate(objective.initial_buffers())
         self._rows: Float64Array = np.tile(row, (num_clients, 1)).astype(np.float64)
+        self._trained: dict[int, Float64Array] = {}
         self._measured = 0
 
     def start(self, client: int) -> Buffers:
@@ -190,9 +191,17 @@ class Local:
         return _split(self._rows[client], self._num_values)
 
     def finish(self, client: int, buffers: Buffers) -> None:
-        """Keep a client's buffers, unless they are beyond numbers."""
-        if np.isfinite(buffers.values[np.isfinite(self._rows[client, : self._num_values])]).all():
-            self._rows[client] = np.concatenate(buffers)
+        """Keep a client's buffers for after the round, unless they are beyond numbers."""
+        was_finite = np.isfinite(self._rows[client, : self._num_values])
+        if np.isfinite(buffers.values[was_finite]).all():
+            self._trained[client] = np.concatenate(buffers)
+
+    def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:  # noqa: ARG002
+        """Go on to the buffers that training left; until now, losses were those before it."""
+        for client, row in self._trained.items():
+            self._rows[client] = row
+        self._trained = {}
+        return StatisticsTraffic()
 
     def evaluation(self) -> Buffers:
         """Return the buffers of the client whose model is measured."""
@@ -217,7 +226,7 @@ class Local:
 
     def load(self, array: Float64Array) -> None:
         """Take what `to_array` returned."""
-        self._rows = array.copy()
+        self._rows, self._trained = array.copy(), {}
 
 
 def _split(row: Float64Array, num_values: int) -> Buffers:
