@@ -3,7 +3,7 @@
     aqg run --problem examples/lora.py:problem --data-dir DIR
 
 Data: as in shakespeare.py. The base is trained here, without any federation, on the other plays for
-half a minute; then it is frozen. Clients are the largest roles of five tragedies. What they train,
+some twenty seconds; then it is frozen. Clients are the largest roles of five tragedies. What they train,
 and all that travels, is two thin matrices beside the linear layers of the attention
 (Hu and others, "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TRAGEDIES = ("hamlet", "lear", "macbeth", "othello", "romeo_and_juliet")
 NUM_ROLES = 20
-BASE_STEPS = 600
+BASE_STEPS = 300
 SETTINGS = {
     "rounds": 60,
     "recipe": "auto,gd",

@@ -30,12 +30,12 @@ LENGTH = 64
 NUM_ROLES = 40
 SETTINGS = {
     "rounds": 120,
-    "recipe": "auto,gd",
+    "recipe": "auto",
     "batch_size": 16,
     "local_steps": 2,
     "participation": 0.2,
     "optimizer": "adam",
-    "alpha": 0.02,
+    "alpha": 0.01,
     "eval_every": 20,
 }
 

@@ -36,9 +36,9 @@ def need(name, data_dir):
 def test_an_example_is_one_command(name, data_dir, tmp_path):
     need(name, data_dir)
     problem = spec(name, fraction=0.1)
-    options = ["--data-dir", str(data_dir), "--rounds", "3", "--recipe", "auto"]
+    options = ["--data-dir", str(data_dir), "--rounds", "3", "--recipe", "gd"]
     assert run_app(["run", "--problem", problem, *options, "--out", str(tmp_path / "out")]) == 0
-    run = tmp_path / "out/auto"
+    run = tmp_path / "out/gd"
     lines = [json.loads(line) for line in (run / ROUNDS).read_text().splitlines()]
     summary = json.loads((run / SUMMARY).read_text())
     assert summary["final_loss"] < lines[0]["loss"]
