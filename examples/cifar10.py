@@ -34,7 +34,7 @@ SETTINGS = {
     "batch_size": 32,
     "local_steps": 10,
     "local_rate": 0.1,
-    "eval_every": 5,
+    "eval_every": 15,
 }
 
 
@@ -44,6 +44,7 @@ def problem(
     dtype: str = "float32",
     fraction: float = 1.0,
     norm: str = "batch",
+    width: int = 8,
     clients: int = 10,
 ) -> Problem:
     """Make clients with labels in unequal shares; ``fraction`` takes that part of the images."""
@@ -53,12 +54,12 @@ def problem(
         images,
         features=(images.features[::step] - MEAN) / DEVIATION,
         labels=images.labels[::step],
-        test_features=(images.test_features[:: 5 * step] - MEAN) / DEVIATION,
-        test_labels=images.test_labels[:: 5 * step],
+        test_features=(images.test_features[:: 10 * step] - MEAN) / DEVIATION,
+        test_labels=images.test_labels[:: 10 * step],
     )
     parts = parse_partition("dirichlet:0.3").split(images, clients, seed)
     return Problem.from_module(
-        make_module(f"resnet8:norm={norm}", DataShape.of(images), seed),
+        make_module(f"resnet8:norm={norm}:width={width}", DataShape.of(images), seed),
         clients=[(images.features[part], images.labels[part]) for part in parts],
         test=(images.test_features, images.test_labels),
         dtype=dtype,

@@ -3,9 +3,9 @@
     aqg run --problem examples/lora.py:problem --data-dir DIR
 
 Data: as in shakespeare.py. The base is trained here, without any federation, on the other plays for
-some twenty seconds; then it is frozen. Clients are the largest roles of five tragedies. What they train,
-and all that travels, is two thin matrices beside the linear layers of the attention
-(Hu and others, "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+some twenty seconds; then it is frozen. Clients are the largest roles of five tragedies. What they
+train, and all that travels, is two thin matrices beside the linear layers of the attention (Hu and
+others, "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_ROLES = 20
 BASE_STEPS = 300
 SETTINGS = {
     "rounds": 60,
-    "recipe": "auto,gd",
+    "recipe": "auto",
     "batch_size": 16,
     "local_steps": 2,
     "participation": 0.5,
