@@ -12,6 +12,7 @@ from torch import nn
 
 import aqg
 from aqg.cli.app import run_app
+from aqg.experiments import own
 from aqg.experiments.rundir import CHECKPOINT, ROUNDS, SUMMARY
 from aqg.weights import read_notes, to_bytes
 
@@ -217,8 +218,17 @@ def test_a_problem_is_made_by_a_function(folder, capsys):
         "gd",
     ]
     first = (folder / "out/auto" / ROUNDS).read_text()
+    own._make.cache_clear()  # as in another process
+    torch.rand(3)
     run("--config", "out/config.toml", "--allow-code", "--out", "again")
     assert (folder / "again/auto" / ROUNDS).read_text() == first
+    start = "out/auto/best.safetensors"
+    run(
+        "--problem", "problem.py:problem:clients=4", "--init", start, "--rounds", "1", "--out", "on"
+    )
+    (line,) = (folder / "on/auto" / ROUNDS).read_text().splitlines()
+    value = read_notes(folder / start)["value"]
+    assert json.loads(line)["test_accuracy"] == pytest.approx(value)
     refuse(capsys, "run", "--resume", "out", message="would run problem")
     assert run_app(["report", "out", "--out", "page.html"]) == 0
 

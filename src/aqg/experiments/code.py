@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from aqg.errors import AqgError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 _FORM = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)(?P<options>(?::\w+=[^:]*)*)")
@@ -127,6 +128,22 @@ def parse_options(text: str) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[key] = value
     return options
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let torch's layers draw from a seed; its own generator goes on as if nothing had been drawn.
+
+    Where torch is not installed, do nothing.
+    """
+    try:
+        import torch
+    except ImportError:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def load_file(path: Path) -> ModuleType:

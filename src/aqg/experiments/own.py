@@ -1,8 +1,9 @@
 """Problems that a function in the user's own file makes: ``--problem FILE.py:FUNCTION``.
 
-The function returns a `Problem`. It may ask, by the names of its parameters, for ``seed``,
-``data_dir`` (a path) and ``dtype`` ("float32" or "float64"). The file may hold a dict ``SETTINGS``
-of defaults for its runs, such as ``{"rounds": 200, "batch_size": 16}``.
+The function returns a `Problem`; torch's layers draw their parameters from the seed. It may ask, by
+the names of its parameters, for ``seed``, ``data_dir`` (a path) and ``dtype`` ("float32" or
+"float64"). The file may hold a dict ``SETTINGS`` of defaults for its runs, such as
+``{"rounds": 200, "batch_size": 16}``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from aqg.data import data_directory
 from aqg.data.files import Facts, peek
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code, file_digest, load_file
+from aqg.experiments.code import Code, file_digest, load_file, seeded
 from aqg.sim.problem import Problem
 
 _NOT_DEFAULTS = frozenset(
@@ -62,7 +63,8 @@ def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) ->
 
 @functools.lru_cache(maxsize=1)
 def _make(code: Code, digest: str, seed: int, dtype: str, data_dir: Path) -> Problem:  # noqa: ARG001
-    problem = code.call(seed=seed, data_dir=data_dir, dtype=dtype)
+    with seeded(seed):
+        problem = code.call(seed=seed, data_dir=data_dir, dtype=dtype)
     if not isinstance(problem, Problem):
         raise ConfigError(
             f"{code} returned {type(problem).__name__}; it must return an aqg.sim.problem.Problem"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code, parse_options
+from aqg.experiments.code import Code, parse_options, seeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +95,7 @@ def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
             f"model {spec!r} is a torch module: pip install 'aqg[torch]', or use softmax or mlp:200"
         ) from None
     code = Code.parse(spec)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         module = _built_in(spec, shape) if code is None else code.call(**shape.offered(), seed=seed)
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"model {spec!r} returned {type(module).__name__}, not a torch.nn.Module")
