@@ -297,6 +297,34 @@ def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path: Path)
     assert "give make_server_app the module" in text
 
 
+class Adaptive(nn.Module):
+    """A buffer of its own that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.scale.mul_(0.9).add_(0.1 * inputs.abs().mean())
+        return self.linear(inputs / self.scale)
+
+
+def test_any_buffer_that_training_changes_is_averaged(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
+    final = run(federation, Adaptive(), own_training(Adaptive))
+    assert final.scale != 1
+    first, second = federation.rows()
+    assert "statistics_upload_bytes" in first
+    assert first["statistics_download_bytes"] == 0 < second["statistics_download_bytes"]
+    flat = Federation(tmp_path / "flat", recipe="gd", rounds=1)
+    run(flat, ModelLayout.of(Adaptive()).flatten(Adaptive()), own_training(Adaptive))
+    (text,) = incident_texts(flat)
+    assert "training changes buffers of the module" in text
+
+
 def test_damaged_statistics_cost_that_clients_reply_only(tmp_path: Path) -> None:
     federation = Federation(tmp_path, recipe="qgd", rounds=3)
 

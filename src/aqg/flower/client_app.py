@@ -107,6 +107,11 @@ def make_client_app(
         statistics = _statistics(task, order, message, context)
         loss, gradient = _train(task, order, params, statistics)
         changed, trouble = statistics.finish()
+        if changed and not order.layout:
+            raise ConfigError(
+                "training changes buffers of the module, and the server was given a flat vector "
+                "without them: give make_server_app the module"
+            )
         mirror, reply = answer(chosen, base, order, gradient, loss)
         store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
         _log(order, reply)
