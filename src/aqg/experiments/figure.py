@@ -49,11 +49,7 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     rows[0][0].set_yscale("log")
     rows[0][0].legend(frameon=False)
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
-    figure.suptitle(
-        f"{config.model} on {config.dataset}, {config.clients} clients, "
-        f"{config.partition} split{dropout}",
-        fontsize=11,
-    )
+    figure.suptitle(f"{config.title}{dropout}", fontsize=11)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()

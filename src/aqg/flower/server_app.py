@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -17,6 +18,7 @@ import numpy as np
 from flwr.serverapp import Grid, ServerApp
 
 from aqg.errors import ConfigError, RunError
+from aqg.experiments.models import ModelFiles
 from aqg.experiments.summary import summarize
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
 from aqg.flower.coordinator import Coordinator
@@ -29,6 +31,7 @@ from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
+from aqg.objectives.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,7 +83,9 @@ def make_server_app(
         describe: more keys for ``config.toml``, such as ``dataset`` or ``model``.
         loggers: are told about every round, beside the run directory.
 
-    Where the run-config names a ``run-dir`` that holds a checkpoint, the run goes on from there.
+    Where the run-config names a ``run-dir``, the run leaves its final and its best model there (see
+    `aqg.load_model`), under the module's own names; a vector without a module is one tensor called
+    ``parameters``. Where the directory holds a checkpoint, the run goes on from there.
 
     """
     app = ServerApp()
@@ -159,18 +164,32 @@ class _Run:
                     self.model.save(self.directory, coordinator.book.round)
                 save_checkpoint(self.directory, checkpoint)
 
+        models = None
+        if self.directory is not None:
+            directions = {name: metric.higher_is_better for name, metric in METRICS.items()}
+            models = ModelFiles(self.directory, directions, coordinator.book.round)
         save()  # the incarnation must be on disk before the first order goes out
         reports: list[RoundReport] = []
         failed = 0
         while coordinator.book.round <= settings.rounds:
             number = coordinator.book.round
-            report = coordinator.run_round(self._metrics(coordinator.book, number))
+            is_measured = self._is_measured(number)
+            metrics, model = {}, None
+            if is_measured:
+                metrics = self._measure(coordinator.book.parameters)
+                model = self._tensors(coordinator.book.parameters)
+            report = coordinator.run_round(metrics)
+            if models is not None and model is not None:
+                loss = report.line.record.loss
+                models.consider(number - 1, metrics, loss, partial(dict, model))
             lines.append(report.line)
             reports.append(report)
             for writer in writers:
                 writer.round(report)
             last = coordinator.book.round > settings.rounds
             if last or number % settings.checkpoint_every == 0:
+                if models is not None:
+                    models.save()
                 save()
             failed = 0 if report.stepped else failed + 1
             if failed > settings.max_failed_rounds:
@@ -182,7 +201,11 @@ class _Run:
                 _logger.warning("the loss left all use in round %d; stopping", number)
                 save()
                 break
-        summary = self._summary(coordinator, lines, reports)
+        summary, metrics = self._summary(coordinator, lines, reports)
+        if models is not None:
+            make = partial(self._tensors, coordinator.book.parameters)
+            models.consider(len(lines), metrics, summary["final_loss"], make)
+            models.finish(len(lines), make)
         for writer in writers:
             writer.finish(summary)
         _logger.info("done: %s", {key: summary[key] for key in ("final_loss", "upload_bytes")})
@@ -255,9 +278,15 @@ class _Run:
             return []
         return RunDirectory(self.directory).lines(book.round)
 
-    def _metrics(self, book: MirrorBook, number: int) -> dict[str, float]:
-        every = max(1, self.settings.rounds // _METRIC_POINTS)
-        return {} if (number - 1) % every else self._measure(book.parameters)
+    def _is_measured(self, number: int) -> bool:
+        return (number - 1) % max(1, self.settings.rounds // _METRIC_POINTS) == 0
+
+    def _tensors(self, params: FloatArray) -> dict[str, Any]:
+        """Return copies of the model's tensors by name; a vector without a module has no names."""
+        if self.model is None:
+            return {"parameters": params.copy()}
+        state = self.model.with_params(params).state_dict()
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _measure(self, params: FloatArray) -> dict[str, float]:
         """Return the metrics of a model on the server's own test data."""
@@ -272,7 +301,7 @@ class _Run:
 
     def _summary(
         self, coordinator: Coordinator, lines: list[Line], reports: list[RoundReport]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, float]]:
         final_loss = coordinator.final_loss()
         if final_loss is None:  # tasks that cannot evaluate: the last loss that training reported
             known = [line.record.loss for line in lines if line.record.loss is not None]
@@ -280,7 +309,7 @@ class _Run:
         metrics = self._measure(coordinator.book.parameters)
         recipe = self.settings.recipe or "custom"
         summary = summarize(recipe, lines, final_loss, metrics, None, None).to_json()
-        return summary | {"deployment": summarize_reports(reports)}
+        return summary | {"deployment": summarize_reports(reports)}, metrics
 
 
 def _is_module(start: object) -> TypeGuard[torch.nn.Module]:

@@ -55,6 +55,10 @@ class ModuleCalls:
         self._sizes = [spec.size for spec in layout.parameters]
         self._cache: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
 
+    def with_module(self, module: nn.Module) -> ModuleCalls:
+        """Return the same with another module of the same layout."""
+        return ModuleCalls(module, self.layout, self._loss, self.name)
+
     def state(self, flat: Tensor, buffers: Buffers | None = None) -> dict[str, Tensor]:
         """Return buffers, fresh copies that a call may change, and frozen parameters.
 

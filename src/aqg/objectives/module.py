@@ -118,6 +118,19 @@ class ModuleObjective(Objective):
         """Return the buffers that the module came with."""
         return self.model_layout.read_buffers(self._calls.module)
 
+    @property
+    def module(self) -> nn.Module:
+        """The module as it came: names, frozen parameters, buffers; not to be changed."""
+        return self._calls.module
+
+    def with_module(self, module: nn.Module) -> ModuleObjective:
+        """Return the same objective with another module of the same layout to start from."""
+        self.model_layout.check(module)
+        bound = copy.copy(self)
+        bound._calls = self._calls.with_module(module)
+        bound._reset = False
+        return bound
+
     def constants_digest(self) -> bytes:
         """Return a digest of the tensors that never travel."""
         return self.model_layout.constants_digest(self._calls.module)

@@ -165,7 +165,7 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 def read_run(path: Path, name: str) -> Run:
     """Read one run directory."""
-    config = _read_toml(path / CONFIG)
+    config = readable(_read_toml(path / CONFIG))
     rows = _read_rounds(path / ROUNDS)
     summary = _read_summary(path / SUMMARY)
     try:
@@ -193,6 +193,29 @@ def read_run(path: Path, name: str) -> Run:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         file = str(path / ROUNDS)
         raise RunError(f"{file!r} holds a line that is not a round: {what}") from None
+
+
+def readable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with files named as people call them, and digests cut short.
+
+    >>> readable({"dataset": "/data/own.npz", "model": "/home/me/nets.py:make", "clients": 3})
+    {'dataset': 'own.npz', 'model': 'nets.py:make', 'clients': 3}
+    >>> readable({"dataset": "custom", "model": "custom", "problem": "/home/me/heart.py:problem"})
+    {'dataset': 'heart.py:problem', 'model': 'custom', 'problem': 'heart.py:problem'}
+    """
+    shown = dict(config)
+    for name in ("dataset", "model", "problem", "init"):
+        value = config.get(name)
+        if isinstance(value, str):
+            folder, slash, rest = value.rpartition("/")
+            is_file = bool(slash) and (".py:" in rest or name in ("dataset", "init"))
+            shown[name] = rest if is_file and folder.startswith("/") else value
+    if "problem" in shown:
+        shown["dataset"] = shown["problem"]
+    files = config.get("files")
+    if isinstance(files, list):
+        shown["files"] = " ".join(str(row[-1])[:8] for row in files if isinstance(row, list))
+    return shown
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

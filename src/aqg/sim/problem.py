@@ -11,6 +11,9 @@ from aqg.errors import ConfigError, DataError
 from aqg.objectives.metrics import Metric, default_metrics, make_metrics, measure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
     from numpy.typing import NDArray
 
     from aqg.core.types import FloatArray
@@ -49,6 +52,56 @@ class Problem:
     initial_params: FloatArray
     test: Samples | None = None
     metrics: Any = None
+
+    @staticmethod
+    def from_module(
+        module: torch.nn.Module,
+        clients: Iterable[Any],
+        test: Any = None,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        *,
+        metrics: Any = None,
+        dtype: str = "float32",
+        **options: Any,
+    ) -> Problem:
+        """Make a problem of a torch module and each client's data.
+
+        Args:
+            module: what is trained; it is copied and never changed.
+            clients: for each, a `torch.utils.data.Dataset` of pairs (sample, target), or a pair of
+                arrays or tensors. All is read into memory once.
+            test: the same for the test set.
+            loss: the mean loss of a batch, from outputs and targets; by default cross-entropy for
+                whole numbers, at every place of a sequence, and the mean squared error for others.
+            metrics: names or functions; by default what suits the targets.
+            dtype: the precision of everything.
+            options: as in `Objective.from_module`.
+
+        >>> import torch
+        >>> pixels, labels = torch.rand(20, 8), torch.arange(20) % 2
+        >>> halves = [torch.utils.data.TensorDataset(pixels[k::2], labels[k::2]) for k in (0, 1)]
+        >>> problem = Problem.from_module(torch.nn.Linear(8, 2), halves)
+        >>> problem.num_clients, problem.clients[0].features.shape
+        (2, (10, 8))
+
+        """
+        from aqg.models.losses import default_loss  # needs torch
+        from aqg.objectives import Objective
+        from aqg.sim.gather import gather
+
+        held = tuple(gather(data, f"client {m}", dtype) for m, data in enumerate(clients))
+        if not held:
+            raise DataError("a problem has 0 clients; it needs at least 1")
+        loss = default_loss(held[0].labels) if loss is None else loss
+        options.setdefault("name", type(module).__name__)
+        objective = Objective.from_module(module, loss, **options)
+        return Problem(
+            objective=objective,
+            clients=held,
+            initial_params=objective.init_params(0).astype(dtype),
+            test=None if test is None else gather(test, "the test set", dtype),
+            metrics=metrics,
+        )
 
     def __post_init__(self) -> None:
         if self.initial_params.dtype not in (np.float32, np.float64):
