@@ -22,6 +22,7 @@ from aqg.core.links import Link, Memory
 from aqg.core.optimizers import OptimizerState
 from aqg.core.round import Clients, News, settle, speak
 from aqg.core.server import arrived, step, take_in
+from aqg.core.space import with_rows
 from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
@@ -160,7 +161,7 @@ class FastSimulation:
             self._clients = settle(self.backend, self.recipe, self._clients, spoken)
             if evaluate:  # last: a GPU need not be waited for
                 measured = self.backend.get(block_losses)
-                losses = _with_rows(losses, block, measured)
+                losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._model = step(
             self.backend,
@@ -239,14 +240,6 @@ class FastSimulation:
         check_fits(state, initial_state(self.problem, self.recipe, self.training.optimizer))
         self._load(state)
         self.statistics.load(state.statistics)
-
-
-def _with_rows(losses: Float64Array, clients: IntArray, rows: Float64Array) -> Float64Array:
-    """Return the losses of all clients with those of some filled in."""
-    if len(clients) == len(losses):
-        return rows
-    losses[clients] = rows
-    return losses
 
 
 def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
