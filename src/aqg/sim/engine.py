@@ -172,7 +172,7 @@ class FastSimulation:
             self._sampled,
             self.training.optimizer,
         )
-        traffic = self.statistics.finish_round(present.tolist())
+        traffic = self.statistics.finish_round(present)
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
         return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), sizes, traffic)

@@ -194,7 +194,7 @@ class ReferenceSimulation:
                 for client in self.clients
             )
         self.server.step()
-        traffic = self.statistics.finish_round(np.flatnonzero(~away).tolist())
+        traffic = self.statistics.finish_round(np.flatnonzero(~away))
         upload_bytes += traffic.upload_bytes
         faults += traffic.faults
         return RoundRecord(

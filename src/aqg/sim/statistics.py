@@ -17,7 +17,7 @@ import numpy as np
 from aqg.errors import GradientError, RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from aqg.core.types import Float64Array, IntArray
@@ -34,6 +34,9 @@ class StatisticsTraffic(NamedTuple):
     upload_bytes: int = 0
     download_bytes: int = 0
     faults: tuple[tuple[int, str], ...] = ()
+
+
+_NO_TRAFFIC = StatisticsTraffic()
 
 
 class RunStatistics:
@@ -83,11 +86,11 @@ class RunStatistics:
         with self._carrier.of_client(client):
             yield
 
-    def finish_round(self, present: Iterable[int]) -> StatisticsTraffic:
+    def finish_round(self, present: IntArray) -> StatisticsTraffic:
         """Average what the clients sent; return what the round's statistics cost."""
         if self._carrier is None:
-            return StatisticsTraffic()
-        return self._carrier.finish_round(list(present), self._weights)
+            return _NO_TRAFFIC
+        return self._carrier.finish_round(present.tolist(), self._weights)
 
     def buffers(self, client: int = 0) -> Buffers | None:
         """Return the server's buffers, or a client's own; None where there are none to carry."""
