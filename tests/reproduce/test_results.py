@@ -142,6 +142,27 @@ def test_the_sentences_that_are_written_by_hand_hold(stored):
     assert sum(near) > len(near) / 2
 
 
+def test_the_other_machine_has_every_logistic_run(stored):
+    (machine,) = stored.elsewhere
+    runs = stored.select(section="logistic")
+    there = {o.name: o for o in stored.elsewhere[machine]}
+    assert {o.machine for o in there.values()} == {machine} != {o.machine for o in runs}
+    assert set(there) == {o.name for o in runs}
+    assert set(stored.about["versions"]) >= {f"logistic: {m}" for m in (machine, runs[0].machine)}
+    for name in ("recipe", "partition", "scaling", "alpha", "dropout", "seed", "start_loss"):
+        assert all(getattr(o, name) == getattr(there[o.name], name) for o in runs)
+    # "agree until then and differ after it; which seeds converge [depends] hardly on the machine"
+    pairs = [(o, there[o.name]) for o in runs]
+    both = [(a, b) for a, b in pairs if a.converged and b.converged]
+    assert all(a.reached[1e-6].uploads == b.reached[1e-6].uploads for a, b in both)
+    assert any(a.total.uploads != b.total.uploads for a, b in both)
+    assert sum(a.converged != b.converged for a, b in pairs) < len(pairs) / 100
+    # "no verdict above depends on it"
+    kept = tuple(o for o in stored.outcomes if o.section != "logistic")
+    swapped = find(replace(stored, outcomes=(*kept, *there.values())))
+    assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
+
+
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
@@ -199,9 +220,15 @@ def keep_other_machine(directory):
     other = directory.with_name("other")
     other.mkdir()
     elsewhere = tuple(replace(o, machine="elsewhere") for o in results.outcomes)
-    write_results(other, replace(results, outcomes=elsewhere))
+    about = {**results.about, "versions": {"logistic: elsewhere": {"numpy": "9.9"}}}
+    write_results(other, replace(results, outcomes=elsewhere, about=about))
     keep_beside(directory, other)
-    assert read_results(directory).elsewhere == {"elsewhere": elsewhere}
+    kept = read_results(directory)
+    assert kept.elsewhere == {"elsewhere": elsewhere}
+    assert kept.about["versions"].keys() == {
+        f"logistic: {m}" for m in (platform.machine(), "elsewhere")
+    }
+    assert kept.about["versions"]["logistic: elsewhere"]["numpy"] == "9.9"
 
 
 def test_ended_above_its_start():

@@ -104,7 +104,12 @@ def keep_beside(directory: Path, other: Path) -> None:
     if machine in {o.machine for o in results.select(section="logistic")}:
         raise RunError(f"the logistic runs in {str(directory)!r} were made on {machine} as well")
     elsewhere = {**results.elsewhere, machine: tuple(runs)}
-    write_results(directory, replace(results, elsewhere=elsewhere))
+    made = {**results.about.get("versions", {})}
+    place = f"logistic: {machine}"
+    if place in there.about.get("versions", {}):
+        made[place] = there.about["versions"][place]
+    about = {**results.about, "versions": made}
+    write_results(directory, replace(results, elsewhere=elsewhere, about=about))
 
 
 def write_views(directory: Path, results: Results) -> None:

@@ -19,7 +19,8 @@ from aqg.reproduce.cells import (
 from aqg.reproduce.claims import claims_table
 from aqg.reproduce.differences import differences_table
 from aqg.reproduce.dropout_tables import dropout_arrivals_table, dropout_table
-from aqg.reproduce.logistic_tables import machine_table, rounding_table, step_size_table
+from aqg.reproduce.logistic_tables import rounding_table, step_size_table
+from aqg.reproduce.machines import machine_table
 from aqg.reproduce.paper import PAPER_RESIDUAL, SETTINGS, performance
 from aqg.reproduce.plan import NETWORK_RECIPES, TABLE_RECIPES
 from aqg.reproduce.settings import LABELS, cost_of, of_setting, reading_text, savings, seeds_text
