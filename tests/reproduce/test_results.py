@@ -8,6 +8,7 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from aqg.cli.app import run_app
 from aqg.cli.reproduce import run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.summary import Cost
+from aqg.reproduce.cells import size
 from aqg.reproduce.claims import VERDICTS, find
 from aqg.reproduce.execute import (
     adopt_devices,
@@ -157,10 +159,35 @@ def test_the_other_machine_has_every_logistic_run(stored):
     assert all(a.reached[1e-6].uploads == b.reached[1e-6].uploads for a, b in both)
     assert any(a.total.uploads != b.total.uploads for a, b in both)
     assert sum(a.converged != b.converged for a, b in pairs) < len(pairs) / 100
+    # "and so do, almost always, runs on data changed in the last bit"
+    counts = {}
+    for one in stored.perturbed:
+        counts.setdefault(one.key[:3], set()).add(one.uploads_before)
+    assert sum(len(before) == 1 for before in counts.values()) > 0.9 * len(counts)
     # "no verdict above depends on it"
     kept = tuple(o for o in stored.outcomes if o.section != "logistic")
     swapped = find(replace(stored, outcomes=(*kept, *there.values())))
     assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
+
+
+def test_the_readmes_bytes_are_medians_of_the_data(stored):
+    """The README names the recipes, the number of seeds and the length of the runs."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text[text.index("**Exact gradients") : text.index("**Minibatches")]
+    rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
+    assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
+    assert "median of five seeds" in part
+    for recipe, *cells in rows:
+        for partition, cell in zip(("iid", "label"), cells, strict=True):
+            runs = stored.select(section="softmax", partition=partition, recipe=recipe)
+            assert len({o.seed for o in runs}) == len(runs) == 5
+            costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
+            if costs:
+                assert len(costs) == len(runs)
+                assert cell.strip("*") == size(median(costs))
+            else:
+                assert {o.total.rounds for o in runs} == {4000}
+                assert cell == "on no seed within 4000 rounds"
 
 
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
