@@ -88,7 +88,7 @@ def run(
     partition: Annotated[
         str | None,
         typer.Option(
-            metavar="iid|label|source|dirichlet:A|shards:K",
+            metavar="iid|label|source|source:shuffled|dirichlet:A|shards:K",
             help="How samples are split among clients.",
             rich_help_panel=_PROBLEM,
         ),
