@@ -22,12 +22,12 @@ from aqg.reproduce.claims import VERDICTS, find
 from aqg.reproduce.execute import (
     adopt_devices,
     count_runs,
-    keep_beside,
     keep_results,
     still_to_do,
 )
 from aqg.reproduce.figures import all_figures, stack_curves
 from aqg.reproduce.markdown import refresh
+from aqg.reproduce.merge import keep_beside, missing_from
 from aqg.reproduce.outcomes import (
     CURVES,
     META,
@@ -90,6 +90,14 @@ def test_the_stored_results_say_what_is_missing(stored):
     done, planned = stored.about["finished"]["dropouts"]
     assert f"dropouts: {done} runs" in text
     assert (f"of {planned} runs that the command plans" in text) == bool(missing)
+    first_page = text[: text.index("<!-- text: verdicts -->")]
+    here = {o.seed for o in stored.select(section="dropouts")}
+    goal = stored.about["dropout_seeds"]
+    assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
+    assert (f"{len(missing)} runs that are missing" in first_page) == bool(missing)
+    left, perturbed = missing_from(STORED, plan, make_perturbed(FULL, None))
+    assert list(left) == missing
+    assert perturbed == ()
 
 
 def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored):
@@ -242,7 +250,7 @@ def test_unfinished_runs_are_left_out(tmp_path):
 def keep_other_machine(directory):
     """Pretend that the same runs came from another kind of processor."""
     results = read_results(directory)
-    with pytest.raises(RunError, match="as well"):
+    with pytest.raises(RunError, match="nothing to keep"):
         keep_beside(directory, directory)
     other = directory.with_name("other")
     other.mkdir()
@@ -256,6 +264,35 @@ def keep_other_machine(directory):
         f"logistic: {m}" for m in (platform.machine(), "elsewhere")
     }
     assert kept.about["versions"]["logistic: elsewhere"]["numpy"] == "9.9"
+
+
+def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
+    """Take the last dropout seed out of the stored results, and put it back."""
+    last = max(o.seed for o in stored.select(section="dropouts"))
+    names = [o.name for o in stored.select(section="dropouts", seed=last)]
+
+    def write(name, outcomes, about=stored.about):
+        directory = tmp_path / name
+        directory.mkdir()
+        curves = {o.name: stored.curves[o.name] for o in outcomes if o.name in stored.curves}
+        finished = count_runs(make_plan(FULL), outcomes)
+        write_results(directory, Results(tuple(outcomes), curves, {**about, **finished}))
+        return directory
+
+    without = write("without", [o for o in stored.outcomes if o.name not in names])
+    seed = [o for o in stored.outcomes if o.name in names]
+    assert {p.run.name for p in missing_from(without, make_plan(FULL), ())[0]} > set(names)
+    before = read_results(without)
+    with pytest.raises(RunError, match="nothing to keep"):  # a seed that is not whole
+        keep_beside(without, write("part", seed[1:]))
+    with pytest.raises(RunError, match="dropout_rounds is 4000 and 200"):
+        keep_beside(without, write("short", seed, {**stored.about, "dropout_rounds": 200}))
+    assert read_results(without) == before
+    keep_beside(without, write("seed", seed))
+    added = read_results(without)
+    assert added.outcomes == stored.outcomes
+    assert added.curves == stored.curves
+    assert added.about["finished"] == stored.about["finished"]
 
 
 def test_ended_above_its_start():

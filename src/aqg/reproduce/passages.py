@@ -38,6 +38,13 @@ _SECTIONS = {
     "dropouts": "dropouts",
     "network": "784-200-10",
 }
+_SEEDS = {
+    "logistic": "logistic_seeds",
+    "softmax": "softmax_seeds",
+    "dropouts": "dropout_seeds",
+    "network": "network_seeds",
+}
+"""What the results call the number of seeds that each section is planned with."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Passage:
 
 def all_passages(results: Results) -> list[Passage]:
     """Return every passage that the results have runs for."""
-    makers = (coverage, verdicts, expectations, platform, logistic, dropouts, network)
+    makers = (coverage, missing, verdicts, expectations, platform, logistic, dropouts, network)
     return [passage for passage in (make(results) for make in makers) if passage.text]
 
 
@@ -61,11 +68,32 @@ def coverage(results: Results) -> Passage:
         seeds = len({o.seed for o in results.select(section=section)})
         text = f"{_SECTIONS[section]}: {done:,} runs, {seeds} seeds"
         if done < planned:
-            text += f" (of {planned:,} runs that the command plans; it goes on with the rest)"
+            text += f" (of {planned:,} runs that the command plans)"
         parts.append(text)
     if results.perturbed:
         parts.append(f"data changed in the last bit: {len(results.perturbed)} runs")
     return Passage("coverage", f"Behind this page: {'; '.join(parts)}." if parts else "")
+
+
+def missing(results: Results) -> Passage:
+    """Return which seeds are missing, and how to run them."""
+    finished = results.about.get("finished", {})
+    lines = []
+    for section, (done, planned) in finished.items():
+        if done == planned:
+            continue
+        seeds = len({o.seed for o in results.select(section=section)})
+        goal = results.about[_SEEDS[section]]
+        lines.append(
+            f"**Not all that the command plans is here: {_SECTIONS[section]}, {seeds} of {goal} "
+            f'seeds.** There "on every seed" means on {seeds}, and verdicts may change with the '
+            f"{planned - done} runs that are missing. `aqg reproduce --only {section} "
+            "--missing-from results --out runs/missing` runs them, and `aqg reproduce --from "
+            "results --beside runs/missing` adds them."
+        )
+    if finished and not lines:
+        lines = ["All runs that the command plans are here."]
+    return Passage("missing", "\n\n".join(lines))
 
 
 def verdicts(results: Results) -> Passage:
