@@ -250,7 +250,7 @@ def test_unfinished_runs_are_left_out(tmp_path):
 def keep_other_machine(directory):
     """Pretend that the same runs came from another kind of processor."""
     results = read_results(directory)
-    with pytest.raises(RunError, match="nothing to keep"):
+    with pytest.raises(RunError, match="nothing that"):
         keep_beside(directory, directory)
     other = directory.with_name("other")
     other.mkdir()
@@ -268,31 +268,32 @@ def keep_other_machine(directory):
 
 def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     """Take the last dropout seed out of the stored results, and put it back."""
-    last = max(o.seed for o in stored.select(section="dropouts"))
-    names = [o.name for o in stored.select(section="dropouts", seed=last)]
+    runs, plan = stored.select(section="dropouts"), make_plan(FULL)
+    last = max(o.seed for o in runs)
 
-    def write(name, outcomes, about=stored.about):
+    def write(name, outcomes, **about):
         directory = tmp_path / name
         directory.mkdir()
-        curves = {o.name: stored.curves[o.name] for o in outcomes if o.name in stored.curves}
-        finished = count_runs(make_plan(FULL), outcomes)
-        write_results(directory, Results(tuple(outcomes), curves, {**about, **finished}))
+        curves = {o.name: stored.curves[o.name] for o in outcomes}
+        about = {**stored.about, **count_runs(plan, outcomes), **about}
+        write_results(directory, Results(tuple(outcomes), curves, about))
         return directory
 
-    without = write("without", [o for o in stored.outcomes if o.name not in names])
-    seed = [o for o in stored.outcomes if o.name in names]
-    assert {p.run.name for p in missing_from(without, make_plan(FULL), ())[0]} > set(names)
+    without = write("without", [o for o in runs if o.seed != last])
+    seed = [o for o in runs if o.seed == last]
+    left = {p.run.name for p in missing_from(without, plan, ())[0]}
+    assert left == {p.run.name for p in plan} - {o.name for o in runs if o.seed != last}
     before = read_results(without)
-    with pytest.raises(RunError, match="nothing to keep"):  # a seed that is not whole
+    with pytest.raises(RunError, match="no missing seed with all of its runs"):
         keep_beside(without, write("part", seed[1:]))
     with pytest.raises(RunError, match="dropout_rounds is 4000 and 200"):
-        keep_beside(without, write("short", seed, {**stored.about, "dropout_rounds": 200}))
+        keep_beside(without, write("short", seed, dropout_rounds=200))
     assert read_results(without) == before
     keep_beside(without, write("seed", seed))
     added = read_results(without)
-    assert added.outcomes == stored.outcomes
-    assert added.curves == stored.curves
-    assert added.about["finished"] == stored.about["finished"]
+    assert list(added.outcomes) == runs
+    assert added.curves == {o.name: stored.curves[o.name] for o in runs}
+    assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
 
 
 def test_ended_above_its_start():

@@ -48,8 +48,8 @@ def keep_beside(directory: Path, other: Path) -> None:
     merged = _with_other_machine(_with_missing(here, there), there)
     if merged == here:
         raise RunError(
-            f"{str(other)!r} has nothing to keep with {str(directory)!r}: no whole seed that is "
-            "missing there, and no logistic runs of another kind of processor"
+            f"{str(other)!r} has nothing that {str(directory)!r} lacks: no missing seed with all "
+            "of its runs, and no logistic runs of another kind of processor"
         )
     write_results(directory, merged)
 
