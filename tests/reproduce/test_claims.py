@@ -141,6 +141,29 @@ def test_a_network_that_never_moved_has_no_ratio():
     ]
     tables = {table.name: table for table in all_tables(make_results(runs))}
     assert [row[-1] for row in tables["network"].rows] == ["-", "-"]
+    # Gradient descent that did not move either is nothing to be compared with.
+    runs = [replace(o, final_loss=o.start_loss) for o in runs]
+    tables = {table.name: table for table in all_tables(make_results(runs))}
+    assert [row[-1] for row in tables["network"].rows] == ["-", "-"]
+
+
+def test_a_logistic_run_that_does_not_converge_has_no_ratio():
+    seeds = range(2)
+    good = [logistic_run(recipe, seed, 8000) for recipe in ("laq", "qgd") for seed in seeds]
+    bad = [
+        logistic_run(r, seed, 16_000, converged=False) for r in ("aqg", "aqg-2") for seed in seeds
+    ]
+    bad[-1] = logistic_run("aqg-2", 1, 7952)
+    tables = {table.name: table for table in all_tables(make_results([*good, *bad]))}
+    rows = {row[1]: row[2] for row in tables["differences"].rows}
+    assert rows["`aqg`"] == "no seed of 2 converges; at the end 2e+00"
+    assert rows["`aqg-2`"].startswith("uploads 1.01, bits 1.00")
+    assert rows["`aqg-2`"].endswith("1 of 2 seeds converge")
+    assert rows["`laq`"].startswith("uploads 0.60, bits 0.60")
+    lost = [logistic_run(r, s, 8000, converged=False) for r in ("laq", "qgd") for s in seeds]
+    finding = verdict(make_results(lost), "fewer bits than QGD", "logistic, IID")
+    assert finding.evidence == "LAQ arrives on 0 of 2 seeds"
+    assert finding.verdict != REPRODUCES
 
 
 def test_sentences_follow_the_data():

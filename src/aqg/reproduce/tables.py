@@ -229,7 +229,9 @@ def _fewer(ours: Sequence[Outcome], base: Sequence[Outcome]) -> str:
     """Compare bytes with gradient descent's where the loss is as good on every seed."""
     by_seed = {o.seed: o for o in base}
     pairs = [(o, by_seed[o.seed]) for o in ours if o.seed in by_seed]
-    if not pairs or not all(o.final_loss <= _AS_GOOD * gd.final_loss for o, gd in pairs):
+    if not pairs or any(gd.final_loss >= gd.start_loss for _, gd in pairs):
+        return "-"
+    if not all(o.final_loss <= _AS_GOOD * gd.final_loss for o, gd in pairs):
         return "-"
     ratios = [gd.total.upload_bytes / o.total.upload_bytes for o, gd in pairs]
     return span(ratios, lambda ratio: f"{ratio:,.0f}×")
