@@ -59,7 +59,7 @@ def make_lines(recipe: int, seed: int, num_rounds: int, num_clients: int) -> lis
     return [
         Line(
             RoundRecord(k + 1, float(losses[k]), tuple(widths[k].tolist()), int(sizes[k])),
-            float(accuracies[k]) if k % every == 0 else None,
+            {"accuracy": float(accuracies[k])} if k % every == 0 else {},
         )
         for k in range(num_rounds)
     ]
@@ -75,7 +75,9 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             create_run(directory, config)
             lines = make_lines(index, seed, rounds, clients)
             rewrite_lines(directory, lines)
-            summary = summarize(recipe, lines, MINIMUM + 1e-3, 0.9, MINIMUM, config.target)
+            summary = summarize(
+                recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.target
+            )
             write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
 
 

@@ -87,7 +87,7 @@ def test_command_line_and_resume(code, tmp_path, monkeypatch):
         broken.setattr(FastSimulation, "run_round", crash_in_round(6, FastSimulation.run_round))
         with pytest.raises(Crash):
             run_app(["run", *arguments, "--rounds", "9", "--out", "cut"])
-    assert run_app(["run", "--resume", "cut"]) == 0
+    assert run_app(["run", "--resume", "cut", "--allow-code"]) == 0
     (whole,), (cut,) = (list(Path(name).rglob("rounds.jsonl")) for name in ("whole", "cut"))
     assert len(whole.read_text().splitlines()) == 9
     assert cut.read_text() == whole.read_text()

@@ -13,7 +13,7 @@ TOP = """
     SGD Adam AqgError BlockUpload Broadcast ClientState ConfigError DataError DenseUpload
     GradientError HalfUpload MessageError Momentum Recipe RotatedUpload RunError ServerState Skip
     SparseUpload Upload WireError __version__ broadcast client_step decode encode finish_round
-    init_client init_server make_recipe receive register
+    init_client init_server load_model make_recipe receive register
 """
 SIM = "FastSimulation LocalTraining Problem ReferenceSimulation RoundRecord Samples Training"
 

@@ -29,6 +29,7 @@ from aqg.errors import (
     WireError,
 )
 from aqg.exchange import client_step, receive
+from aqg.weights import load_model
 from aqg.wire import decode, encode
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ __all__ = [
     "finish_round",
     "init_client",
     "init_server",
+    "load_model",
     "make_recipe",
     "receive",
     "register",

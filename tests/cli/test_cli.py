@@ -44,7 +44,9 @@ def test_the_first_run(tmp_path):
     assert "clients.txt" in done.stdout
     for recipe in ("auto", "gd", "laq"):
         files = {path.name for path in (directory / recipe).iterdir()}
-        assert files == {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}
+        models = {"model.safetensors", "best.safetensors"}
+        records = {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}
+        assert files == models | records
     # The run repeats from its own directory, to the last byte.
     aqg("run", "--config", directory / "config.toml", "--out", tmp_path / "again", cwd=tmp_path)
     for recipe in ("auto", "gd", "laq"):

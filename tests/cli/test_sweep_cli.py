@@ -157,7 +157,7 @@ def _sleepy(bits):
 def test_a_second_interrupt_stops_at_once(tmp_path):
     (tmp_path / "plugin.py").write_text(SLEEPER)
     (tmp_path / "grid.toml").write_text('plugins = ["plugin.py"]\n[grid]\nrecipe = ["sleepy"]\n')
-    process = start("grid.toml", "--out", "out", cwd=tmp_path)
+    process = start("grid.toml", "--out", "out", "--allow-code", cwd=tmp_path)
     try:
         wait_for(process, lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         worker = int((tmp_path / "pid").read_text())
@@ -179,7 +179,8 @@ def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     grid = f'rounds = 3\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\nrecipe = ["sleepy", "gd"]\n'
     (tmp_path / "grid.toml").write_text(grid)
     with contextlib.chdir(tmp_path):
-        assert sweep_command(SweepOptions(Path("grid.toml"), Path("out"), jobs=1)) == 1
+        options = SweepOptions(Path("grid.toml"), Path("out"), jobs=1, allow_code=True)
+        assert sweep_command(options) == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("aqg: error: 1 of 2 runs failed: recipe-sleepy; ")

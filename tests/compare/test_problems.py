@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.compare.problems import Workshop, make_cnn
+from aqg.compare.problems import Workshop
 from aqg.compare.tasks import QUICK_TASKS, TASKS, parse_tasks, select_tasks
 from aqg.data import DATASETS, parse_partition
 from aqg.errors import ConfigError
@@ -38,9 +38,7 @@ def test_minima_only_where_they_are_asked_for():
 
 
 def test_the_cnn_learns_images_of_other_sizes():
-    torch = pytest.importorskip("torch")
-    assert make_cnn(10, 28)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    assert make_cnn(3, 9)(torch.zeros(2, 1, 9, 9)).shape == (2, 3)
+    pytest.importorskip("torch")
     task = replace(DIGITS[1], model="cnn", dtype="float32")
     problem = Workshop().problem(task, 0)
     _, gradient = problem.objective.losses_and_gradients(

@@ -207,7 +207,10 @@ LABELS = np.array([0, 1, 1])
         ({"num_classes": 1}, r"labels in 0\.\.1, outside 0\.\.0"),
         ({"labels": LABELS - 1}, r"labels in -1\.\.0"),
         ({"test_features": FEATURES}, "not both"),
-        ({"test_features": np.zeros((3, 5)), "test_labels": LABELS}, "2 features and 5"),
+        (
+            {"test_features": np.zeros((3, 5)), "test_labels": LABELS},
+            r"shape \(2,\), and of shape \(5,\)",
+        ),
         ({"test_features": FEATURES, "test_labels": LABELS + 1}, r"'set \(test\)'"),
         ({"sources": LABELS[:2]}, r"sources of shape \(2,\)"),
     ],

@@ -212,7 +212,7 @@ def test_spec_round_trips(spec: str) -> None:
 def test_unknown_partition_lists_the_forms(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_partition(spec)
-    forms = "iid, label, source, source:shuffled, dirichlet:A, shards:K"
+    forms = "iid, label, source, source:shuffled, natural, dirichlet:A, shards:K"
     assert str(caught.value) == f"unknown partition {spec!r}; choose one of {forms}"
 
 

@@ -13,6 +13,7 @@ from aqg.experiments.config import read_settings, resolve
 from aqg.experiments.rundir import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
 from aqg.experiments.setup import build_problem, find_minimum
 from aqg.experiments.summary import Cost, Trace
+from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
 
@@ -47,7 +48,7 @@ def run_whole(config, problem, directory):
 def test_a_run_directory_is_complete(config, problem, tmp_path):
     result = run_whole(config, problem, tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == sorted([CONFIG, ROUNDS, CHECKPOINT, SUMMARY])
+    assert names == sorted([CONFIG, ROUNDS, CHECKPOINT, SUMMARY, BEST, FINAL])
     lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, 31))
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
@@ -74,6 +75,8 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     minimum = find_minimum(config, problem)
     resumed = runner.run(config, problem, minimum, directory)
     assert resumed.summary == whole.summary
+    for name in (BEST, FINAL):
+        assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
     with (
         np.load(directory / CHECKPOINT) as left,

@@ -27,6 +27,7 @@ from aqg.experiments.sweep import (
 )
 from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
 from aqg.experiments.workers import Done, Failed, Reported, Started, Workers
+from aqg.weights import BEST, FINAL
 
 TEXT = """
 rounds = 12
@@ -38,7 +39,7 @@ partition = ["iid", "label"]
 seed = [0, 1]
 dropout = [0.5]
 """
-FILES = {CONFIG, ROUNDS, CHECKPOINT, SUMMARY}
+FILES = {CONFIG, ROUNDS, CHECKPOINT, SUMMARY, BEST, FINAL}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,9 @@ def make_lines(num_rounds, num_clients, seed, decay=0.05, fault=None):
             100 + 50 * int(np.maximum(widths, 0).sum()),
             ((1, fault),) if fault and k == 2 else (),
         )
-        lines.append(Line(record, 0.1 + 0.8 * k / num_rounds if k % 5 == 0 else None))
+        accuracy = 0.1 + 0.8 * k / num_rounds
+        metrics = {"accuracy": accuracy, "perplexity": 9 - 8 * accuracy}
+        lines.append(Line(record, metrics if k % 5 == 0 else {}))
     return lines
 
 
@@ -50,7 +52,8 @@ def make_run():
         rewrite_lines(directory, lines)
         if finished:
             final = lines[-1].record.loss
-            summary = summarize(recipe, lines, final, 0.9, MINIMUM, config.target)
+            metrics = {"accuracy": 0.9, "perplexity": 1.8}
+            summary = summarize(recipe, lines, final, metrics, MINIMUM, config.target)
             write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
         return directory
 

@@ -24,7 +24,7 @@ ARGUMENTS = (
 )
 CURVES = tuple(
     f'.panels[data-metric="{metric}"] .plot[data-axis="{axis}"]'
-    for metric in ("loss", "accuracy")
+    for metric in ("loss", "test_accuracy", "test_perplexity")
     for axis in ("rounds", "uploads", "bytes")
 )
 PLOTS = (*CURVES, "#incidents-plot .plot")

@@ -83,7 +83,7 @@ def test_pictures_and_tables_on_request(runs, tmp_path):
     arguments = ["report", str(runs), "--out", str(tmp_path / "r.html")]
     arguments += ["--png", str(tmp_path / "png"), "--csv", str(tmp_path / "deep" / "csv")]
     assert run_app(arguments) == 0
-    for name in ("loss", "accuracy", "widths", "clients"):
+    for name in ("loss", "accuracy", "perplexity", "widths", "clients"):
         content = (tmp_path / "png" / f"{name}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) > 5000

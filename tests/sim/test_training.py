@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
@@ -132,6 +133,9 @@ class Recorder:
 
     def __init__(self):
         self.batches = []
+
+    def session(self, key):
+        return nullcontext(self)
 
     def losses_and_gradients(self, params, features, labels):
         assert np.array_equal(features[:, 0], labels)

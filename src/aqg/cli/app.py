@@ -83,12 +83,18 @@ def run(
         ),
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="See `aqg datasets`.", rich_help_panel=_PROBLEM)
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.npz",
+            help="See `aqg datasets`; or a file with x_train, y_train, x_test, y_test and, if "
+            "clients are given, client.",
+            rich_help_panel=_PROBLEM,
+        ),
     ] = None,
     partition: Annotated[
         str | None,
         typer.Option(
-            metavar="iid|label|source|source:shuffled|dirichlet:A|shards:K",
+            metavar="iid|label|source|source:shuffled|natural|dirichlet:A|shards:K",
             help="How samples are split among clients.",
             rich_help_panel=_PROBLEM,
         ),
@@ -96,7 +102,26 @@ def run(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="logistic|softmax|mlp:H", help="What is trained.", rich_help_panel=_PROBLEM
+            metavar="NAME|FILE.py:FUNCTION",
+            help="What is trained: logistic, softmax, mlp:H; cnn, resnet8, transformer; or a "
+            "function that returns a torch module.",
+            rich_help_panel=_PROBLEM,
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="A function that makes clients, model and all; in place of dataset and model.",
+            rich_help_panel=_PROBLEM,
+        ),
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Start from this model: safetensors, or a saved state_dict.",
+            rich_help_panel=_PROBLEM,
         ),
     ] = None,
     clients: Annotated[
@@ -227,6 +252,14 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)
     ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Run Python files that only --config or --resume names.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
 ) -> None:
     """Train with one or more recipes and compare what they upload.
 
@@ -237,6 +270,8 @@ def run(
         "dataset": dataset,
         "partition": partition,
         "model": model,
+        "problem": problem,
+        "init": init,
         "clients": clients,
         "l2": l2,
         "scaling": scaling,
@@ -266,6 +301,7 @@ def run(
             resume=resume,
             data_dir=data_dir,
             as_json=as_json,
+            allow_code=allow_code,
         )
     )
 
@@ -300,6 +336,20 @@ def sweep(
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.npz", help="For all runs, as in `aqg run`.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.py:FUNCTION", help="For all runs.")
+    ] = None,
+    problem: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="For all runs.")
+    ] = None,
+    init: Annotated[str | None, typer.Option(metavar="FILE", help="For all runs.")] = None,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Run Python files that only the grid or --resume names."),
+    ] = False,
 ) -> int:
     """Run every combination of the settings listed in a grid file, across cores.
 
@@ -307,7 +357,11 @@ def sweep(
     """
     from aqg.cli.sweep import SweepOptions, sweep_command  # needs Linux or macOS
 
-    return sweep_command(SweepOptions(grid, out, resume, jobs, data_dir, as_json))
+    given = {"dataset": dataset, "model": model, "problem": problem, "init": init}
+    flags = {name: value for name, value in given.items() if value is not None}
+    return sweep_command(
+        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code)
+    )
 
 
 app.add_typer(flower_app)

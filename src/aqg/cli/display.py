@@ -10,13 +10,16 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from aqg.objectives.metrics import named_metric
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
 
     from aqg.experiments import runner
     from aqg.experiments.summary import Summary
+    from aqg.objectives.metrics import Metric
 
 
 def format_bytes(count: int) -> str:
@@ -75,21 +78,37 @@ def progress_bars(
 def result_table(summaries: Sequence[Summary]) -> Table:
     """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present."""
     baselines = [s for s in summaries if s.recipe in ("gd", "laq")]
-    table = _table("final loss", "test acc", "uploads", "bits/param", "bytes")
+    metrics = measured(summary.metrics for summary in summaries)
+    names = [metric_title(metric) for metric in metrics]
+    table = _table("final loss", *names, "uploads", "bits/param", "bytes")
     for baseline in baselines:
         table.add_column(f"vs {baseline.recipe}", justify="right", style="green")
     for summary in summaries:
-        accuracy = summary.test_accuracy
         table.add_row(
             summary.recipe,
             "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
-            "-" if accuracy is None else f"{accuracy:.1%}",
+            *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
             f"{summary.uploads:,}",
             f"{summary.bits_per_param:,}",
             format_bytes(summary.upload_bytes),
             *(_saving(summary.upload_bytes, baseline.upload_bytes) for baseline in baselines),
         )
     return table
+
+
+def measured(found: Iterable[Mapping[str, float]]) -> list[Metric]:
+    """Return the metrics that runs have, in order; none is shown that no run has."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return [named_metric(name) for name in names]
+
+
+def metric_title(metric: Metric) -> str:
+    """Return the heading of a metric's column.
+
+    >>> metric_title(named_metric("accuracy")), metric_title(named_metric("largest_error"))
+    ('test acc', 'test largest error')
+    """
+    return "test acc" if metric.name == "accuracy" else f"test {metric.name.replace('_', ' ')}"
 
 
 def target_table(summaries: Sequence[Summary]) -> Table:

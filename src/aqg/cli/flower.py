@@ -66,9 +66,13 @@ def demo(
         result = {**summary, "nodes": rows, "directory": str(directory)}
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
+    from aqg.cli.display import measured, metric_title
+    from aqg.experiments.rundir import read_metrics
+
+    found = read_metrics(summary)
+    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
     console.print(
-        f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, "
-        f"test accuracy {summary['test_accuracy']:.1%}."
+        f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
     )
     console.print(_byte_table(table))
     console.print(

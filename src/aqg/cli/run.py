@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from aqg.cli.display import progress_bars, result_table, target_table
-from aqg.data import load_dataset
-from aqg.errors import ConfigError
+from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
-from aqg.experiments.config import RunConfig, parse_assignment, read_settings, resolve, to_toml
+from aqg.experiments.config import (
+    RunConfig,
+    parse_assignment,
+    read_settings,
+    refuse_unnamed_code,
+    resolve,
+    to_toml,
+)
 from aqg.experiments.figure import draw_comparison
 from aqg.experiments.rundir import (
     CONFIG,
@@ -23,13 +30,13 @@ from aqg.experiments.rundir import (
     output_directory,
     write_atomically,
 )
-from aqg.experiments.setup import describe_clients, find_minimum, make_problem
+from aqg.experiments.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
+from aqg.weights import BEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 FIGURE = "comparison.png"
 CLIENTS = "clients.txt"
@@ -46,6 +53,7 @@ class RunOptions:
     resume: Path | None = None
     data_dir: Path | None = None
     as_json: bool = False
+    allow_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,12 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     check_device(config.device)
     with console.status("Preparing kernels (compiled once, then cached) ..."):
         warm_up()
-    with console.status(f"Loading {config.dataset} ..."):
-        dataset = load_dataset(config.dataset, options.data_dir)
-        problem = make_problem(config, dataset)
+    with console.status(f"Loading {config.data_name} ..."):
+        problem, table = load_problem(config, options.data_dir)
+        try_out(config, problem)
     with console.status("Finding the minimum of the loss (once, then cached) ..."):
         minimum = find_minimum(config, problem)
     _create(plan, resume=options.resume is not None)
-    table = describe_clients(config, dataset)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
     results = []
@@ -89,6 +96,14 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
                 raise runner.Interrupted(
                     f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
                 ) from None
+            except AqgError:
+                raise
+            except Exception as error:  # of the user's own model, as far as we know
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                raise RunError(
+                    f"{run_config.recipe} on {run_config.title} failed: {text}; what it did so "
+                    f"far is in {directory}"
+                ) from error
 
     summaries = [result.summary for result in results]
     write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))
@@ -108,6 +123,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(
         f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True
     )
+    console.print(f"Models: {plan.runs[0][1] / BEST} and so on", highlight=False, soft_wrap=True)
     console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
     console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
 
@@ -115,18 +131,34 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 @contextmanager
 def _planned(options: RunOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
-    settings: dict[str, Any] = read_settings(options.config) if options.config else {}
-    settings.update(parse_assignment(text) for text in options.assignments)
-    settings.update(options.flags)
+    named: dict[str, Any] = dict(parse_assignment(text) for text in options.assignments)
+    named.update(options.flags)
     if options.resume is not None:
         if options.out is not None:
             raise ConfigError("--resume and --out exclude each other: a run stays where it is")
-        configs = runner.read_configs(options.resume, settings)
+        _guard(options.resume / CONFIG, {}, named, options)
+    settings: dict[str, Any] = {}
+    if options.config is not None:
+        _guard(options.config, named, named, options)
+        settings = read_settings(options.config)
+    settings.update(named)
+    if options.resume is not None:
+        configs = runner.read_configs(options.resume, settings, options.data_dir)
         yield _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
         return
-    configs = resolve(settings)
-    with output_directory(options.out, configs[0].dataset) as directory:
+    configs = resolve(settings, options.data_dir)
+    with output_directory(options.out, Path(configs[0].data_name).stem) as directory:
         yield _lay_out(directory, configs, is_batch=True)
+
+
+def _guard(
+    file: Path, overrides: Mapping[str, Any], named: Mapping[str, Any], options: RunOptions
+) -> None:
+    """Refuse a file that would run code which the command line does not name."""
+    if file.is_file():  # what is missing is reported where it is read
+        settings = {**read_settings(file), **overrides}
+        where = repr(str(file))
+        refuse_unnamed_code(settings, named, allowed=options.allow_code, where=where)
 
 
 def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from aqg.cli.sweep_display import Overview, sweep_table
 from aqg.errors import ConfigError
 from aqg.experiments import runner
-from aqg.experiments.config import read_settings
+from aqg.experiments.config import located, read_settings, refuse_unnamed_code
 from aqg.experiments.rundir import output_directory
 from aqg.experiments.sweep import (
     GRID,
@@ -32,7 +32,7 @@ from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
 from aqg.experiments.workers import Done, Event, Workers, default_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from aqg.errors import AqgError
@@ -48,6 +48,8 @@ class SweepOptions:
     jobs: int | None = None
     data_dir: Path | None = None
     as_json: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    allow_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,52 @@ def _carry_out(plan: _Plan, options: SweepOptions) -> int:
 @contextmanager
 def _planned(options: SweepOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
-    document = read_settings(options.grid) if options.grid is not None else None
+    flags = {name: located(name, value) for name, value in options.flags.items()}
+    document, grid_file = None, b""
+    if options.grid is not None:
+        document = read_settings(options.grid)
+        _guard(options.grid, document, options)
+        # Top-level keys come before tables in TOML.
+        lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
+        grid_file = "".join(lines).encode() + options.grid.read_bytes()
+        for key in flags:
+            if key in document or key in document.get("grid", {}):
+                raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
+        document = {**flags, **document}
     if options.resume is not None:
         if options.out is not None:
             raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
-        yield _Plan(options.resume, open_sweep(options.resume, document), None)
+        stored = options.resume / GRID
+        if stored.is_file():
+            _check_flags(read_settings(stored), flags, options.resume)
+            _guard(stored, read_settings(stored), options)
+        sweep = open_sweep(options.resume, document, options.data_dir)
+        yield _Plan(options.resume, sweep, None)
         return
     if options.grid is None or document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
-    sweep = expand(document)
+    sweep = expand(document, options.data_dir)
     with output_directory(options.out, options.grid.stem) as directory:
-        yield _Plan(directory, sweep, options.grid.read_bytes())
+        yield _Plan(directory, sweep, grid_file)
+
+
+def _check_flags(stored: Mapping[str, Any], flags: Mapping[str, Any], directory: Path) -> None:
+    for key, value in flags.items():
+        if located(key, stored.get(key)) != value:
+            raise ConfigError(
+                f"cannot resume {str(directory)!r} with {key} {value}: the sweep has {key} "
+                f"{stored.get(key, 'missing')}; drop the option, or start a new sweep"
+            )
+
+
+def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> None:
+    """Refuse a grid that would run code which the command line does not name."""
+    allowed, where = options.allow_code, repr(str(file))
+    refuse_unnamed_code(document, options.flags, allowed=allowed, where=where)
+    grid = document.get("grid")
+    for key, values in grid.items() if isinstance(grid, dict) else ():
+        for value in values if isinstance(values, list) else ():
+            refuse_unnamed_code({key: value}, options.flags, allowed=allowed, where=where)
 
 
 def _announce(plan: _Plan, num_left: int, jobs: int) -> str:

@@ -10,8 +10,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from aqg.cli.display import format_bytes
+from aqg.cli.display import format_bytes, measured, metric_title
 from aqg.cli.live import LiveDisplay, plain_table
+from aqg.experiments.rundir import read_metrics
 from aqg.experiments.workers import Done, Event, Failed, Reported, Started, Stopping
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aqg.experiments.sweep import SweepRun
+    from aqg.objectives.metrics import Metric
 
     Row = Mapping[str, Any]
 
@@ -120,23 +122,25 @@ def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
     table = plain_table()
     for name in names:
         table.add_column(name, style="bold")
-    for column in ("runs", "final loss", "test acc", "uploads", "bytes"):
+    metrics = measured(read_metrics(row) for row in rows)
+    titles = [metric_title(metric) for metric in metrics]
+    for column in ("runs", "final loss", *titles, "uploads", "bytes"):
         table.add_column(column, justify="right")
     if with_target:
         table.add_column("bytes to target", justify="right")
     for group in groups.values():
         table.add_row(
             *(str(group[0]["settings"][name]) for name in names),
-            *_results(group),
+            *_results(group, metrics),
             *([_target_cost(group)] if with_target else []),
         )
     return table
 
 
-def _results(group: Sequence[Row]) -> list[str]:
+def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
     done = [row for row in group if "error" not in row]
     if not done:
-        return [f"0 of {len(group)}", "failed", "-", "-", "-"]
+        return [f"0 of {len(group)}", "failed", *("-" for _ in metrics), "-", "-"]
     num_diverged = sum(row["diverged"] for row in done)
     loss = _spread([row["final_loss"] for row in done if not row["diverged"]], "{:.6f}".format)
     if num_diverged:
@@ -144,7 +148,10 @@ def _results(group: Sequence[Row]) -> list[str]:
     return [
         str(len(group)) if len(done) == len(group) else f"{len(done)} of {len(group)}",
         loss,
-        _spread([row["test_accuracy"] for row in done], "{:.1%}".format),
+        *(
+            _spread([read_metrics(row).get(metric.name) for row in done], metric.format)
+            for metric in metrics
+        ),
         _spread([row["uploads"] for row in done], "{:,.0f}".format),
         _spread([row["upload_bytes"] for row in done], _size),
     ]

@@ -54,6 +54,9 @@ def theory(
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run Python files that only a run or config names.")
+    ] = False,
 ) -> None:
     """Say which step sizes are guaranteed to converge, and what the current one is.
 
@@ -61,7 +64,13 @@ def theory(
     """
     from rich.console import Console
 
-    from aqg.experiments.config import parse_assignment, read_settings, resolve
+    from aqg.experiments.config import (
+        parse_assignment,
+        read_settings,
+        refuse_unnamed_code,
+        resolve,
+    )
+    from aqg.experiments.rundir import CONFIG
     from aqg.experiments.runner import read_configs
     from aqg.experiments.setup import build_problem
     from aqg.theory.advice import advise, sentences, survey
@@ -76,12 +85,19 @@ def theory(
         "scaling": scaling,
         "alpha": alpha,
     }
-    settings: dict[str, Any] = read_settings(config) if config is not None else {}
-    settings.update(parse_assignment(text) for text in assignments or ())
-    settings.update({name: value for name, value in given.items() if value is not None})
+    named: dict[str, Any] = dict(parse_assignment(text) for text in assignments or ())
+    named.update({name: value for name, value in given.items() if value is not None})
+    for file in (config, directory / CONFIG if directory is not None else None):
+        if file is not None and file.is_file():
+            where = repr(str(file))
+            refuse_unnamed_code(read_settings(file), named, allowed=allow_code, where=where)
+    settings = {**(read_settings(config) if config is not None else {}), **named}
     console = Console(stderr=as_json)
-    configs = read_configs(directory, settings) if directory is not None else resolve(settings)
-    with console.status(f"Loading {configs[0].dataset} ..."):
+    if directory is not None:
+        configs = read_configs(directory, settings, data_dir)
+    else:
+        configs = resolve(settings, data_dir)
+    with console.status(f"Loading {configs[0].data_name} ..."):
         problem = build_problem(configs[0], data_dir)
     with console.status("Measuring the curvature of the loss ..."):
         landscape = survey(problem, configs[0].training().client_weights(problem))
@@ -94,8 +110,7 @@ def theory(
         advice = advise(one, problem.num_clients, landscape, trace, end)
         found.append(advice.to_json())
         if not as_json:
-            title = f"{one.recipe}, {one.model} on {one.dataset}, {one.partition} split"
-            console.print(f"\n[bold]{title}[/bold]", highlight=False)
+            console.print(f"\n[bold]{one.recipe}, {one.title}[/bold]", highlight=False)
             for line in sentences(advice):
                 console.print(f"- {line}", highlight=False)
     if as_json:

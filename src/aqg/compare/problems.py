@@ -10,13 +10,12 @@ import numpy as np
 from aqg.data import Dataset, load_dataset, parse_partition
 from aqg.experiments.config import RunConfig
 from aqg.experiments.setup import find_minimum
+from aqg.models import DataShape, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.sim.problem import Problem, Samples
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch import nn
 
     from aqg.compare.tasks import Task
 
@@ -115,23 +114,5 @@ def _make_objective(task: Task, dataset: Dataset) -> Objective:
     if task.model != "cnn":
         num_features = dataset.features.shape[1]
         return make_objective(task.model, num_features, dataset.num_classes, task.l2, "mean")
-    side = round(dataset.features.shape[1] ** 0.5)
-    module = make_cnn(dataset.num_classes, side)
-    return Objective.from_module(
-        module, input_shape=(1, side, side), l2=task.l2, name="cnn", reset=True
-    )
-
-
-def make_cnn(num_classes: int, side: int) -> nn.Module:
-    """Return two convolutions that halve an image of ``side²`` pixels, and a linear layer."""
-    from torch import nn
-
-    quarter = -(-side // 4)
-    return nn.Sequential(
-        nn.Conv2d(1, 8, kernel_size=3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(8, 16, kernel_size=3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(16 * quarter * quarter, num_classes),
-    )
+    module = make_module(task.model, DataShape.of(dataset), seed=0)
+    return Objective.from_module(module, l2=task.l2, name="cnn", reset=True)

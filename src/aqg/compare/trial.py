@@ -204,7 +204,7 @@ def run_trial(
     meter = Meter(task.target, task.rounds)
     ending: Ending = "rounds"
     if task.target.kind == "accuracy":
-        values = _accuracies(simulation, problem, meter, task.rounds)
+        values = _accuracies(simulation, meter, task.rounds)
     else:
         values = _losses(simulation, minimum or 0.0, meter, task.rounds)
     for number, value in enumerate(values):
@@ -229,10 +229,9 @@ def _losses(
         meter.pay(record)
 
 
-def _accuracies(
-    simulation: FastSimulation, problem: Problem, meter: Meter, num_rounds: int
-) -> Iterator[float]:
+def _accuracies(simulation: FastSimulation, meter: Meter, num_rounds: int) -> Iterator[float]:
     """Yield the test accuracy after every round."""
+    problem = simulation.problem  # whose objective has the run's statistics
     assert problem.test is not None
     backend, labels = simulation.backend, problem.test.labels
     features = backend.put(problem.test.features)

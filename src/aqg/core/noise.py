@@ -8,7 +8,7 @@ the client's own updates and a few thousand numbers of state.
 With differences ``d^k = g^k - g^{k-1}``, independent noise of energy ``σ²`` in every ``g`` makes
 ``-2⟨d^k, d^{k-1} + d^{k-2}⟩`` equal ``2σ²`` on average, the part of ``‖d‖²`` that is noise. A
 gradient that drifts makes it negative, however long ago the client was last asked, and one that
-swings to and fro, as at the edge of stability, makes it zero. Its running mean over that of
+oscillates, as at the edge of stability, makes it zero. Its running mean over that of
 ``‖g‖²`` is the noise ratio ``ν``.
 
 The meter also notes how much updates change, noise or not, and every how many rounds the client is
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SKETCH_LENGTH = 4096
 _COUNT, _NOISE, _ENERGY, _CHANGE, _NOISY, _ROUND, _PAUSE, _HEAD = range(8)
 _SMALL_MODEL = 1024
-"""Up to so many parameters, all of them at four bits take but a few frames of a trickle."""
+"""Up to so many parameters, a whole upload at four bits costs no more than a few sparse ones."""
 _FIRST_RATIO = 4
 """Updates it takes to have three differences."""
 _FIRST_VERDICT = 5

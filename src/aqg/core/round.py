@@ -20,6 +20,7 @@ from aqg.core.links import Link, Memory, init_link
 from aqg.core.messages import AnyUpload, for_one_round
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
+from aqg.core.space import with_rows
 from aqg.core.stage import Flow, Outcome
 from aqg.jit import njit
 
@@ -292,7 +293,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clie
     """
     stages, silent_rounds = dict(state.stages), state.silent_rounds
     for part in spoken.parts:
-        silent_rounds = _with_rows(silent_rounds, part.clients, part.silent_rounds)
+        silent_rounds = with_rows(silent_rounds, part.clients, part.silent_rounds)
         if not part.way.stages:
             continue
 
@@ -317,15 +318,6 @@ def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clie
     if spoken.switched is not None:
         _settle_switch(space, recipe, stages, spoken)
     return Clients(state.num_params, state.link, silent_rounds, stages)
-
-
-def _with_rows(numbers: IntArray, clients: IntArray, rows: IntArray) -> IntArray:
-    """Return the numbers of all clients with those of some replaced."""
-    if len(clients) == len(numbers):
-        return rows
-    numbers = numbers.copy()
-    numbers[clients] = rows
-    return numbers
 
 
 def _settle_switch(

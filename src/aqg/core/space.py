@@ -23,6 +23,8 @@ from aqg.parallel import map_threads, num_threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
@@ -310,6 +312,15 @@ def as_index(clients: IntArray) -> slice | IntArray:
         return clients
     first, last = clients.item(0), clients.item(-1)
     return slice(first, last + 1) if last - first == len(clients) - 1 else clients
+
+
+def with_rows(numbers: NDArray[Any], clients: IntArray, rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers of all clients with those of some replaced; the old ones stay."""
+    if len(clients) == len(numbers):
+        return rows
+    numbers = numbers.copy()
+    numbers[clients] = rows
+    return numbers
 
 
 def energies(vectors: FloatArray) -> Float64Array:

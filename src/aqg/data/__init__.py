@@ -1,6 +1,13 @@
 """Datasets (downloaded, verified, cached) and the ways to split them among clients."""
 
-from aqg.data.datasets import DATASETS, Dataset, DatasetInfo, data_directory, load_dataset
+from aqg.data.datasets import (
+    DATASETS,
+    Dataset,
+    DatasetInfo,
+    data_directory,
+    is_dataset_file,
+    load_dataset,
+)
 from aqg.data.partitions import (
     PARTITION_FORMS,
     Partition,
@@ -19,6 +26,7 @@ __all__ = [
     "PartitionRow",
     "data_directory",
     "format_partition_table",
+    "is_dataset_file",
     "load_dataset",
     "parse_partition",
     "partition_table",

@@ -14,8 +14,9 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from aqg.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -37,6 +37,7 @@ __all__ = [
     "MnistFiles",
     "SourceFiles",
     "data_directory",
+    "is_dataset_file",
     "load_dataset",
     "load_digits",
     "load_heterogeneous",
@@ -54,22 +55,26 @@ class Dataset:
 
     Attributes:
         name: the name it was loaded by.
-        features: ``(N, f)``, float32 or float64.
-        labels: ``(N,)``, int64 in ``0..num_classes-1``.
-        num_classes: the number of labels there are.
-        test_features: ``(N', f)``, or None where there is no test set.
-        test_labels: ``(N',)``, or None where there is no test set.
+        features: ``(N, ...)``, floating point, or integers such as token ids.
+        labels: ``(N,)``, int64 in ``0..num_classes-1``; or targets of any shape ``(N, ...)``.
+        num_classes: the number of labels there are; 0 where the targets are not classes.
+        test_features: ``(N', ...)``, or None where there is no test set.
+        test_labels: ``(N', ...)``, or None where there is no test set.
         sources: ``(N,)``, int64: which of several original sets a sample is from, or None.
+        clients: ``(N,)``, int64 in ``0..M-1``: which client a sample belongs to, or None.
+        client_names: what the data call the ``M`` clients.
 
     """
 
     name: str
-    features: NDArray[np.floating]
-    labels: NDArray[np.int64]
+    features: NDArray[Any]
+    labels: NDArray[Any]
     num_classes: int
-    test_features: NDArray[np.floating] | None = None
-    test_labels: NDArray[np.int64] | None = None
+    test_features: NDArray[Any] | None = None
+    test_labels: NDArray[Any] | None = None
     sources: NDArray[np.int64] | None = None
+    clients: NDArray[np.int64] | None = None
+    client_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_samples(self.name, self.features, self.labels, self.num_classes)
@@ -79,34 +84,44 @@ class Dataset:
             _check_samples(
                 f"{self.name} (test)", self.test_features, self.test_labels, self.num_classes
             )
-            if self.test_features.shape[1] != self.num_features:
+            if self.test_features.shape[1:] != self.sample_shape:
                 raise DataError(
-                    f"dataset {self.name!r} has {self.num_features} features and "
-                    f"{self.test_features.shape[1]} in its test set"
+                    f"dataset {self.name!r} has samples of shape {self.sample_shape}, and of shape "
+                    f"{self.test_features.shape[1:]} in its test set"
                 )
-        if self.sources is not None and self.sources.shape != self.labels.shape:
-            raise DataError(
-                f"dataset {self.name!r} has {len(self.labels)} labels and sources of shape "
-                f"{self.sources.shape}"
-            )
+        for what, column in (("sources", self.sources), ("clients", self.clients)):
+            if column is not None and column.shape != self.labels.shape[:1]:
+                raise DataError(
+                    f"dataset {self.name!r} has {len(self.labels)} labels and {what} of shape "
+                    f"{column.shape}"
+                )
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def num_features(self) -> int:
-        """Return the length of one sample."""
-        return int(self.features.shape[1])
+        """Return how many numbers a sample has."""
+        return math.prod(self.sample_shape)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Return the shape of one sample."""
+        return self.features.shape[1:]
 
 
 def _check_samples(
-    name: str, features: NDArray[np.floating], labels: NDArray[np.int64], num_classes: int
+    name: str, features: NDArray[Any], labels: NDArray[Any], num_classes: int
 ) -> None:
-    if features.ndim != 2 or labels.shape != features.shape[:1] or not len(labels):
+    if features.ndim < 2 or labels.shape[:1] != features.shape[:1] or not len(labels):
         raise DataError(
             f"dataset {name!r} has features of shape {features.shape} and labels of shape "
-            f"{labels.shape}; (N, f) and (N,) with N >= 1 are needed"
+            f"{labels.shape}; (N, ...) and (N,) with N >= 1 are needed"
         )
+    if not num_classes:
+        return
+    if labels.ndim != 1:
+        raise DataError(f"dataset {name!r} has labels of shape {labels.shape}; (N,) is needed")
     if labels.min() < 0 or labels.max() >= num_classes:
         raise DataError(
             f"dataset {name!r} has labels in {labels.min()}..{labels.max()}, "
@@ -338,12 +353,26 @@ DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
 )
 
 
+def is_dataset_file(name: str) -> bool:
+    """Tell whether a dataset is named by its file."""
+    return name.endswith(".npz")
+
+
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """Load a dataset by name; see `data_directory` for where its files are kept.
+    """Load a dataset by name, or from a file whose name ends in ``.npz``.
+
+    `data_directory` says where the files of those with a name are kept, and `aqg.data.files` what
+    a file must hold.
 
     >>> load_dataset("digits").num_classes
     10
     """
+    if is_dataset_file(name):
+        from aqg.data.files import read_dataset  # which imports this module
+
+        return read_dataset(Path(name).expanduser())
     if name not in DATASETS:
-        raise ConfigError(f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}")
+        raise ConfigError(
+            f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}, or a file FILE.npz"
+        )
     return DATASETS[name].load(data_dir)

@@ -7,6 +7,7 @@ iid             a random part of everything
 label           one label only: client m has label m mod num_classes
 source          a part of one original set (for datasets made of several), in the set's order
 source:shuffled the same, but a random part
+natural         what the data say is its own (for files that hold ``client``)
 dirichlet:A     of every label a random proportion, drawn from Dirichlet(A); small A: very uneven
 shards:K        K random pieces of the samples sorted by label
 =============== =============================================================================
@@ -32,7 +33,15 @@ if TYPE_CHECKING:
 
     from aqg.data.datasets import Dataset
 
-PARTITION_FORMS = ("iid", "label", "source", "source:shuffled", "dirichlet:A", "shards:K")
+PARTITION_FORMS = (
+    "iid",
+    "label",
+    "source",
+    "source:shuffled",
+    "natural",
+    "dirichlet:A",
+    "shards:K",
+)
 MAX_CONCENTRATION = 1e9
 """Largest Dirichlet concentration: far beyond where proportions can be told from equal ones."""
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
@@ -97,6 +106,7 @@ class LabelPartition(Partition):
         num_clients: int,
         generator: np.random.Generator,  # noqa: ARG002
     ) -> Sequence[NDArray[np.int64]]:
+        _require_classes(dataset, self.spec)
         num_classes = dataset.num_classes
         if num_clients < num_classes:
             raise DataError(
@@ -163,6 +173,41 @@ class SourcePartition(Partition):
 
 
 @dataclass(frozen=True, slots=True)
+class NaturalPartition(Partition):
+    """Client ``m`` holds the samples that `Dataset.clients` gives it. The seed plays no part."""
+
+    spec: ClassVar[str] = "natural"
+
+    def _split(
+        self,
+        dataset: Dataset,
+        num_clients: int,
+        generator: np.random.Generator,  # noqa: ARG002
+    ) -> Sequence[NDArray[np.int64]]:
+        if dataset.clients is None:
+            raise DataError(
+                f"dataset {dataset.name!r} does not say which client a sample belongs to; "
+                "partition 'natural' needs a file with an array 'client'"
+            )
+        sizes = np.bincount(dataset.clients)
+        if num_clients != len(sizes):
+            raise DataError(
+                f"dataset {dataset.name!r} has {len(sizes)} clients of its own, and clients is "
+                f"{num_clients}; leave clients out, or choose another partition"
+            )
+        order = np.argsort(dataset.clients, kind="stable")
+        return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def _require_classes(dataset: Dataset, spec: str) -> None:
+    if not dataset.num_classes:
+        raise DataError(
+            f"partition {spec!r} needs one class per sample, and dataset {dataset.name!r} has "
+            f"{dataset.labels.dtype} targets of shape {dataset.labels.shape}; use iid or natural"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DirichletPartition(Partition):
     """Of each label, client ``m`` holds the share ``p_m``, with ``p ~ Dirichlet(a, ..., a)``.
 
@@ -187,6 +232,7 @@ class DirichletPartition(Partition):
     def _split(
         self, dataset: Dataset, num_clients: int, generator: np.random.Generator
     ) -> Sequence[NDArray[np.int64]]:
+        _require_classes(dataset, self.spec)
         label_sizes = np.bincount(dataset.labels, minlength=dataset.num_classes)
         for _ in range(_MAX_DRAWS):
             counts = self._draw_counts(label_sizes, num_clients, generator)
@@ -246,6 +292,7 @@ class ShardsPartition(Partition):
     def _split(
         self, dataset: Dataset, num_clients: int, generator: np.random.Generator
     ) -> Sequence[NDArray[np.int64]]:
+        _require_classes(dataset, self.spec)
         num_shards = num_clients * self.shards_per_client
         if num_shards > len(dataset):
             raise DataError(
@@ -272,6 +319,7 @@ def parse_partition(spec: str) -> Partition:
             LabelPartition(),
             SourcePartition(),
             SourcePartition(shuffled=True),
+            NaturalPartition(),
         )
     }
     if spec in plain:
@@ -293,12 +341,13 @@ def parse_partition(spec: str) -> Partition:
 
 
 class PartitionRow(TypedDict):
-    """What one client holds: sample counts in all, per label, and per source if there are any."""
+    """What one client holds: samples in all, per label and per source; and its name in the data."""
 
     client: int
     samples: int
     labels: list[int]
     sources: NotRequired[list[int]]
+    name: NotRequired[str]
 
 
 def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> list[PartitionRow]:
@@ -306,11 +355,10 @@ def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> lis
     rows: list[PartitionRow] = []
     num_sources = 0 if dataset.sources is None else int(dataset.sources.max()) + 1
     for client, part in enumerate(parts):
-        row: PartitionRow = {
-            "client": client,
-            "samples": len(part),
-            "labels": np.bincount(dataset.labels[part], minlength=dataset.num_classes).tolist(),
-        }
+        row: PartitionRow = {"client": client, "samples": len(part), "labels": []}
+        if dataset.num_classes:
+            counts = np.bincount(dataset.labels[part], minlength=dataset.num_classes)
+            row["labels"] = counts.tolist()
         if dataset.sources is not None:
             row["sources"] = np.bincount(dataset.sources[part], minlength=num_sources).tolist()
         rows.append(row)
@@ -332,10 +380,12 @@ def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> 
     header = ["client", "samples"]
     header += [f"label {label}" for label in range(len(rows[0]["labels"]))]
     header += [f"source {source}" for source in range(len(rows[0].get("sources", [])))]
+    header += ["name"] if "name" in rows[0] else []
     lines = ["  ".join(header)]
     for row in rows[:max_rows]:
         counts = [str(count or ".") for count in (*row["labels"], *row.get("sources", []))]
         cells = [str(row["client"]), str(row["samples"]), *counts]
+        cells += [row["name"]] if "name" in row else []
         lines.append(
             "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, header, strict=True))
         )

@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
-from aqg.data import DATASETS, parse_partition
+from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
+from aqg.experiments.code import Code, file_digest
+from aqg.experiments.own import file_facts, problem_facts, problem_settings
+from aqg.models import is_module
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training
 
@@ -39,6 +42,10 @@ STEP_SIZES: dict[tuple[str, str], float] = {
     ("heterogeneous", "sum"): 0.0015,
 }
 """For the default number of clients."""
+OWN = "custom"
+"""Stands for dataset, partition and model where a function makes the whole problem."""
+_OWN_ROUNDS = 100
+_OWN_CLIENTS = 10
 ADAM_STEP_SIZE = 0.01
 """Adam's steps have this length per coordinate, whatever the data and the number of clients."""
 
@@ -74,9 +81,13 @@ class RunConfig:
     weighting: str = "equal"
     participation: float = 1.0
     optimizer: str = "sgd"
+    problem: str | None = None
+    init: str | None = None
+    files: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _require_choice("dataset", self.dataset, DATASETS)
+        if self.problem is None and not is_dataset_file(self.dataset):
+            _require_choice("dataset", self.dataset, DATASETS)
         _require_choice("scaling", self.scaling, ("mean", "sum"))
         _require_choice("dtype", self.dtype, ("float32", "float64"))
         _require_choice("engine", self.engine, ("fast", "reference"))
@@ -91,7 +102,8 @@ class RunConfig:
         if self.target is not None:
             _require("target", self.target, 0 < self.target < math.inf, "above 0")
         make_recipe(self.recipe, self.bits, self.max_staleness)
-        parse_partition(self.partition)
+        if self.problem is None:
+            parse_partition(self.partition)
         self.dropout_schedule()
         self.training()
         if self.scaling == "sum" and self.batch_size is not None:
@@ -104,6 +116,27 @@ class RunConfig:
                 "weighting is samples with scaling sum, which weights clients by their samples "
                 "already; use scaling mean or weighting equal"
             )
+
+    @property
+    def title(self) -> str:
+        """What is learned by whom, in a few words.
+
+        >>> resolve({})[0].title
+        'softmax on digits, 10 clients, label split'
+        """
+        if self.problem is not None:
+            code = Code.parse(self.problem)
+            name = self.problem if code is None else code.short
+            return f"{name}, {self.clients} clients"
+        code = Code.parse(self.model)
+        model = self.model if code is None else code.short
+        return f"{model} on {self.data_name}, {self.clients} clients, {self.partition} split"
+
+    @property
+    def data_name(self) -> str:
+        """The dataset's name, or that of the file it comes from."""
+        code = None if self.problem is None else Code.parse(self.problem)
+        return code.path.stem if code is not None else Path(self.dataset).name
 
     def dropout_schedule(self) -> Dropout:
         """Return who is away when."""
@@ -123,8 +156,11 @@ class RunConfig:
 SETTINGS = tuple(field.name for field in fields(RunConfig))
 
 
-def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
+def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[RunConfig, ...]:
     """Fill in defaults and check everything; one config per recipe named.
+
+    Where a function makes the problem, it is called (with ``data_dir``) if a default depends on
+    what it makes.
 
     >>> [config.recipe for config in resolve({"recipe": "lean,gd"})]
     ['lean', 'gd']
@@ -135,35 +171,190 @@ def resolve(settings: Mapping[str, Any]) -> tuple[RunConfig, ...]:
     unknown = sorted(set(settings) - set(SETTINGS))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
-    dataset = settings.get("dataset", "digits")
-    _require_choice("dataset", dataset, DATASETS)
-    merged: dict[str, Any] = {"dataset": dataset, **DATASET_DEFAULTS[dataset], **settings}
+    settings = {name: located(name, value) for name, value in settings.items()}
+    if settings.get("problem") is not None:
+        merged = _problem_defaults(settings, data_dir)
+    else:
+        merged = _dataset_defaults(settings)
     merged.setdefault("recipe", "auto,gd,laq")
-    merged.setdefault("alpha", _default_step_size(merged))
     recipes = merged.pop("recipe")
     names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
     names = [name.strip() for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"a recipe is named twice in {','.join(names)}")
+    merged["files"] = _noted_files(merged)
     typed = {name: _typed(name, value) for name, value in merged.items()}
     load_plugins(typed.get("plugins", ()))
     return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
 
 
-def _default_step_size(settings: Mapping[str, Any]) -> float:
-    """Return the step size for the dataset and the optimizer.
+def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the defaults of a dataset by name or file, and of the model."""
+    dataset = settings.get("dataset", "digits")
+    if isinstance(dataset, str) and is_dataset_file(dataset):
+        facts = file_facts(dataset)
+        defaults: dict[str, Any] = {
+            "partition": "iid" if facts.num_clients is None else "natural",
+            "clients": _OWN_CLIENTS,
+            "rounds": _OWN_ROUNDS,
+            "dtype": "float32",
+        }
+        if settings.get("partition", defaults["partition"]) == "natural":
+            defaults["clients"] = facts.num_clients or _OWN_CLIENTS
+        if facts.has_classes:
+            defaults["model"] = "softmax"
+        elif "model" not in settings:
+            raise ConfigError(
+                f"the targets in {dataset!r} are not classes, so there is no model by default; "
+                "name one with --model"
+            )
+    else:
+        _require_choice("dataset", dataset, DATASETS, "or FILE.npz")
+        facts, defaults = None, DATASET_DEFAULTS[dataset]
+    merged = {"dataset": dataset, **defaults, **settings}
+    model = merged["model"]
+    if isinstance(model, str) and is_module(model):
+        merged = {"l2": 0.0, "dtype": "float32", **merged}
+    if facts is None and not (isinstance(model, str) and is_module(model)):
+        merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
+    else:
+        num_samples = None if facts is None else facts.num_samples
+        merged.setdefault("alpha", _default_step_size(merged, _averaging_step(merged, num_samples)))
+    return merged
+
+
+_OF_A_PROBLEM: dict[str, Any] = {
+    "dataset": OWN,
+    "partition": OWN,
+    "model": OWN,
+    "l2": 0.0,
+    "scaling": "mean",
+}
+
+
+def _problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict[str, Any]:
+    """Return the settings with the defaults of a problem that a function makes."""
+    problem = settings["problem"]
+    for name, value in _OF_A_PROBLEM.items():
+        if settings.get(name, value) != value:
+            raise ConfigError(
+                f"{name} is {settings[name]} and problem {problem}, which makes the whole problem, "
+                f"{name} included; give one of them"
+            )
+    merged = {"dtype": "float32", "rounds": _OWN_ROUNDS, **problem_settings(problem), **settings}
+    merged |= _OF_A_PROBLEM
+    _require_choice("dtype", merged["dtype"], ("float32", "float64"))
+    if "clients" not in merged or "alpha" not in merged:
+        facts = problem_facts(problem, _typed("dtype", merged["dtype"]), data_dir)
+        merged.setdefault("clients", facts.num_clients)
+        step_size = _averaging_step(merged, facts.num_samples)
+        merged.setdefault("alpha", _default_step_size(merged, step_size))
+    return merged
+
+
+def located(name: str, value: Any) -> Any:
+    """Make the files that a setting names absolute, so that a run can go on from anywhere."""
+    if name == "plugins" and isinstance(value, list | tuple):
+        return [str(Path(item).expanduser().resolve()) for item in value]
+    if not isinstance(value, str):
+        return value
+    if name == "init" or (name == "dataset" and is_dataset_file(value)):
+        return str(Path(value).expanduser().resolve())
+    if name in ("model", "problem"):
+        code = Code.parse(value)
+        if code is None and name == "problem":
+            raise ConfigError(f"problem is {value!r}; it must be FILE.py:FUNCTION")
+        return value if code is None else str(code.located())
+    return value
+
+
+def refuse_unnamed_code(
+    settings: Mapping[str, Any], named: Mapping[str, Any], *, allowed: bool, where: str
+) -> None:
+    """Refuse settings in a file that would run code which the command line does not name.
+
+    Args:
+        settings: from the file.
+        named: from the command line.
+        allowed: whether the user said that code in files may run.
+        where: the file, for the message.
+
+    """
+    for name in ("model", "problem", "plugins"):
+        value = settings.get(name)
+        if allowed or not value or located(name, named.get(name)) == located(name, value):
+            continue
+        if name != "model" or (isinstance(value, str) and Code.parse(value) is not None):
+            shown = value[0] if isinstance(value, list | tuple) else value
+            raise ConfigError(
+                f"{where} would run {name} {shown!r}, which the command line does not name; "
+                "add --allow-code if you trust it"
+            )
+
+
+def check_files(config: RunConfig) -> None:
+    """Raise if a file is not the one that the run began with."""
+    _compare_digests(
+        dict(config.files), {path: file_digest(Path(path)) for path, _ in config.files}
+    )
+
+
+def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the digest of every file that shapes the problem; one that has changed is refused."""
+    paths = []
+    for name in ("dataset", "model", "problem", "init"):
+        value = settings.get(name)
+        if not isinstance(value, str):
+            continue
+        code = Code.parse(value) if name in ("model", "problem") else None
+        if code is not None:
+            paths.append(str(code.path))
+        elif name == "init" or (name == "dataset" and is_dataset_file(value)):
+            paths.append(value)
+    now = {path: file_digest(Path(path)) for path in dict.fromkeys(paths)}
+    _compare_digests(dict(_typed("files", settings.get("files", ()))), now)
+    return tuple(now.items())
+
+
+def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for path, digest in now.items():
+        if before.get(path, digest) != digest:
+            raise ConfigError(
+                f"{path!r} is not the file that this run began with (SHA-256 {before[path][:12]} "
+                f"then, {digest[:12]} now); put that one back, or start a new run"
+            )
+
+
+def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
+    """Adapt the step size of plain gradient descent to the optimizer.
 
     With momentum a direction moves the model by ``α/(1-β)`` in all; the default keeps that as long
     as without. Where clients are sampled, their directions are old as well, and old directions
     with momentum oscillate: the step is shortened by the fraction sampled.
     """
     optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
-    step_size = _dataset_step_size(settings) * optimizer.fresh_share
+    step_size = step_size * optimizer.fresh_share
     if isinstance(optimizer, Adam):
         step_size = ADAM_STEP_SIZE
     if optimizer.fresh_share < 1:
         step_size *= _typed("participation", settings.get("participation", 1.0))
     return step_size
+
+
+def _averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
+    """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
+
+    With unequal clients or participation, ``K`` is that of a client with the mean number of
+    samples.
+    """
+    values = {
+        name: _typed(name, settings.get(name, getattr(RunConfig, name)))
+        for name in ("batch_size", "local_steps", "local_epochs", "local_rate")
+    }
+    local = LocalTraining(*values.values())
+    clients: int = max(1, _typed("clients", settings["clients"]))
+    num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
+    return local.rate * num_steps / clients
 
 
 def _dataset_step_size(settings: Mapping[str, Any]) -> float:
@@ -237,12 +428,17 @@ def _typed(name: str, value: Any) -> Any:
         return value
     if hint in (float, float | None) and isinstance(value, int | float) and value is not True:
         return float(value)
-    if hint is str and isinstance(value, str):
+    if hint in (str, str | None) and isinstance(value, str):
         return value
-    if hint in (float | None, int | None) and value is None:
+    if hint in (float | None, int | None, str | None) and value is None:
         return None
+    if name == "files" and isinstance(value, list | tuple):
+        pairs = tuple(tuple(pair) if isinstance(pair, list | tuple) else pair for pair in value)
+        if all(isinstance(p, tuple) and [type(x) for x in p] == [str] * 2 for p in pairs):
+            return pairs
+        raise ConfigError(f"files is {value!r}; each must be [path, SHA-256]")
     if name == "plugins" and isinstance(value, list | tuple):
-        return tuple(str(Path(item).resolve()) for item in value)
+        return tuple(map(str, value))
     if name == "absences" and isinstance(value, list | tuple):
         rows = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in value)
         if all(isinstance(row, tuple) and [type(x) for x in row] == [int] * 3 for row in rows):
@@ -252,6 +448,7 @@ def _typed(name: str, value: Any) -> Any:
         int: "a whole number",
         int | None: "a whole number",
         str: "a text",
+        str | None: "a text",
         tuple[str, ...]: "a list of texts",
     }
     raise ConfigError(f"{name} is {value!r}; it must be {wanted.get(hint, 'a number')}")
@@ -267,6 +464,7 @@ def _require(name: str, value: object, holds: bool, bound: str) -> None:
         raise ConfigError(f"{name} is {value}; it must be {bound}")
 
 
-def _require_choice(name: str, value: object, choices: Any) -> None:
+def _require_choice(name: str, value: object, choices: Any, more: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+        texts = ", ".join((*choices, more) if more else choices)
+        raise ConfigError(f"unknown {name} {value!r}; choose from {texts}")

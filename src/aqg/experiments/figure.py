@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from aqg.core.types import Float64Array
     from aqg.experiments.runner import Result
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#8C510A")
@@ -19,43 +20,52 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
-    """Draw loss against rounds, uploads and uploaded bytes; return a PNG."""
+    """Draw loss and metrics against rounds, uploads and uploaded bytes; return a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    metrics = list(dict.fromkeys(name for r in results for name in r.summary.metrics))
+    num_rows = 1 + len(metrics)
+    figure = Figure(figsize=(12, 4.2 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3, sharey=True)
+    rows = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
     for index, result in enumerate(results):
-        _draw_curves(axes, index, result, minimum)
+        _draw_curves(rows[0], index, result, _losses(result, minimum))
+        for axes, name in zip(rows[1:], metrics, strict=True):
+            heights = [row.get(name, np.nan) for row in result.trace.metrics]
+            _draw_curves(axes, index, result, np.array(heights, np.float64))
     config = results[0].config
-    axes[0].set_ylabel("loss" if minimum is None else "loss − minimum")
-    for axis, label in zip(axes, ("round", "uploads", "bytes uploaded"), strict=True):
+    titles = (f"test {name.replace('_', ' ')}" for name in metrics)
+    names = ("loss" if minimum is None else "loss − minimum", *titles)
+    for axes, name in zip(rows, names, strict=True):
+        axes[0].set_ylabel(name)
+    costs = ("round", "uploads", "bytes uploaded") * num_rows
+    for axis, label in zip(rows.flat, costs, strict=True):
         axis.set_xlabel(label)
+        axis.set_xscale("linear" if label == "round" else "log")
         axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_xscale("log")
-    axes[2].set_xscale("log")
-    axes[0].set_yscale("log")
-    axes[0].legend(frameon=False)
+    rows[0][0].set_yscale("log")
+    rows[0][0].legend(frameon=False)
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
-    figure.suptitle(
-        f"{config.model} on {config.dataset}, {config.clients} clients, "
-        f"{config.partition} split{dropout}",
-        fontsize=11,
-    )
+    figure.suptitle(f"{config.title}{dropout}", fontsize=11)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
 
 
-def _draw_curves(axes: Sequence[Axes], index: int, result: Result, minimum: float | None) -> None:
-    trace = result.trace
-    losses = np.array(trace.losses)
+def _losses(result: Result, minimum: float | None) -> Float64Array:
+    losses = np.array(result.trace.losses)
     heights = losses if minimum is None else losses - minimum
-    heights = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
+    return np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
+
+
+def _draw_curves(axes: Sequence[Axes], index: int, result: Result, heights: Float64Array) -> None:
+    """Draw one run against all three costs, without the rounds that have no value."""
+    trace = result.trace
     color = _COLORS[index % len(_COLORS)]
+    known = np.isfinite(heights)
     rounds = np.array([cost.rounds for cost in trace.costs], np.float64)
     uploads = np.array([cost.uploads for cost in trace.costs], np.float64)
     num_bytes = np.array([cost.upload_bytes for cost in trace.costs], np.float64)
@@ -63,11 +73,11 @@ def _draw_curves(axes: Sequence[Axes], index: int, result: Result, minimum: floa
     num_bytes[num_bytes == 0] = np.nan
     for axis, x in zip(axes, (rounds, uploads, num_bytes), strict=True):
         axis.plot(
-            x,
-            heights,
+            x[known],
+            heights[known],
             color=color,
             linestyle=_STYLES[index // len(_COLORS) % len(_STYLES)],
             label=result.config.recipe,
             linewidth=1.6,
         )
-        axis.plot(x[-1], heights[-1], "o", color=color, markersize=4)
+        axis.plot(x[known][-1:], heights[known][-1:], "o", color=color, markersize=4)

@@ -17,7 +17,7 @@ import json
 import os
 import zipfile
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,10 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of ``rounds.jsonl``: the record, and the test accuracy where it was measured."""
+    """One line of ``rounds.jsonl``: the record, and metrics on the test set where measured."""
 
     record: RoundRecord
-    test_accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Write as one line; a loss beyond all numbers becomes null."""
@@ -56,8 +56,10 @@ class Line:
             "upload_bytes": record.upload_bytes,
             "widths": list(record.widths),
         }
-        if self.test_accuracy is not None:
-            row["test_accuracy"] = self.test_accuracy
+        row |= metric_fields(self.metrics)
+        if record.statistics_upload_bytes or record.statistics_download_bytes:
+            row["statistics_upload_bytes"] = record.statistics_upload_bytes
+            row["statistics_download_bytes"] = record.statistics_download_bytes
         if record.faults:
             row["faults"] = [list(fault) for fault in record.faults]
         return json.dumps(row, allow_nan=False)
@@ -68,9 +70,37 @@ class Line:
         row = json.loads(text)
         faults = tuple((int(client), str(fault)) for client, fault in row.get("faults", ()))
         record = RoundRecord(
-            row["round"], row["loss"], tuple(row["widths"]), row["upload_bytes"], faults
+            row["round"],
+            row["loss"],
+            tuple(row["widths"]),
+            row["upload_bytes"],
+            faults,
+            row.get("statistics_upload_bytes", 0),
+            row.get("statistics_download_bytes", 0),
         )
-        return Line(record, row.get("test_accuracy"))
+        return Line(record, read_metrics(row))
+
+
+METRIC_PREFIX = "test_"
+"""Begins the name of every field that holds a metric."""
+
+
+def metric_fields(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as fields of a record; one beyond all numbers becomes null.
+
+    >>> metric_fields({"accuracy": 0.9, "perplexity": float("inf")})
+    {'test_accuracy': 0.9, 'test_perplexity': None}
+    """
+    return {METRIC_PREFIX + name: finite_or_none(value) for name, value in metrics.items()}
+
+
+def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics among the fields of a record."""
+    return {
+        key.removeprefix(METRIC_PREFIX): float(value)
+        for key, value in row.items()
+        if key.startswith(METRIC_PREFIX) and isinstance(value, int | float)
+    }
 
 
 def finite_or_none(value: float | None) -> float | None:

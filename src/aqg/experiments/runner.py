@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
+from aqg.experiments.models import ModelFiles, name_tensors, shared_buffers
 from aqg.experiments.rundir import (
     CONFIG,
     ROUNDS,
@@ -31,14 +32,16 @@ from aqg.experiments.versions import installed_versions
 from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
+    from aqg.sim.engine import FastSimulation
     from aqg.sim.problem import Problem
+    from aqg.sim.reference import ReferenceSimulation
 
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
-_ACCURACY_POINTS = 50
+_METRIC_POINTS = 50
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for it)
@@ -90,13 +93,15 @@ def create_run(directory: Path, config: RunConfig) -> None:
     write_atomically(directory / CONFIG, to_toml((config,)).encode())
 
 
-def read_configs(directory: Path, overrides: Mapping[str, Any]) -> tuple[RunConfig, ...]:
+def read_configs(
+    directory: Path, overrides: Mapping[str, Any], data_dir: Path | None = None
+) -> tuple[RunConfig, ...]:
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
     settings = read_settings(directory / CONFIG)
-    configs = resolve(settings)
-    asked = resolve({**settings, **overrides})
+    configs = resolve(settings, data_dir)
+    asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
         before, after = asdict(configs[0]), asdict(asked[0])
         before["recipe"] = ",".join(config.recipe for config in configs)
@@ -128,21 +133,27 @@ def run(
         simulation.restore(SimulationState.from_arrays(arrays))
     lines = read_lines(directory, before_round=simulation.next_round)
     rewrite_lines(directory, lines)
+    directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
+    models = ModelFiles(directory, directions, simulation.next_round)
     progress = Progress()
     for line in lines:
         progress.add(line)
 
     last_saved = time.monotonic()
-    accuracy_every = max(1, config.rounds // _ACCURACY_POINTS)
+    measured_every = max(1, config.rounds // _METRIC_POINTS)
     diverged = bool(lines) and has_diverged(progress.loss)
     with _stop_requests() as stop, (directory / ROUNDS).open("a", encoding="utf-8") as file:
         while simulation.next_round <= config.rounds and not diverged:
             number = simulation.next_round
-            accuracy = None
-            if (number - 1) % accuracy_every == 0:
-                accuracy = problem.test_accuracy(simulation.parameters)
+            metrics: dict[str, float] = {}
+            is_measured = (number - 1) % measured_every == 0
+            if is_measured:
+                model = _snapshot(simulation)
+                metrics = simulation.problem.measure(simulation.parameters)
             record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
-            line = Line(record, accuracy)
+            if is_measured:
+                models.consider(number - 1, metrics, record.loss, model)
+            line = Line(record, metrics)
             lines.append(line)
             progress.add(line)
             file.write(line.to_json() + "\n")
@@ -151,6 +162,7 @@ def run(
                 watch(progress)
             if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 file.flush()
+                models.save()
                 write_checkpoint(directory, simulation.state().to_arrays())
                 last_saved = time.monotonic()
             if stop.is_set():
@@ -158,18 +170,22 @@ def run(
     write_checkpoint(directory, simulation.state().to_arrays())
 
     final_loss = simulation.loss()
-    summary = summarize(
-        config.recipe,
-        lines,
-        final_loss,
-        problem.test_accuracy(simulation.parameters),
-        minimum,
-        config.target,
-    )
-    row = summary.to_json() | {"versions": installed_versions()}
+    metrics = simulation.problem.measure(simulation.parameters)
+    model = _snapshot(simulation)
+    models.consider(len(lines), metrics, final_loss, model)
+    models.finish(len(lines), model)
+    summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.target)
+    described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
+    row = summary.to_json() | {"metrics": described, "versions": installed_versions()}
     text = json.dumps(row, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
-    return Result(config, summary, Trace.of(lines, final_loss))
+    return Result(config, summary, Trace.of(lines, final_loss, metrics))
+
+
+def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
+    """Return what makes the tensors of the model as it is now, by name."""
+    params, buffers = simulation.parameters, shared_buffers(simulation)
+    return lambda: name_tensors(simulation.problem.objective, params, buffers)
 
 
 def batch_summary(summaries: Sequence[Summary]) -> str:

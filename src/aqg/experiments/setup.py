@@ -2,59 +2,163 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.core.recipes import make_recipe
 from aqg.data import format_partition_table, load_dataset, parse_partition, partition_table
-from aqg.errors import ConfigError
-from aqg.objectives import make_objective
+from aqg.errors import AqgError, ConfigError
+from aqg.experiments.config import check_files
+from aqg.experiments.models import start_from
+from aqg.experiments.own import make_own_problem
+from aqg.models import DataShape, is_module, make_module
+from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.weights import read_tensors
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from numpy.typing import NDArray
 
-    from aqg.data import Dataset
+    from aqg.data import Dataset, PartitionRow
     from aqg.experiments.config import RunConfig
+    from aqg.objectives.base import Scaling
     from aqg.objectives.optimum import Optimum
+
+_TRIED_SAMPLES = 8
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
     """Load the data, split it among the clients, and make the objective."""
-    return make_problem(config, load_dataset(config.dataset, data_dir))
+    return load_problem(config, data_dir)[0]
+
+
+def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Problem, str]:
+    """Return the problem, and a table of what every client holds."""
+    check_files(config)
+    if config.problem is None:
+        dataset = load_dataset(config.dataset, data_dir)
+        return make_problem(config, dataset), describe_clients(config, dataset)
+    problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
+    if problem.num_clients != config.clients:
+        raise ConfigError(
+            f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
+            f"{problem.num_clients}; set clients to that"
+        )
+    rows: list[PartitionRow] = [
+        {"client": client, "samples": len(samples.labels), "labels": []}
+        for client, samples in enumerate(problem.clients)
+    ]
+    return _started(config, problem), _table(rows)
 
 
 def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
     """Split ``dataset`` among the clients and make the objective."""
     dtype = np.dtype(config.dtype)
-    objective = make_objective(
-        config.model,
-        dataset.features.shape[1],
-        dataset.num_classes,
-        config.l2,
-        "sum" if config.scaling == "sum" else "mean",
-    )
+    objective = _make_objective(config, dataset)
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    features = dataset.features.astype(dtype, copy=False)
+    features = _prepare(config, dataset.features)
+    labels = _prepare_labels(config, dataset.labels)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
-        test = Samples(dataset.test_features.astype(dtype, copy=False), dataset.test_labels)
-    return Problem(
+        test = Samples(
+            _prepare(config, dataset.test_features), _prepare_labels(config, dataset.test_labels)
+        )
+    problem = Problem(
         objective=objective,
-        clients=tuple(Samples(features[part], dataset.labels[part]) for part in parts),
+        clients=tuple(Samples(features[part], labels[part]) for part in parts),
         initial_params=objective.init_params(config.seed).astype(dtype),
         test=test,
     )
+    return _started(config, problem)
+
+
+def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
+    """Make the objective that the model's name or function stands for."""
+    scaling: Scaling = "sum" if config.scaling == "sum" else "mean"
+    if is_module(config.model):
+        module = make_module(config.model, DataShape.of(dataset), config.seed)
+        from aqg.models.losses import default_loss  # needs torch
+
+        loss = default_loss(dataset.labels)
+        return Objective.from_module(module, loss, l2=config.l2, scaling=scaling, name=config.model)
+    if not dataset.num_classes:
+        raise ConfigError(
+            f"model {config.model!r} needs one class per sample, and dataset {dataset.name!r} has "
+            f"{dataset.labels.dtype} targets of shape {dataset.labels.shape}; use a torch module"
+        )
+    return make_objective(
+        config.model, dataset.num_features, dataset.num_classes, config.l2, scaling
+    )
+
+
+def _prepare(config: RunConfig, features: NDArray[Any]) -> NDArray[Any]:
+    """Give samples the run's precision; modules see them in their own shape, and token ids as such.
+
+    Models in closed form take rows of numbers.
+    """
+    if not is_module(config.model):
+        features = features.reshape(len(features), -1)
+    elif features.dtype.kind != "f":
+        return features
+    return features.astype(config.dtype, copy=False)
+
+
+def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
+    return labels.astype(config.dtype, copy=False) if labels.dtype.kind == "f" else labels
+
+
+def _started(config: RunConfig, problem: Problem) -> Problem:
+    """Return the problem, starting from the model that the config names."""
+    if config.init is None:
+        return problem
+    return start_from(problem, read_tensors(Path(config.init)), config.init)
+
+
+def try_out(config: RunConfig, problem: Problem) -> None:
+    """Let the model take one step and be measured once, so that a run that cannot go fails now.
+
+    What is wrong with a user's module or loss shows when it is called, not when it is made.
+    """
+    simulation = make_simulation(config, problem)
+    objective = simulation.problem.objective
+    if not hasattr(objective, "model_layout"):
+        return
+    local = replace(config.training().local, steps=1, epochs=None)
+    features, labels = simulation.problem.clients[0]
+    some = slice(local.batch_size or _TRIED_SAMPLES)
+    params = simulation.parameters
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again in the run, if it can go
+            local.update(objective, params, features[some], labels[some], (config.seed, 0, 0))
+            simulation.problem.measure(params)
+    except AqgError:
+        raise
+    except Exception as error:  # the user's own code
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{objective.name} fails on {len(labels[some])} samples of shape {features.shape[1:]} "
+            f"({features.dtype}) with targets of shape {labels.shape[1:]} ({labels.dtype}): {text}"
+        ) from error
 
 
 def describe_clients(config: RunConfig, dataset: Dataset) -> str:
     """Return a table of what every client holds, as text."""
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    table = format_partition_table(partition_table(dataset, parts), max_rows=config.clients)
-    return table.rstrip() + "\n"
+    rows = partition_table(dataset, parts)
+    if config.partition == "natural":
+        rows = [{**row, "name": dataset.client_names[m]} for m, row in enumerate(rows)]
+    return _table(rows)
+
+
+def _table(rows: list[PartitionRow]) -> str:
+    return format_partition_table(rows, max_rows=len(rows)).rstrip() + "\n"
 
 
 def find_minimum(config: RunConfig, problem: Problem) -> float | None:
@@ -82,10 +186,14 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     """Return the settings that ``f*`` depends on, by name."""
     names = ("dataset", "partition", "model", "clients", "l2", "scaling", "seed")
     key = {name: getattr(config, name) for name in names}
-    if config.partition in ("label", "source"):
+    if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
     if config.weighting == "samples":
         key["weighting"] = config.weighting
+    if config.problem is not None:
+        key["problem"] = config.problem
+    if config.files:
+        key["files"] = " ".join(digest for _, digest in config.files)
     return key
 
 

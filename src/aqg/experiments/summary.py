@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.experiments.rundir import finite_or_none
+from aqg.experiments.rundir import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aqg.experiments.rundir import Line
 
@@ -38,16 +38,18 @@ class Trace:
 
     costs: tuple[Cost, ...]
     losses: tuple[float, ...]
-    test_accuracies: tuple[float | None, ...]
+    metrics: tuple[Mapping[str, float], ...]
 
     @staticmethod
-    def of(lines: Sequence[Line], final_loss: float) -> Trace:
-        """Build the curves from the rounds and the loss after the last."""
+    def of(
+        lines: Sequence[Line], final_loss: float, final_metrics: Mapping[str, float] | None = None
+    ) -> Trace:
+        """Build the curves from the rounds, and the loss and the metrics after the last."""
         records = [line.record for line in lines]
         uploads = [0, *accumulate(record.num_uploads for record in records)]
         bits = [0, *accumulate(record.bits_per_param for record in records)]
         sizes = [0, *accumulate(record.upload_bytes for record in records)]
-        accuracies = [line.test_accuracy for line in lines]
+        measured = [*(line.metrics for line in lines), final_metrics or {}]
         costs, losses, kept = [], [], []
         for k in range(len(records) + 1):
             loss = records[k].loss if k < len(records) else final_loss
@@ -55,7 +57,7 @@ class Trace:
                 continue
             costs.append(Cost(k, uploads[k], bits[k], sizes[k]))
             losses.append(loss)
-            kept.append(accuracies[k] if k < len(records) else None)
+            kept.append(measured[k])
         return Trace(tuple(costs), tuple(losses), tuple(kept))
 
     def cost_to_stay_below(self, loss: float) -> Cost | None:
@@ -81,10 +83,17 @@ class Summary:
     upload_bytes: int
     final_loss: float
     residual: float | None
-    test_accuracy: float | None
+    metrics: Mapping[str, float]
     faults: int
     target: float | None
     target_cost: Cost | None
+    statistics_upload_bytes: int = 0
+    statistics_download_bytes: int = 0
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """The accuracy on the test set, where it was measured."""
+        return self.metrics.get("accuracy")
 
     @property
     def diverged(self) -> bool:
@@ -101,10 +110,14 @@ class Summary:
             "upload_bytes": self.upload_bytes,
             "final_loss": finite_or_none(self.final_loss),
             "residual": finite_or_none(self.residual),
-            "test_accuracy": self.test_accuracy,
+            "test_accuracy": None,
+            **metric_fields(self.metrics),
             "diverged": self.diverged,
             "faults": self.faults,
         }
+        if self.statistics_upload_bytes or self.statistics_download_bytes:
+            row["statistics_upload_bytes"] = self.statistics_upload_bytes
+            row["statistics_download_bytes"] = self.statistics_download_bytes
         if self.target is not None:
             cost = self.target_cost
             row["target"] = {
@@ -121,7 +134,7 @@ def summarize(
     recipe: str,
     lines: Sequence[Line],
     final_loss: float,
-    test_accuracy: float | None,
+    metrics: Mapping[str, float],
     minimum: float | None,
     target: float | None,
 ) -> Summary:
@@ -138,8 +151,10 @@ def summarize(
         upload_bytes=sum(record.upload_bytes for record in records),
         final_loss=final_loss,
         residual=None if minimum is None else final_loss - minimum,
-        test_accuracy=test_accuracy,
+        metrics=dict(metrics),
         faults=sum(len(record.faults) for record in records),
         target=target,
         target_cost=cost,
+        statistics_upload_bytes=sum(record.statistics_upload_bytes for record in records),
+        statistics_download_bytes=sum(record.statistics_download_bytes for record in records),
     )

@@ -60,7 +60,7 @@ class Sweep:
         return {name: getattr(run.config, name) for name in self.varying}
 
 
-def expand(document: Mapping[str, Any]) -> Sweep:
+def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     """Make the sweep that a grid file's content describes; every config is checked.
 
     >>> sweep = expand({"rounds": 50, "grid": {"recipe": ["lean", "gd"], "dropout": [0, 0.5]}})
@@ -79,7 +79,7 @@ def expand(document: Mapping[str, Any]) -> Sweep:
         if key in fixed:
             raise ConfigError(f"{key} is both fixed ({fixed[key]!r}) and in [grid]; keep one")
     configs = [
-        _resolve_one({**fixed, **dict(zip(grid, values, strict=True))})
+        _resolve_one({**fixed, **dict(zip(grid, values, strict=True))}, data_dir)
         for values in product(*grid.values())
     ]
     varying = tuple(grid)
@@ -97,8 +97,8 @@ def _check_values(key: str, values: object) -> None:
             raise ConfigError(f"{key} in [grid] has {value!r} twice; values must differ")
 
 
-def _resolve_one(settings: Mapping[str, Any]) -> RunConfig:
-    configs = resolve(settings)
+def _resolve_one(settings: Mapping[str, Any], data_dir: Path | None) -> RunConfig:
+    configs = resolve(settings, data_dir)
     if len(configs) > 1:
         names = json.dumps([config.recipe for config in configs])
         raise ConfigError(f"a run has 1 recipe, not {len(configs)}; use recipe = {names} in [grid]")
@@ -132,7 +132,11 @@ def create_sweep(directory: Path, grid_file: bytes) -> None:
     write_atomically(directory / GRID, grid_file)
 
 
-def open_sweep(directory: Path, document: Mapping[str, Any] | None = None) -> Sweep:
+def open_sweep(
+    directory: Path,
+    document: Mapping[str, Any] | None = None,
+    data_dir: Path | None = None,
+) -> Sweep:
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
@@ -144,7 +148,7 @@ def open_sweep(directory: Path, document: Mapping[str, Any] | None = None) -> Sw
             f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
             f"the sweep has {key} {before.get(key, 'missing')}; drop the file, or start a new sweep"
         )
-    return expand(stored)
+    return expand(stored, data_dir)
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, Any]:

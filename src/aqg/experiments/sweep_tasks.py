@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aqg.experiments import runner
 from aqg.experiments.config import load_plugins, to_toml
 from aqg.experiments.rundir import CONFIG, SUMMARY, write_atomically
-from aqg.experiments.setup import build_problem, find_minimum, make_simulation, minimum_key
+from aqg.experiments.setup import build_problem, find_minimum, minimum_key, try_out
 from aqg.experiments.sweep import read_summary
 from aqg.experiments.workers import Done, Failed
 from aqg.warmup import warm_up
@@ -161,7 +161,7 @@ class _Prepare:
         for config in self.configs:
             load_plugins(config.plugins)
             problem = _load(config, self.data_dir)
-            make_simulation(config, problem)
+            try_out(config, problem)
             if minimum is None:
                 minimum = find_minimum(config, problem)
             report(None)

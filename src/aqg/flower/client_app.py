@@ -18,12 +18,19 @@ from flwr.clientapp import ClientApp
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
+from aqg.flower.messages import MAX_FAULT_LENGTH
 from aqg.flower.protocol import (
     ClientMirror,
     answer,
     find_base,
     fingerprint,
     stale_reply,
+)
+from aqg.flower.statistics import (
+    ClientStatistics,
+    Keeper,
+    check_agreement,
+    max_statistics_bytes,
 )
 from aqg.flower.store import ClientStore, ContextVault, DirectoryVault, forget_old_runs
 
@@ -97,7 +104,14 @@ def make_client_app(
         if base is None:
             _logger.warning("order for round %d is stale; nothing done", order.round)
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
-        loss, gradient = _train(task, order, params)
+        statistics = _statistics(task, order, message, context)
+        loss, gradient = _train(task, order, params, statistics)
+        changed, trouble = statistics.finish()
+        if changed and not order.layout:
+            raise ConfigError(
+                "training changes buffers of the module, and the server was given a flat vector "
+                "without them: give make_server_app the module"
+            )
         mirror, reply = answer(chosen, base, order, gradient, loss)
         store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
         _log(order, reply)
@@ -106,6 +120,8 @@ def make_client_app(
             loss=loss,
             num_samples=task.num_samples,
             work_seconds=time.perf_counter() - started,
+            statistics=changed,
+            fault=reply.fault or trouble[:MAX_FAULT_LENGTH],
         )
         return Message(records.pack_reply(reply), reply_to=message)
 
@@ -114,6 +130,7 @@ def make_client_app(
         order = records.unpack_order(message.content)
         params = records.unpack_model(message.content, order.num_params, order.dtype)
         task = task_of(context)
+        _statistics(task, order, message, context).load()
         loss = task.evaluate(params) if task.evaluate is not None else float("nan")
         content = records.pack_fields(records.LOSS, loss=float(loss))
         return Message(content, reply_to=message)
@@ -154,28 +171,50 @@ def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base | N
     return find_base(recipe, empty, order, draw=secrets.randbelow(2**32))
 
 
-def _train(task: FlowerTask, order: Order, params: FloatArray) -> tuple[float, FloatArray]:
+def _statistics(
+    task: FlowerTask, order: Order, message: Message, context: Context
+) -> ClientStatistics:
+    """Check that both sides have the same model, and return what it has beside its parameters."""
+    frame = b""
+    if task.model is not None:
+        check_agreement(task.model, order.layout, order.constants)
+        limit = max_statistics_bytes(task.model.layout)
+        frame = records.unpack_statistics(message.content, limit)
+    keeper = Keeper(_state_directory(context), context.state, _key_of(order))
+    return ClientStatistics(task.model, frame, keeper)
+
+
+def _train(
+    task: FlowerTask, order: Order, params: FloatArray, statistics: ClientStatistics
+) -> tuple[float, FloatArray]:
     """Return the loss where it is wanted, and the vector to upload."""
     key = (order.seed, order.client, order.round)
+    statistics.load()
     loss, gradient = task.train(params, order.round, key)
+    statistics.take()
     vector = np.asarray(gradient)
     if vector.shape != params.shape:
         raise GradientError(f"train returned shape {vector.shape}; the model has {params.shape}")
     if not order.evaluate:
         loss = float("nan")
     elif not task.train_measures and task.evaluate is not None:
+        statistics.load()
         loss = task.evaluate(params)
     return float(loss), vector.astype(order.dtype, copy=False)
 
 
 def _open_store(context: Context, order: Order) -> ClientStore:
-    key = f"{order.run}-{order.fingerprint.hex()}"
+    key = _key_of(order)
     directory = _state_directory(context)
     if directory is None:
         return ClientStore(ContextVault(context.state), key)
     if not (directory / key).exists():  # a new run: a good time to tidy up
         forget_old_runs(directory, _days_to_keep(context))
     return ClientStore(DirectoryVault(directory / key), key)
+
+
+def _key_of(order: Order) -> str:
+    return f"{order.run}-{order.fingerprint.hex()}"
 
 
 def _days_to_keep(context: Context) -> float:

@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from flwr.app import Message
 
-from aqg.errors import MessageError
+from aqg.errors import MessageError, WireError
 from aqg.experiments.rundir import Line
 from aqg.experiments.summary import has_diverged
 from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
+from aqg.flower.statistics import max_statistics_bytes
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
     from aqg.flower.protocol import MirrorBook
     from aqg.flower.settings import Settings
+    from aqg.flower.statistics import ServerModel
+    from aqg.wire.statistics import StatisticsMessage
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -48,6 +53,7 @@ class Coordinator:
         run: names the run.
         incarnation: of this server.
         recipe_spec: what clients are told to make; empty where they bring their own.
+        model: the server's module, where it has one.
 
     """
 
@@ -60,6 +66,7 @@ class Coordinator:
         run: str,
         incarnation: int,
         recipe_spec: str,
+        model: ServerModel | None = None,
     ) -> None:
         self.settings = settings
         self.book = book
@@ -69,12 +76,13 @@ class Coordinator:
         self._run = run
         self._incarnation = incarnation
         self._recipe_spec = recipe_spec
+        self._model = model
         self._training = settings.training()
         parameters = book.parameters
         self._dtype = str(parameters.dtype)
         self.fingerprint = fingerprint(book.recipe, len(parameters), self._dtype, settings.seed)
 
-    def run_round(self, test_accuracy: float | None = None) -> RoundReport:
+    def run_round(self, metrics: Mapping[str, float] | None = None) -> RoundReport:
         """Run the next round to its end, and step if enough clients answered."""
         settings, book = self.settings, self.book
         number = book.round
@@ -84,7 +92,7 @@ class Coordinator:
         away = self._training.unsampled(number, settings.num_clients, settings.seed)
         asked = [client for client in self._roster.present if not away[client]]
         answers = self._ask(asked, evaluate)
-        report = self._take_in(answers, number, test_accuracy)
+        report = self._take_in(answers, number, metrics or {}, len(asked))
         if report.stepped:
             sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
             book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
@@ -102,8 +110,11 @@ class Coordinator:
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
         model = records.pack_model(self.book.parameters)
+        statistics = self._broadcast()
         self._presence.refresh()
-        messages = [self._message(client, _EVALUATE, model) for client in self._roster.present]
+        messages = [
+            self._message(client, _EVALUATE, model, statistics) for client in self._roster.present
+        ]
         self._exchange.send(messages)
         losses = np.full(self.settings.num_clients, np.nan)
         for arrival in self._exchange.collect(self.settings.round_timeout, _EVALUATE):
@@ -121,8 +132,11 @@ class Coordinator:
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
         """Send orders and gather replies until all are in, or the deadline passed."""
         model = records.pack_model(self.book.parameters)
+        statistics = self._broadcast()
         started = time.monotonic()
-        messages = [self._message(client, _TRAIN, model, evaluate) for client in clients]
+        messages = [
+            self._message(client, _TRAIN, model, statistics, evaluate) for client in clients
+        ]
         incidents: list[Incident] = []
         not_sent = self._exchange.send(messages)
         self._exchange.send(self._presence.introductions())
@@ -136,9 +150,11 @@ class Coordinator:
             finished = time.monotonic()
             self._roster.heard(arrival.sent.node, answered=True)
             try:
-                limit = max_frame_bytes(len(self.book.parameters))
+                content = records.content_of(arrival.reply, arrival.problem)
                 replies[client] = records.unpack_reply(
-                    records.content_of(arrival.reply, arrival.problem), limit
+                    content,
+                    max_frame_bytes(len(self.book.parameters)),
+                    max_statistics_bytes(self._model.layout if self._model else None),
                 )
             except records.ClientError as error:
                 incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
@@ -154,7 +170,12 @@ class Coordinator:
         incidents += self._presence.take_incidents()
         return _Answers(replies, incidents, finished - started)
 
-    def _take_in(self, answers: _Answers, number: int, accuracy: float | None) -> RoundReport:
+    def _broadcast(self) -> bytes:
+        return b"" if self._model is None else self._model.broadcast()
+
+    def _take_in(
+        self, answers: _Answers, number: int, metrics: Mapping[str, float], num_asked: int
+    ) -> RoundReport:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients
@@ -163,17 +184,27 @@ class Coordinator:
         incidents = list(answers.incidents)
         faults: list[tuple[int, str]] = []
         num_taken = 0
+        statistics_bytes = 0
+        statistics: list[tuple[float, StatisticsMessage]] = []
         for client, reply in sorted(answers.replies.items()):
             node = self._roster.node_of(client)
-            client_bytes[client] = len(reply.frame)
+            client_bytes[client] = len(reply.frame) + len(reply.statistics)
+            statistics_bytes += len(reply.statistics)
             if reply.stale:
                 incidents.append(Incident(client, node, "stale", f"round {reply.round}"))
+                continue
+            try:
+                said = None if self._model is None else self._model.read(reply.statistics)
+            except WireError as error:
+                incidents.append(Incident(client, node, "rejected", f"statistics: {error}"))
                 continue
             verdict = self.book.accept(client, reply, self._incarnation)
             if verdict.message is None:
                 incidents.append(Incident(client, node, "rejected", verdict.problem))
                 continue
             num_taken += 1
+            if said is not None:
+                statistics.append((float(self.book.weights[client]), said))
             widths[client] = verdict.message.width
             losses[client] = reply.loss
             if reply.restarted:
@@ -184,10 +215,18 @@ class Coordinator:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
         loss = self._mean_loss(losses)
-        record = RoundRecord(number, loss, tuple(widths), sum(client_bytes), tuple(faults))
+        record = RoundRecord(
+            number,
+            loss,
+            tuple(widths),
+            sum(client_bytes),
+            tuple(faults),
+            statistics_bytes,
+            len(self._broadcast()) * num_asked,
+        )
         work = max((reply.work_seconds for reply in answers.replies.values()), default=0.0)
         report = RoundReport(
-            line=Line(record, accuracy),
+            line=Line(record, metrics),
             client_bytes=tuple(client_bytes),
             staleness=tuple(number - entry.last_upload for entry in self.book.entries),
             incidents=tuple(incidents),
@@ -196,6 +235,8 @@ class Coordinator:
             work_seconds=work,
             diverged=loss is not None and has_diverged(float(np.nanmedian(losses))),
         )
+        if report.stepped and self._model is not None:
+            self._model.step(statistics)
         _log_round(report, self.settings)
         return report
 
@@ -210,7 +251,12 @@ class Coordinator:
         return float(np.average(losses[measured], weights=weights[measured]))
 
     def _message(
-        self, client: int, kind: str, model: records.Payload, evaluate: bool = False
+        self,
+        client: int,
+        kind: str,
+        model: records.Payload,
+        statistics: bytes,
+        evaluate: bool = False,
     ) -> Message:
         settings, book = self.settings, self.book
         stamp = book.entry(client).stamp
@@ -231,9 +277,11 @@ class Coordinator:
             uploads=stamp.uploads,
             digest=stamp.digest,
             evaluate=evaluate,
+            layout=b"" if self._model is None else self._model.signature,
+            constants=b"" if self._model is None else self._model.constants,
         )
         return Message(
-            records.pack_order(order, model),
+            records.pack_order(order, model, statistics),
             dst_node_id=self._roster.node_of(client),
             message_type=kind,
             ttl=settings.round_timeout,  # an order that was not picked up dies with its round

@@ -84,6 +84,8 @@ class Order(_Fields):
         uploads: of that mirror.
         digest: of that mirror.
         evaluate: whether the loss of the model is wanted.
+        layout: signature of the server's module (see `signature`); empty where it has none.
+        constants: digest of what never travels of that module; empty where it has none.
 
     """
 
@@ -103,6 +105,8 @@ class Order(_Fields):
     uploads: int
     digest: bytes
     evaluate: bool
+    layout: bytes = b""
+    constants: bytes = b""
 
     def __post_init__(self) -> None:
         _require_digest("digest", self.digest)
@@ -144,6 +148,7 @@ class Reply(_Fields):
         num_samples: how many samples the client has.
         fault: why nothing could be sent, or empty.
         work_seconds: time the client spent on the order.
+        statistics: of the client's model after training, encoded; empty where none changed.
 
     """
 
@@ -161,6 +166,7 @@ class Reply(_Fields):
     num_samples: int
     fault: str
     work_seconds: float
+    statistics: bytes = b""
 
     def __post_init__(self) -> None:
         _require_digest("base_digest", self.base_digest)

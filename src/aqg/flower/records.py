@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 ORDER, MODEL, REPLY, FRAME, HELLO, LOSS = "order", "model", "reply", "frame", "hello", "loss"
+STATISTICS = "statistics"
 LARGE_BYTES = 4 << 20
 """Payloads above this length are sent as arrays."""
 _BYTES = "bytes"
@@ -70,9 +71,17 @@ def unpack_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray
     return parameters
 
 
-def pack_order(order: Order, model: Payload) -> RecordDict:
+def pack_order(order: Order, model: Payload, statistics: bytes = b"") -> RecordDict:
     """Return the content of a message to a client."""
-    return RecordDict({ORDER: ConfigRecord({**order.to_fields()}), MODEL: model})
+    content = RecordDict({ORDER: ConfigRecord({**order.to_fields()}), MODEL: model})
+    if statistics:
+        content[STATISTICS] = pack_payload(statistics)
+    return content
+
+
+def unpack_statistics(content: RecordDict, max_bytes: int) -> bytes:
+    """Return the statistics in a message; empty where it has none."""
+    return unpack_payload(content, STATISTICS, max_bytes) if STATISTICS in content else b""
 
 
 def unpack_order(content: RecordDict) -> Order:
@@ -82,16 +91,23 @@ def unpack_order(content: RecordDict) -> Order:
 
 def pack_reply(reply: Reply) -> RecordDict:
     """Return the content of a message to the server."""
-    head = replace(reply, frame=b"").to_fields()
-    return RecordDict({REPLY: ConfigRecord({**head}), FRAME: pack_payload(reply.frame)})
+    head = replace(reply, frame=b"", statistics=b"").to_fields()
+    content = RecordDict({REPLY: ConfigRecord({**head}), FRAME: pack_payload(reply.frame)})
+    if reply.statistics:
+        content[STATISTICS] = pack_payload(reply.statistics)
+    return content
 
 
-def unpack_reply(content: RecordDict, max_frame_bytes: int) -> Reply:
+def unpack_reply(content: RecordDict, max_frame_bytes: int, max_statistics_bytes: int = 0) -> Reply:
     """Return the reply in a message, after checking all that can be checked by itself."""
-    if set(content) != {REPLY, FRAME}:
+    if set(content) - {STATISTICS} != {REPLY, FRAME}:
         raise MessageError(f"a reply has records {REPLY!r} and {FRAME!r}, not {sorted(content)}")
     head = Reply.from_fields(_config(content, REPLY))
-    return replace(head, frame=unpack_payload(content, FRAME, max_frame_bytes))
+    return replace(
+        head,
+        frame=unpack_payload(content, FRAME, max_frame_bytes),
+        statistics=unpack_statistics(content, max_statistics_bytes),
+    )
 
 
 def pack_fields(name: str, **values: int | float) -> RecordDict:

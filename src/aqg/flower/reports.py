@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aqg.experiments.rundir import finite_or_none
+from aqg.experiments.rundir import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ class RoundReport:
         widths = [width for width in record.widths if width > 0]
         values: dict[str, float | None] = {
             "loss": finite_or_none(record.loss),
-            "test_accuracy": self.line.test_accuracy,
+            **metric_fields(self.line.metrics),
             "uploads": record.num_uploads,
             "upload_bytes": record.upload_bytes,
             "mean_width": sum(widths) / len(widths) if widths else 0.0,

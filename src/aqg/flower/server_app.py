@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 from flwr.serverapp import Grid, ServerApp
 
 from aqg.errors import ConfigError, RunError
+from aqg.experiments.models import ModelFiles
 from aqg.experiments.summary import summarize
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
 from aqg.flower.coordinator import Coordinator
@@ -25,10 +29,14 @@ from aqg.flower.protocol import MirrorBook, fingerprint
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings, read_settings
+from aqg.flower.statistics import ServerModel
+from aqg.objectives.layout import ModelLayout
+from aqg.objectives.metrics import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    import torch
     from flwr.app import Context
 
     from aqg.core.recipe import Recipe
@@ -38,15 +46,21 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_ACCURACY_POINTS = 50
+_METRIC_POINTS = 50
+
+Start: TypeAlias = "FloatArray | torch.nn.Module"
+"""A model to start from."""
 
 
 def make_server_app(
-    initial_params: FloatArray | Callable[[Context], FloatArray],
+    initial: Start | Callable[[Context], Start],
     *,
     recipe: Recipe | None = None,
-    evaluate: Callable[[FloatArray], float | None] | None = None,
-    on_finish: Callable[[FloatArray], None] | None = None,
+    evaluate: Callable[[Any], float | Mapping[str, float] | None] | None = None,
+    on_finish: Callable[[Any], None] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    statistics: str = "average",
     settings: Mapping[str, Any] | None = None,
     describe: Mapping[str, Any] | None = None,
     loggers: Sequence[RunLogger] = (),
@@ -54,15 +68,24 @@ def make_server_app(
     """Make the ServerApp of a deployment.
 
     Args:
-        initial_params: the model to start from, flat, float32 or float64; or what makes it.
+        initial: the model to start from, or what makes it: a torch module, or its parameters as a
+            flat float32 or float64 vector. A module is needed where the model has statistics, such
+            as those of batch normalization; clients whose module is another are told so.
         recipe: in place of the one that the run-config names; clients must have an equal one.
-        evaluate: the accuracy of a model on the server's own test data; None where there is none.
-        on_finish: is given the final model.
+        evaluate: the accuracy of a model on the server's own test data, or several metrics by
+            name; None where there is none. It is given a module where ``initial`` is one, ready for
+            use, and a flat vector otherwise.
+        on_finish: is given the final model, in the same way.
+        include: name patterns of the module's parameters that travel; as the clients have them.
+        exclude: name patterns of tensors that stay out; as the clients have them.
+        statistics: the policy for the module's statistics; as the clients have it.
         settings: values for keys that the run-config does not have; see `Settings`.
         describe: more keys for ``config.toml``, such as ``dataset`` or ``model``.
         loggers: are told about every round, beside the run directory.
 
-    Where the run-config names a ``run-dir`` that holds a checkpoint, the run goes on from there.
+    Where the run-config names a ``run-dir``, the run leaves its final and its best model there (see
+    `aqg.load_model`), under the module's own names; a vector without a module is one tensor called
+    ``parameters``. Where the directory holds a checkpoint, the run goes on from there.
 
     """
     app = ServerApp()
@@ -72,12 +95,19 @@ def make_server_app(
         chosen = read_settings(context.run_config, settings)
         if recipe is not None:
             chosen = replace(chosen, recipe="")
-        params = initial_params(context) if callable(initial_params) else initial_params
-        run = _Run(grid, chosen, _checked(params), recipe or chosen.make_recipe(), evaluate)
+        start: Any = initial
+        if callable(initial) and not _is_module(initial):
+            start = initial(context)
+        model = None
+        if _is_module(start):
+            layout = ModelLayout.of(start, include=include, exclude=exclude, statistics=statistics)
+            model = ServerModel(start, layout)
+            start = layout.flatten(start)
+        run = _Run(grid, chosen, _checked(start), recipe or chosen.make_recipe(), evaluate, model)
         with ExitStack() as stack:
             final = run.go(stack, describe or {}, loggers)
         if on_finish is not None:
-            on_finish(final)
+            on_finish(final if model is None else model.with_params(final))
 
     return app
 
@@ -91,12 +121,17 @@ class _Run:
         settings: Settings,
         params: FloatArray,
         recipe: Recipe,
-        evaluate: Callable[[FloatArray], float | None] | None,
+        evaluate: Callable[[Any], float | Mapping[str, float] | None] | None,
+        model: ServerModel | None,
     ) -> None:
         self.settings = settings
         self.recipe = recipe
         self.params = params
         self.evaluate = evaluate
+        self.model = model
+        if model is not None and not model.can_be_measured and evaluate is not None:
+            _logger.warning("clients keep their own statistics; the server measures no metrics")
+            self.evaluate = None
         self.exchange = Exchange(grid)
         self.directory = Path(settings.run_dir).expanduser() if settings.run_dir else None
 
@@ -125,20 +160,36 @@ class _Run:
                     num_samples=presence.roster.num_samples,
                     terms=settings.terms,
                 )
+                if self.model is not None:  # before the checkpoint that names its round
+                    self.model.save(self.directory, coordinator.book.round)
                 save_checkpoint(self.directory, checkpoint)
 
+        models = None
+        if self.directory is not None:
+            directions = {name: metric.higher_is_better for name, metric in METRICS.items()}
+            models = ModelFiles(self.directory, directions, coordinator.book.round)
         save()  # the incarnation must be on disk before the first order goes out
         reports: list[RoundReport] = []
         failed = 0
         while coordinator.book.round <= settings.rounds:
             number = coordinator.book.round
-            report = coordinator.run_round(self._accuracy(coordinator.book, number))
+            is_measured = self._is_measured(number)
+            metrics, model = {}, None
+            if is_measured:
+                metrics = self._measure(coordinator.book.parameters)
+                model = self._tensors(coordinator.book.parameters)
+            report = coordinator.run_round(metrics)
+            if models is not None and model is not None:
+                loss = report.line.record.loss
+                models.consider(number - 1, metrics, loss, partial(dict, model))
             lines.append(report.line)
             reports.append(report)
             for writer in writers:
                 writer.round(report)
             last = coordinator.book.round > settings.rounds
             if last or number % settings.checkpoint_every == 0:
+                if models is not None:
+                    models.save()
                 save()
             failed = 0 if report.stepped else failed + 1
             if failed > settings.max_failed_rounds:
@@ -150,7 +201,11 @@ class _Run:
                 _logger.warning("the loss left all use in round %d; stopping", number)
                 save()
                 break
-        summary = self._summary(coordinator, lines, reports)
+        summary, metrics = self._summary(coordinator, lines, reports)
+        if models is not None:
+            make = partial(self._tensors, coordinator.book.parameters)
+            models.consider(len(lines), metrics, summary["final_loss"], make)
+            models.finish(len(lines), make)
         for writer in writers:
             writer.finish(summary)
         _logger.info("done: %s", {key: summary[key] for key in ("final_loss", "upload_bytes")})
@@ -184,9 +239,13 @@ class _Run:
             book = MirrorBook.first(self.recipe, self.params, weights, optimizer)
         else:
             book = saved.book
+            if self.model is not None and self.directory is not None:
+                self.model.restore(self.directory, book.round)
             _logger.info("going on with run %s at round %d", run, book.round)
         spec = settings.recipe
-        coordinator = Coordinator(settings, self.exchange, presence, book, run, incarnation, spec)
+        coordinator = Coordinator(
+            settings, self.exchange, presence, book, run, incarnation, spec, self.model
+        )
         return coordinator, presence, run, incarnation
 
     def _check_same_run(self, saved: Checkpoint) -> None:
@@ -219,25 +278,44 @@ class _Run:
             return []
         return RunDirectory(self.directory).lines(book.round)
 
-    def _accuracy(self, book: MirrorBook, number: int) -> float | None:
-        every = max(1, self.settings.rounds // _ACCURACY_POINTS)
-        if self.evaluate is None or (number - 1) % every:
-            return None
-        return self.evaluate(book.parameters)
+    def _is_measured(self, number: int) -> bool:
+        return (number - 1) % max(1, self.settings.rounds // _METRIC_POINTS) == 0
+
+    def _tensors(self, params: FloatArray) -> dict[str, Any]:
+        """Return copies of the model's tensors by name; a vector without a module has no names."""
+        if self.model is None:
+            return {"parameters": params.copy()}
+        state = self.model.with_params(params).state_dict()
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def _measure(self, params: FloatArray) -> dict[str, float]:
+        """Return the metrics of a model on the server's own test data."""
+        if self.evaluate is None:
+            return {}
+        found = self.evaluate(params if self.model is None else self.model.with_params(params))
+        if found is None:
+            return {}
+        if isinstance(found, Mapping):
+            return {str(name): float(value) for name, value in found.items()}
+        return {"accuracy": float(found)}
 
     def _summary(
         self, coordinator: Coordinator, lines: list[Line], reports: list[RoundReport]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, float]]:
         final_loss = coordinator.final_loss()
         if final_loss is None:  # tasks that cannot evaluate: the last loss that training reported
             known = [line.record.loss for line in lines if line.record.loss is not None]
             final_loss = known[-1] if known else math.nan
-        accuracy = None
-        if self.evaluate is not None:
-            accuracy = self.evaluate(coordinator.book.parameters)
+        metrics = self._measure(coordinator.book.parameters)
         recipe = self.settings.recipe or "custom"
-        summary = summarize(recipe, lines, final_loss, accuracy, None, None).to_json()
-        return summary | {"deployment": summarize_reports(reports)}
+        summary = summarize(recipe, lines, final_loss, metrics, None, None).to_json()
+        return summary | {"deployment": summarize_reports(reports)}, metrics
+
+
+def _is_module(start: object) -> TypeGuard[torch.nn.Module]:
+    """Tell whether this is a torch module; where torch was never imported, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(start, torch.nn.Module)
 
 
 def _checked(params: FloatArray) -> FloatArray:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from aqg.errors import ConfigError, DataError
+from aqg.errors import DataError
+from aqg.flower.statistics import TaskModel
+from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.local import LocalTraining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
+    from aqg.objectives.module import ModuleObjective
 
     Key = tuple[int, int, int]
     Train = Callable[[FloatArray, int, Key], tuple[float, FloatArray]]
@@ -37,6 +40,8 @@ class FlowerTask:
         train_measures: whether the loss that ``train`` returns is that of ``θ`` on all samples.
         is_exact: whether the vector depends on ``θ`` alone, as a gradient on all samples does.
             Otherwise the default recipe measures how much of it is noise.
+        model: the module that is trained, where there is one: which of its tensors travel, and
+            its statistics.
 
     """
 
@@ -45,6 +50,7 @@ class FlowerTask:
     evaluate: Evaluate | None = None
     train_measures: bool = True
     is_exact: bool = False
+    model: TaskModel | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -56,6 +62,7 @@ class FlowerTask:
     ) -> FlowerTask:
         """Make a task of an objective and a client's samples, trained as the simulator does.
 
+        >>> import numpy as np
         >>> from aqg.objectives import make_objective
         >>> objective = make_objective("softmax", 2, 2, 0.1, "mean")
         >>> task = FlowerTask.from_objective(objective, np.eye(2), np.array([0, 1]))
@@ -64,6 +71,9 @@ class FlowerTask:
         (0.6931, (6,))
         """
         training = local if local is not None else LocalTraining()
+        model = None
+        if isinstance(getattr(objective, "model_layout", None), ModelLayout):
+            objective, model = _carried(objective)  # type: ignore[arg-type]  # it has a layout
 
         def train(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
             loss, gradient = training.update(objective, params, features, labels, key)
@@ -73,7 +83,14 @@ class FlowerTask:
             return _beyond_numbers(float(objective.losses(params, features, labels)))
 
         sees_all = training.sees_all_samples
-        return FlowerTask(train, len(labels), evaluate, train_measures=sees_all, is_exact=sees_all)
+        return FlowerTask(
+            train,
+            len(labels),
+            evaluate,
+            train_measures=sees_all,
+            is_exact=sees_all,
+            model=model,
+        )
 
     @staticmethod
     def from_module(
@@ -85,11 +102,22 @@ class FlowerTask:
         input_shape: tuple[int, ...] | None = None,
         l2: float = 0.0,
         local: LocalTraining | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
     ) -> FlowerTask:
         """Make a task of a torch module and a client's samples; see `Objective.from_module`."""
         from aqg.objectives import Objective
 
-        objective = Objective.from_module(module, loss, input_shape=input_shape, l2=l2)
+        objective = Objective.from_module(
+            module,
+            loss,
+            input_shape=input_shape,
+            l2=l2,
+            include=include,
+            exclude=exclude,
+            statistics=statistics,
+        )
         return FlowerTask.from_objective(objective, features, labels, local)
 
     @staticmethod
@@ -98,6 +126,10 @@ class FlowerTask:
         train: Callable[[torch.nn.Module], float],
         num_samples: int,
         evaluate: Callable[[torch.nn.Module], float] | None = None,
+        *,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
     ) -> FlowerTask:
         """Make a task of a training function that an app has already.
 
@@ -106,23 +138,72 @@ class FlowerTask:
             train: trains the module in place, however it likes, and returns a loss.
             num_samples: how many samples the client has.
             evaluate: returns the module's loss on the client's samples.
+            include: name patterns of the parameters that travel, such as ``"*.lora_*"``; by
+                default all that require a gradient.
+            exclude: name patterns of parameters and buffers that stay with the client.
+            statistics: what becomes of buffers that training changes, such as the running
+                statistics of batch normalization: ``"average"``, ``"local"`` or ``"frozen"``.
 
         The upload is the pseudo-gradient ``θ - θ_local``. With ``alpha`` at its default ``1/M`` the
-        server's step is federated averaging.
+        server's step is federated averaging. Give `make_server_app` the same module and options.
 
         """
+        layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
-            load_flat(module, params)
+            layout.load(module, params)
+            # In half precision the module starts from rounded values.
+            start = layout.flatten(module, finite=False)
             loss = float(train(module))
-            pseudo_gradient: FloatArray = params - flatten(module).astype(params.dtype, copy=False)
-            return loss, pseudo_gradient
+            pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
+            return loss, pseudo_gradient.astype(params.dtype, copy=False)
 
         def measure(params: FloatArray) -> float:
-            load_flat(module, params)
+            layout.load(module, params)
             return float(evaluate(module)) if evaluate is not None else float("nan")
 
-        return FlowerTask(run, num_samples, measure if evaluate is not None else None)
+        model = TaskModel(
+            layout,
+            layout.constants_digest(module),
+            lambda: layout.read_buffers(module),
+            lambda buffers: layout.write_buffers(module, buffers),
+        )
+        return FlowerTask(run, num_samples, measure if evaluate is not None else None, model=model)
+
+
+def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
+    """Return an objective whose buffers can be set and read between rounds."""
+    layout = objective.model_layout
+    held = HeldBuffers(objective.initial_buffers())
+
+    def write(buffers: Buffers) -> None:
+        held.buffers = buffers
+
+    model = TaskModel(layout, objective.constants_digest(), lambda: held.buffers, write)
+    return objective.carrying(held), model
+
+
+class HeldBuffers:
+    """The buffers of a client's model, for an objective (see `aqg.objectives.session.Carrier`)."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+
+    def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
+        """Return the buffers that training starts from."""
+        return self.buffers
+
+    def finish(self, client: int, buffers: Buffers) -> None:  # noqa: ARG002
+        """Take the buffers after training."""
+        self.buffers = buffers
+
+    def evaluation(self) -> Buffers:
+        """Return the buffers with which the model is measured."""
+        return self.buffers
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return one context, for the one model."""
+        return [nullcontext()]
 
 
 def _beyond_numbers(loss: float) -> float:
@@ -131,36 +212,15 @@ def _beyond_numbers(loss: float) -> float:
 
 
 def flatten(module: torch.nn.Module) -> FloatArray:
-    """Return all floating tensors of a module's state as one float32 vector.
+    """Return the trainable parameters of a module as one vector, each once.
 
-    That is parameters and buffers alike, such as the running statistics of batch normalization;
-    integer buffers (counters) stay with the module.
+    It is float64 where a parameter is, and float32 otherwise. Tensors with NaN or infinity are
+    named in the error. Statistics of normalization layers are no part of it: give
+    `make_server_app` the module itself where it has some.
     """
-    import torch
-
-    tensors = [
-        t.detach().reshape(-1) for t in module.state_dict().values() if t.is_floating_point()
-    ]
-    if not tensors:
-        raise ConfigError(f"{type(module).__name__} has no floating-point state to train")
-    flat: FloatArray = torch.cat([tensor.float().cpu() for tensor in tensors]).numpy()
-    return flat
+    return ModelLayout.of(module).flatten(module)
 
 
 def load_flat(module: torch.nn.Module, params: FloatArray) -> None:
     """Write a vector that `flatten` returned, or one like it, into a module."""
-    import torch
-
-    tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
-    num_params = sum(tensor.numel() for tensor in tensors)
-    if params.shape != (num_params,):
-        raise ConfigError(
-            f"parameters of shape {params.shape} for {type(module).__name__}, "
-            f"which has {num_params} of them"
-        )
-    position = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            part = np.array(params[position : position + tensor.numel()])  # torch wants it writable
-            tensor.copy_(torch.from_numpy(part).reshape(tensor.shape))
-            position += tensor.numel()
+    ModelLayout.of(module).load(module, params)

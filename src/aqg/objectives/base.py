@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     import torch
@@ -24,6 +26,15 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 Scaling: TypeAlias = Literal["mean", "sum"]
 
 MODEL_FORMS = "logistic, softmax or mlp:HIDDEN, such as mlp:200"
+
+
+class Learner(Protocol):
+    """Makes losses and gradients; see `Objective.losses_and_gradients`."""
+
+    def losses_and_gradients(
+        self, params: Array, features: Array, labels: Array
+    ) -> tuple[Array, Array]:
+        """Return the loss and its gradient."""
 
 
 class Objective(ABC):
@@ -42,10 +53,12 @@ class Objective(ABC):
         convex: whether ``f_m`` is strongly convex, with modulus ``l2``.
         stackable: whether a client's numbers on NumPy are the same to the last bit, alone or
             stacked with others.
+        takes_integers: whether features may be integers, such as tokens.
 
     """
 
     stackable: bool = True
+    takes_integers: bool = False
 
     def __init__(self, name: str, layout: Layout, l2: float, *, convex: bool) -> None:
         self.name = name
@@ -67,6 +80,9 @@ class Objective(ABC):
         scaling: Scaling = "mean",
         name: str = "module",
         reset: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
     ) -> Objective:
         """Make an objective of any torch module; the module is copied and never changed.
 
@@ -80,6 +96,12 @@ class Objective(ABC):
             name: how messages call it.
             reset: start from parameters that the layers' ``reset_parameters`` draw from the seed,
                 and not, whatever the seed, from those the module has now.
+            include: name patterns of the parameters that are trained, such as ``"*.lora_*"``; by
+                default all that require a gradient.
+            exclude: name patterns of parameters and buffers that stay as they are.
+            statistics: what becomes of buffers that training changes, such as the running
+                statistics of batch normalization: ``"average"`` over the clients, ``"local"`` to
+                each, or ``"frozen"``.
 
         """
         from aqg.objectives.module import ModuleObjective  # needs torch
@@ -92,6 +114,9 @@ class Objective(ABC):
             scaling=scaling,
             name=name,
             reset=reset,
+            include=include,
+            exclude=exclude,
+            statistics=statistics,
         )
 
     @abstractmethod
@@ -111,6 +136,29 @@ class Objective(ABC):
     @abstractmethod
     def predict(self, params: Array, features: Array) -> Array:
         """Return the most likely label of each sample, shape ``(..., n)``."""
+
+    def require_repeatable(self) -> None:  # noqa: B027  (most have nothing to refuse)
+        """Raise `ConfigError` where gradients are not a function of ``θ`` and samples alone."""
+
+    def session(self, key: Sequence[int]) -> AbstractContextManager[Learner]:  # noqa: ARG002
+        """Train one client on minibatches; ``key`` is (seed, client, round)."""
+        return nullcontext(self)
+
+    def for_samples(self, shape: tuple[int, ...]) -> Objective:
+        """Return the objective for samples of this shape: a row of features, unless it says so."""
+        if len(shape) != 1:
+            raise ConfigError(f"{self.name} takes rows of features, not samples of shape {shape}")
+        return self
+
+    def test_batches(
+        self, params: Array, features: Array, labels: Array
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield outputs and targets of one set of samples, batch by batch, for metrics."""
+        yield self.predict(params, features), labels
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return a context for each model to be measured: one, where all clients have the same."""
+        return [nullcontext()]
 
 
 def make_objective(

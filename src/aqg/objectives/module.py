@@ -1,9 +1,10 @@
 """Any `torch.nn.Module` as an objective.
 
 The module is called as a pure function of a flat ``θ``: its parameters are views of ``θ``, and its
-buffers are copies that are thrown away after each call, so a gradient depends on ``θ`` and the
-samples alone. Stacked clients are differentiated at once by `torch.func.vmap`, or one by one by
-plain autograd where that cannot run the module.
+buffers are copies, so a gradient on all samples depends on ``θ`` and the samples alone. Stacked
+clients are differentiated at once by `torch.func.vmap`, or one by one by plain autograd where that
+cannot run the module. Where clients train on minibatches, a `Session` lets the module draw random
+numbers and change its buffers.
 
 One by one, a client's numbers are those of the client alone to the last bit. `vmap` adds up in
 another order: they agree to 1e-12 of the largest entry in float64, and to 1e-4 in float32. The
@@ -15,34 +16,35 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from aqg.errors import ConfigError, DataError
-from aqg.objectives.base import Array, Layout, Objective, Scaling, check_loss_settings
+from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
+from aqg.objectives.calls import LOCK, ModuleCalls
+from aqg.objectives.layout import ModelLayout
+from aqg.objectives.metrics import main_output
+from aqg.objectives.session import Session, read_state
+from aqg.objectives.strictness import check_reset, freeze_statistics, require_repeatable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
+    from aqg.objectives.layout import Buffers
+    from aqg.objectives.session import Carrier
+
 _STACK_BYTES = 1 << 24
 """The most features that are differentiated at once; activations take a multiple of it."""
-
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_MEASURED_AT_ONCE = 1024
+"""The most samples of which outputs are computed at once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -64,9 +66,7 @@ class ModuleObjective(Objective):
     """
 
     stackable = False
-
-    # `functional_call` swaps the tensors of the one module: a thread at a time.
-    _calling = threading.Lock()
+    takes_integers = True
 
     def __init__(
         self,
@@ -78,85 +78,172 @@ class ModuleObjective(Objective):
         scaling: Scaling = "mean",
         name: str = "module",
         reset: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
     ) -> None:
         check_loss_settings(l2, scaling)
         if input_shape is not None and (not input_shape or min(input_shape) < 1):
             raise ConfigError(f"input_shape {input_shape!r} is not a tuple of integers above 0")
-        _check_parameters(module)
-        _check_layers(module)
+        layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         if reset:
-            _check_reset(module)
-        self._module = _private_copy(module)
-        layout: Layout = tuple(
-            (key, tuple(value.shape)) for key, value in _trainable(self._module).items()
-        )
-        super().__init__(name, layout, l2, convex=False)
+            check_reset(module)
+        private = _private_copy(module)
+        if statistics == "frozen":
+            freeze_statistics(private)
+        super().__init__(name, layout.shapes, l2, convex=False)
+        self.model_layout = layout
         self.input_shape = input_shape
         self.scaling = scaling
-        self._loss = nn.functional.cross_entropy if loss is None else loss
+        self.carrier: Carrier | None = None
+        self._calls = ModuleCalls(
+            private, layout, nn.functional.cross_entropy if loss is None else loss, name
+        )
         self._reset = reset
-        self._sizes = [math.prod(shape) for _, shape in layout]
-        self._constants: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         self._vectorizes = True
         self._draws_nothing = False
+        self._is_repeatable = False
 
     def init_params(self, seed: int) -> NDArray[np.float64]:
         """Return the module's own parameters or, with ``reset``, new ones drawn from the seed."""
         if seed < 0:
             raise ConfigError(f"seed {seed} is not an integer of at least 0")
-        module = self._module
+        module = self._calls.module
         if self._reset:
             module = copy.deepcopy(module)
             _reset_parameters(module, seed)
-        tensors = [tensor.detach().double() for tensor in _trainable(module).values()]
-        params: NDArray[np.float64] = torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy()
-        return params
+        return self.model_layout.flatten(module).astype(np.float64)
+
+    def initial_buffers(self) -> Buffers:
+        """Return the buffers that the module came with."""
+        return self.model_layout.read_buffers(self._calls.module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it came: names, frozen parameters, buffers; not to be changed."""
+        return self._calls.module
+
+    def with_module(self, module: nn.Module) -> ModuleObjective:
+        """Return the same objective with another module of the same layout to start from."""
+        self.model_layout.check(module)
+        bound = copy.copy(self)
+        bound._calls = self._calls.with_module(module)
+        bound._reset = False
+        return bound
+
+    def constants_digest(self) -> bytes:
+        """Return a digest of the tensors that never travel."""
+        return self.model_layout.constants_digest(self._calls.module)
+
+    def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
+        """Return the objective for samples of this shape: itself, or one that knows the shape."""
+        if len(shape) == 1 or self.input_shape is not None:
+            return self
+        bound = copy.copy(self)
+        bound.input_shape = shape
+        return bound
+
+    def carrying(self, carrier: Carrier | None) -> ModuleObjective:
+        """Return the same objective with buffers that a carrier keeps."""
+        bound = copy.copy(self)
+        bound.carrier = carrier
+        return bound
+
+    def require_repeatable(self) -> None:
+        """Raise `ConfigError` where gradients would be random or depend on what was before."""
+        if not self._is_repeatable:
+            require_repeatable(self._calls.module)
+            self._is_repeatable = True
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
-        losses, _ = self._evaluate(params, features, labels, differentiate=False)
-        return _like(features, losses)
+        """Return the loss of each client, shape ``(...)``, with the module in evaluation mode."""
+        flat, inputs, targets, leading = self._tensors(params, features, labels)
+        run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
+        with LOCK:
+            losses, _ = run(flat, inputs, targets, False)
+        if self.l2:
+            losses = losses + self.l2 / 2 * (flat @ flat)
+        return _like(features, losses.reshape(leading))
 
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
         """Return the loss of each client, ``(...)``, and its gradient, ``(..., num_params)``."""
-        losses, gradients = self._evaluate(params, features, labels, differentiate=True)
-        return _like(features, losses), _like(features, gradients)
+        self.require_repeatable()
+        flat, inputs, targets, leading = self._tensors(params, features, labels)
+        run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
+        with LOCK:
+            losses, gradients = run(flat, inputs, targets, True)
+        if self.l2:
+            losses = losses + self.l2 / 2 * (flat @ flat)
+            gradients = gradients + self.l2 * flat
+        shaped = gradients.reshape(*leading, gradients.shape[-1])
+        return _like(features, losses.reshape(leading)), _like(features, shaped)
+
+    @contextmanager
+    def session(self, key: Sequence[int]) -> Iterator[Session]:
+        """Train one client on minibatches; ``key`` is (seed, client, round)."""
+        session = Session(self._batch_gradient, key)
+        client = int(key[1])
+        start = None if self.carrier is None else self.carrier.start(client)
+        session.start = start
+        yield session
+        if self.carrier is not None and session.state is not None:
+            self.carrier.finish(client, read_state(self.model_layout, session.state))
+
+    def _batch_gradient(
+        self, session: Session, params: Array, features: Array, labels: Array
+    ) -> tuple[Array, Array]:
+        flat, inputs, targets, _ = self._tensors(params, features, labels)
+        if len(inputs) != 1:
+            raise ConfigError(f"a session is of one client, not {len(inputs)}")
+        with LOCK:
+            if session.state is None:
+                session.state = self._calls.state(flat, session.start)
+            with session.drawing(flat.device):
+                leaf = flat.detach().requires_grad_()
+                loss = self._client_loss(leaf, session.state, inputs[0], targets[0], training=True)
+                (gradient,) = torch.autograd.grad(loss, leaf)
+        loss = loss.detach()
+        if self.l2:
+            loss = loss + self.l2 / 2 * (flat @ flat)
+            gradient = gradient + self.l2 * flat
+        return _like(features, loss), _like(features, gradient)
 
     def predict(self, params: Array, features: Array) -> Array:
         """Return the most likely label of each sample, shape ``(..., n)``.
 
         That is the index of the largest output; an only output is taken as the logit of label 1.
         """
-        self._check(params, features)
-        flat, inputs = _tensor(params), self._inputs(features)
+        flat, inputs, leading = self._inputs(params, features)
         labels = torch.empty(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
-        constants = self._constants_like(flat)
-        with self._calling, torch.no_grad():
-            for row, client in zip(labels, inputs, strict=True):
-                outputs = self._call(flat, constants, client).reshape(len(client), -1)
-                row[:] = outputs.argmax(1) if outputs.shape[1] > 1 else outputs[:, 0] > 0
-        return _like(features, labels.reshape(features.shape[:-1]))
+        for row, client in zip(labels, inputs, strict=True):
+            found = [main_output(part) for part in self._outputs(flat, client)]
+            outputs = np.concatenate(found).reshape(len(client), -1)
+            best = outputs.argmax(1) if outputs.shape[1] > 1 else outputs[:, 0] > 0
+            row[:] = torch.from_numpy(best)
+        return _like(features, labels.reshape(*leading, inputs.shape[1]))
 
-    def _evaluate(
-        self, params: Array, features: Array, labels: Array, *, differentiate: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return losses ``(...)`` and gradients ``(..., num_params)``, empty unless asked for."""
-        self._check(params, features)
-        _check_labels(features, labels)
-        flat, inputs = _tensor(params), self._inputs(features)
-        targets = _tensor(labels).reshape(inputs.shape[:2])
-        if not targets.is_floating_point():
-            targets = targets.long()
-        run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
-        with self._calling:
-            losses, gradients = run(flat, inputs, targets, differentiate)
-        if self.l2:
-            losses = losses + self.l2 / 2 * (flat @ flat)
-            gradients = gradients + self.l2 * flat if differentiate else gradients
-        leading = features.shape[:-2]
-        return losses.reshape(leading), gradients.reshape(*leading, gradients.shape[-1])
+    def test_batches(
+        self, params: Array, features: Array, labels: Array
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield outputs and targets of one set of samples, batch by batch, for metrics."""
+        flat, inputs, targets, _ = self._tensors(params, features, labels)
+        pieces = torch.split(targets[0], _MEASURED_AT_ONCE)
+        yield from zip(self._outputs(flat, inputs[0]), pieces, strict=True)
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return a context for each model to be measured; see `Carrier.views`."""
+        return [nullcontext()] if self.carrier is None else self.carrier.views()
+
+    def _outputs(self, flat: Tensor, inputs: Tensor) -> Iterator[Any]:
+        for part in torch.split(inputs, _MEASURED_AT_ONCE):
+            with LOCK, torch.no_grad():
+                yield self._calls.outputs(flat, self._measured(flat), part, training=False)
+
+    def _measured(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the buffers with which a model is measured."""
+        return self._calls.state(flat, None if self.carrier is None else self.carrier.evaluation())
 
     def _stacked(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
@@ -165,10 +252,11 @@ class ModuleObjective(Objective):
         chunk = _STACK_BYTES // max(1, inputs[0].nbytes)
         if chunk < 2:
             return self._each(flat, inputs, labels, differentiate)
-        constants = self._constants_like(flat)
+        state = self._calls.state(flat) if differentiate else self._measured(flat)
 
         def loss(params: Tensor, client: Tensor, client_labels: Tensor) -> Tensor:
-            return self._client_loss(params, constants, client, client_labels)
+            mine = {name: value.clone() for name, value in state.items()}
+            return self._client_loss(params, mine, client, client_labels, training=differentiate)
 
         function = grad_and_value(loss) if differentiate else loss
         mapped = vmap(function, in_dims=(None, 0, 0), chunk_size=chunk)
@@ -188,52 +276,100 @@ class ModuleObjective(Objective):
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
     ) -> tuple[Tensor, Tensor]:
         """Differentiate one client after the other."""
-        constants = self._constants_like(flat)
         params = flat.detach().requires_grad_(differentiate)
         losses = flat.new_empty(len(inputs))
         gradients = flat.new_empty(len(inputs), self.num_params if differentiate else 0)
         for index, (client, client_labels) in enumerate(zip(inputs, labels, strict=True)):
-            with torch.set_grad_enabled(differentiate), self._refusing_randomness(flat.device):
-                loss = self._client_loss(params, constants, client, client_labels)
+            if not differentiate:
+                losses[index] = self._measured_loss(flat, client, client_labels)
+                continue
+            with torch.enable_grad(), self._refusing_randomness(flat.device):
+                state = self._calls.state(flat)
+                loss = self._client_loss(params, state, client, client_labels, training=True)
             losses[index] = loss.detach()
-            if differentiate:
-                (gradients[index],) = torch.autograd.grad(loss, params)
+            (gradients[index],) = torch.autograd.grad(loss, params)
         return losses, gradients
 
+    def _measured_loss(self, flat: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return a client's loss, the mean over parts of it where it has many samples."""
+        total = flat.new_zeros(())
+        parts = zip(
+            torch.split(inputs, _MEASURED_AT_ONCE),
+            torch.split(labels, _MEASURED_AT_ONCE),
+            strict=True,
+        )
+        with torch.no_grad():
+            for part, part_labels in parts:
+                outputs = self._calls.outputs(flat, self._measured(flat), part, training=False)
+                loss = self._calls.loss(outputs, part_labels)
+                share = 1.0 if len(part) == len(inputs) else len(part) / len(inputs)
+                total = total + loss * share
+        return total * len(labels) if self.scaling == "sum" else total
+
     def _client_loss(
-        self, flat: Tensor, constants: dict[str, Tensor], inputs: Tensor, labels: Tensor
+        self,
+        flat: Tensor,
+        state: dict[str, Tensor],
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        training: bool,
     ) -> Tensor:
-        loss = self._loss(self._call(flat, constants, inputs), labels)
-        if loss.shape != ():
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; it must be one number, the mean over "
-                f"the {len(labels)} samples"
-            )
+        outputs = self._calls.outputs(flat, state, inputs, training=training)
+        loss = self._calls.loss(outputs, labels)
         return loss * len(labels) if self.scaling == "sum" else loss
 
-    def _call(self, flat: Tensor, constants: dict[str, Tensor], inputs: Tensor) -> Any:
-        """Return the module's outputs at ``flat``; it may write to copies of its buffers."""
-        pieces = zip(self.layout, torch.split(flat, self._sizes), strict=True)
-        tensors = {key: piece.reshape(shape) for (key, shape), piece in pieces}
-        tensors |= {key: constant.clone() for key, constant in constants.items()}
-        return functional_call(self._module, tensors, (inputs,))
+    def _inputs(self, params: Array, features: Array) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Return ``θ``, what the module sees, ``(clients, n, ...)``, and the leading axes."""
+        if params.shape != (self.num_params,):
+            raise ConfigError(
+                f"parameters have shape {tuple(params.shape)}; {self.name} needs "
+                f"({self.num_params},)"
+            )
+        shape = self.input_shape
+        num_axes = 1
+        if shape is not None and tuple(features.shape[-len(shape) :]) == shape:
+            num_axes = len(shape)
+        num_features = math.prod(features.shape[-num_axes:])
+        if features.ndim < 1 + num_axes or (shape and math.prod(shape) != num_features):
+            wanted = math.prod(shape) if shape else "features"
+            raise ConfigError(
+                f"features have shape {tuple(features.shape)}; {self.name} needs "
+                f"(..., samples, {wanted})"
+            )
+        flat, tensor = _tensor(params), _tensor(features)
+        if tensor.is_floating_point() and tensor.dtype != flat.dtype:
+            raise ConfigError(
+                f"parameters are {params.dtype} and features {features.dtype}; they must agree"
+            )
+        if not tensor.is_floating_point():
+            tensor = tensor.long()
+        *leading, num_samples = tensor.shape[:-num_axes]
+        sample = shape or (num_features,)
+        inputs = tensor.reshape(math.prod(leading), num_samples, *sample)
+        return flat, inputs, tuple(leading)
 
-    def _constants_like(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return buffers and frozen parameters in the precision and on the device of ``flat``."""
-        kind = (flat.dtype, flat.device)
-        if kind not in self._constants:
-            frozen = {k: v for k, v in self._module.named_parameters() if not v.requires_grad}
-            self._constants[kind] = {
-                key: value.to(flat if value.is_floating_point() else flat.device)
-                for key, value in (frozen | dict(self._module.named_buffers())).items()
-            }
-        return self._constants[kind]
-
-    def _inputs(self, features: Array) -> Tensor:
-        """Return what the module sees, ``(clients, n, *input_shape)``."""
-        *leading, num_samples, num_features = features.shape
-        shape = self.input_shape or (num_features,)
-        return _tensor(features).reshape(math.prod(leading), num_samples, *shape)
+    def _tensors(
+        self, params: Array, features: Array, labels: Array
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+        """Return ``θ``, inputs and targets ``(clients, n, ...)``, and the leading axes."""
+        flat, inputs, leading = self._inputs(params, features)
+        wanted = (*leading, inputs.shape[1])
+        if tuple(labels.shape[: len(wanted)]) != wanted:
+            raise ConfigError(
+                f"labels have shape {tuple(labels.shape)}; features of shape "
+                f"{tuple(features.shape)} need {wanted}, and any axes after them"
+            )
+        if inputs.shape[1] == 0:
+            raise DataError("a client has 0 samples; a mean loss needs at least 1")
+        targets = _tensor(labels)
+        targets = targets.to(flat.dtype) if targets.is_floating_point() else targets.long()
+        return (
+            flat,
+            inputs,
+            targets.reshape(*inputs.shape[:2], *labels.shape[len(wanted) :]),
+            leading,
+        )
 
     @contextmanager
     def _refusing_randomness(self, device: torch.device) -> Iterator[None]:
@@ -245,37 +381,11 @@ class ModuleObjective(Objective):
         yield
         if not torch.equal(before, _random_state(device)):
             raise ConfigError(
-                f"{self.name} draws random numbers in its forward pass; gradients must be "
-                "repeatable: call eval() on the module, or leave the randomness out"
+                f"{self.name} draws random numbers in its forward pass; gradients on all samples "
+                "must be repeatable: train on minibatches, call eval() on the module, or leave "
+                "the randomness out"
             )
         self._draws_nothing = True
-
-    def _check(self, params: Array, features: Array) -> None:
-        if params.shape != (self.num_params,):
-            raise ConfigError(
-                f"parameters have shape {tuple(params.shape)}; {self.name} needs "
-                f"({self.num_params},)"
-            )
-        num_features = math.prod(self.input_shape) if self.input_shape else None
-        if features.ndim < 2 or num_features not in (None, features.shape[-1]):
-            raise ConfigError(
-                f"features have shape {tuple(features.shape)}; {self.name} needs "
-                f"(..., samples, {num_features or 'features'})"
-            )
-        if params.dtype != features.dtype:
-            raise ConfigError(
-                f"parameters are {params.dtype} and features {features.dtype}; they must agree"
-            )
-
-
-def _check_labels(features: Array, labels: Array) -> None:
-    if labels.shape != features.shape[:-1]:
-        raise ConfigError(
-            f"labels have shape {tuple(labels.shape)}; features of shape "
-            f"{tuple(features.shape)} need {tuple(features.shape[:-1])}"
-        )
-    if features.shape[-2] == 0:
-        raise DataError("a client has 0 samples; a mean loss needs at least 1")
 
 
 def _tensor(array: Array) -> Tensor:
@@ -297,10 +407,6 @@ def _random_state(device: torch.device) -> Tensor:
     return state
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: value for name, value in module.named_parameters() if value.requires_grad}
-
-
 def _private_copy(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module).cpu()
@@ -316,46 +422,3 @@ def _reset_parameters(module: nn.Module, seed: int) -> None:
         for layer in reversed(list(module.modules())):
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()
-
-
-def _check_parameters(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module")
-    for name, value in module.named_parameters():
-        if isinstance(value, nn.UninitializedParameter) or value.is_meta:
-            raise ConfigError(f"parameter {name!r} has no values yet; call the module once before")
-    trainable = _trainable(module)
-    if not trainable:
-        raise ConfigError(f"{type(module).__name__} has 0 parameters that require a gradient")
-    for name, value in trainable.items():
-        if not value.is_floating_point():
-            raise ConfigError(f"parameter {name!r} is {value.dtype}; it must be floating point")
-
-
-def _check_layers(module: nn.Module) -> None:
-    """Refuse layers whose gradients are random or depend on what was computed before."""
-    for path, layer in module.named_modules():
-        if not layer.training:
-            continue
-        where = f"layer {path!r}, {layer}," if path else f"{layer}"
-        rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            raise ConfigError(
-                f"{where} drops out at random; gradients must be repeatable: "
-                "call eval() on it or set its rate to 0"
-            )
-        if getattr(layer, "track_running_stats", False):
-            raise ConfigError(
-                f"{where} updates running statistics, which no gradient carries: use GroupNorm, "
-                "set track_running_stats=False, or call eval() on it to keep them fixed"
-            )
-
-
-def _check_reset(module: nn.Module) -> None:
-    for path, layer in module.named_modules():
-        owns = any(value.requires_grad for value in layer.parameters(recurse=False))
-        if owns and not callable(getattr(layer, "reset_parameters", None)):
-            raise ConfigError(
-                f"reset needs reset_parameters() on every layer with parameters; "
-                f"{path or 'the module itself'} ({type(layer).__name__}) has none"
-            )

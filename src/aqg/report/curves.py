@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 AXES = ("rounds", "uploads", "bytes")
-METRICS = ("residual", "loss", "accuracy")
+LOSSES = ("residual", "loss")
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
 
 def _metric(run: Run, metric: str) -> Floats:
     summary = run.summary or {}
-    if metric == "accuracy":
-        return np.append(run.accuracies, _number(summary.get("test_accuracy")))
+    if metric not in LOSSES:
+        values = run.metrics.get(metric, np.full(len(run.rounds), np.nan))
+        return np.append(values, _number(summary.get(f"test_{metric}")))
     losses = np.append(run.losses, _number(summary.get("final_loss")))
     if metric == "loss":
         return losses

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import aqg
+from aqg.objectives.metrics import named_metric
 from aqg.report.activity import count_widths, watch_clients
-from aqg.report.curves import AXES, METRICS, combine, extra_points, run_points, thin
+from aqg.report.curves import AXES, LOSSES, combine, extra_points, run_points, thin
 from aqg.report.groups import COLORS, setting_text
-from aqg.report.results import result_of
-from aqg.report.words import common, facts, headline, join_words, spread_of, title
+from aqg.report.results import metric_names, result_of
+from aqg.report.words import common, facts, headline, join_words, spread, spread_of, title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +42,6 @@ _SPREAD = (
     "target_bytes",
     "final_loss",
     "residual",
-    "accuracy",
     "faults",
 )
 
@@ -68,11 +68,10 @@ def make_document(comparison: Comparison, packer: Packer) -> dict[str, Any]:
         "telling": list(comparison.telling),
         "target": common(result_of(run).target for run in runs),
         "widths": widths,
+        "metrics": [_metric(name, runs) for name in metric_names(runs)],
         "extras": extras,
         "never": [name for name in _extra_names(runs) if name not in extras],
-        "groups": [
-            _group(group, comparison, position, extras, packer, len(groups)) for group in groups
-        ],
+        "groups": [_group(group, comparison, position, extras, packer) for group in groups],
         "runs": [
             _run(run, group_index, len(runs), packer)
             for group_index, group in enumerate(groups)
@@ -106,9 +105,9 @@ def _group(
     position: Mapping[int, int],
     extras: Sequence[str],
     packer: Packer,
-    num_groups: int,
 ) -> dict[str, Any]:
-    limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // num_groups))
+    limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // len(comparison.groups)))
+    metrics = metric_names(comparison.runs)
 
     def pack(band: Band | None) -> dict[str, Any] | None:
         if band is None:
@@ -132,19 +131,39 @@ def _group(
         "runs": [position[id(run)] for run in group.runs],
         "finished": all(result.finished for result in results),
         "state": _state(results),
-        "results": {name: spread_of(results, name) for name in _SPREAD},
+        "results": {name: spread_of(results, name) for name in _SPREAD}
+        | {f"test_{name}": spread([r.metrics.get(name) for r in results]) for name in metrics},
         "target": common(result.target for result in results),
         "reached": sum(result.target_bytes is not None for result in results),
         "curves": {
-            metric: {
+            key: {
                 axis: pack(combine([run_points(run, axis, metric) for run in group.runs]))
                 for axis in AXES
             }
-            for metric in METRICS
+            for key, metric in [
+                *((name, name) for name in LOSSES),
+                *((f"test_{name}", name) for name in metrics),
+            ]
         },
         "extras": {
             name: pack(combine([extra_points(run, name) for run in group.runs])) for name in extras
         },
+    }
+
+
+def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
+    """Return what a page says of a metric: its title, and how numbers are written."""
+    described = [(run.summary or {}).get("metrics", {}).get(name) for run in runs]
+    known = next((row for row in described if isinstance(row, dict)), named_metric(name).describe())
+    words = name.replace("_", " ")
+    is_higher = known.get("higher_is_better")
+    better = "" if is_higher is None else "higher" if is_higher else "lower"
+    return {
+        "key": f"test_{name}",
+        "name": words,
+        "title": f"test {words}",
+        "format": "percent" if known.get("percent") else "number",
+        "better": better,
     }
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.report.activity import count_widths, watch_clients
-from aqg.report.curves import AXES, combine, run_points
+from aqg.report.curves import AXES, LOSSES, combine, run_points
 from aqg.report.groups import COLORS
+from aqg.report.results import metric_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,7 @@ _MAX_PANELS = 12
 _BINS = 120
 _COLUMNS = 400
 _ROWS = 200
+_OTHER_PICTURES = ("loss", "widths", "clients")
 _AWAY = "#f6c993"
 _SILENT = "#f4f2ed"
 
@@ -35,13 +37,14 @@ _SILENT = "#f4f2ed"
 def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
 
-    ``widths.png`` and ``clients.png`` show the first 12 groups; ``accuracy.png`` is left out where
-    none was measured.
+    ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
+    picture for each metric that was measured, such as ``accuracy.png``.
     """
     has_residuals = all(run.minimum is not None for run in comparison.runs)
     pictures = {"loss.png": _draw_curves(comparison, "residual" if has_residuals else "loss")}
-    if any(len(run_points(run, "rounds", "accuracy").x) for run in comparison.runs):
-        pictures["accuracy.png"] = _draw_curves(comparison, "accuracy")
+    for name in metric_names(comparison.runs):
+        file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"
+        pictures[file] = _draw_curves(comparison, name)
     shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
     if shown:
         widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
@@ -75,11 +78,11 @@ def _draw_curves(comparison: Comparison, metric: str) -> bytes:
         panel.set_xlabel(_TITLES[axis])
         if axis != "rounds":
             panel.set_xscale("log")
-        if metric != "accuracy":
+        if metric in LOSSES:
             panel.set_yscale("log")
         _tidy(panel)
-    names = {"residual": "loss − minimum", "loss": "loss", "accuracy": "test accuracy"}
-    axes[0].set_ylabel(names[metric])
+    names = {"residual": "loss − minimum", "loss": "loss"}
+    axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return _png(figure)
@@ -91,7 +94,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
         panel.plot([], [], label=group.label)
         return
     seen = np.ones(len(band.x), bool) if axis == "rounds" else band.x > 0
-    if metric != "accuracy":
+    if metric in LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]
     dashes = _DASHES[group.dash % len(_DASHES)]
@@ -101,7 +104,9 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
     if len(x):
         panel.plot(x[-1], median[-1], "o", color=COLORS[group.color], markersize=4)
     if len(group.runs) > 1:
-        low = np.maximum(band.low[seen], np.finfo(float).tiny)
+        low = band.low[seen]
+        if metric in LOSSES:  # a logarithmic axis has no zero
+            low = np.maximum(low, np.finfo(float).tiny)
         panel.fill_between(x, low, band.high[seen], color=COLORS[group.color], alpha=0.15, lw=0)
 
 

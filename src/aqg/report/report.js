@@ -28,6 +28,7 @@ class Report {
     document.getElementById("created").textContent = `Made on ${data.created} by aqg report.`;
     this.buildLegend();
     this.buildControls();
+    this.buildMetricSections();
     this.buildResults();
     this.buildCurves();
     this.buildActivity();
@@ -150,11 +151,12 @@ class Report {
       number("target_bytes", "bytes to target", "bytes"),
       number("final_loss", "final loss", "loss"),
       number("residual", "loss − minimum", "residual"),
-      number("accuracy", "accuracy", "percent"),
+      ...this.data.metrics.map((metric) => number(metric.key, metric.name, metric.format)),
       number("faults", "faults", "count"),
     ];
     const isKnown = { "bytes to target": (g) => g.target !== null, "loss − minimum": (g) => g.results.residual,
-      faults: (g) => g.results.faults?.[2] > 0, accuracy: (g) => g.results.accuracy };
+      faults: (g) => g.results.faults?.[2] > 0,
+      ...Object.fromEntries(this.data.metrics.map(({ key, name }) => [name, (g) => g.results[key]])) };
     const shown = columns.filter(({ title }) => !(title in isKnown) || groups.some(isKnown[title]));
     this.rows = makeTable(document.getElementById("results-table"), shown, groups);
   }
@@ -172,27 +174,37 @@ class Report {
 
   buildCurves() {
     for (const panels of document.querySelectorAll(".panels")) {
-      const isAccuracy = panels.dataset.metric === "accuracy";
-      if (isAccuracy && !this.data.groups.some((group) => group.curves.accuracy.rounds)) {
-        panels.closest("section").hidden = true;
-        continue;
-      }
+      const measured = this.data.metrics.find(({ key }) => key === panels.dataset.metric);
       for (const [axis, x] of Object.entries(AXES)) {
         const figure = element("figure", {}, panels);
         element("figcaption", {}, figure, `against ${x.title}`);
         const host = element("div", { class: "plot", "data-axis": axis }, figure);
         this.charts.push(new LineChart(host, () => {
-          const metric = isAccuracy ? "accuracy" : this.view.metric;
+          const metric = measured ? measured.key : this.view.metric;
           return {
             series: this.series((group) => group.curves[metric][axis]),
             x: { ...x, log: this.view[axis === "rounds" ? "rounds" : "costs"] === "log" },
-            y: isAccuracy
-              ? { title: "test accuracy", format: "percent", log: false }
+            y: measured
+              ? { title: measured.title, format: measured.format, log: false }
               : { title: "loss", format: metric, log: this.view.losses === "log",
                   target: metric === "residual" ? this.data.target : null },
           };
         }));
       }
+    }
+  }
+
+  // One section for each metric that some run has.
+  buildMetricSections() {
+    const template = document.getElementById("metric");
+    for (const metric of this.data.metrics) {
+      if (!this.data.groups.some((group) => group.curves[metric.key].rounds)) continue;
+      const section = template.content.firstElementChild.cloneNode(true);
+      section.id = metric.key;
+      section.querySelector("h2").textContent = metric.title[0].toUpperCase() + metric.title.slice(1);
+      section.querySelector(".better").textContent = metric.better ? `${metric.better[0].toUpperCase()}${metric.better.slice(1)} is better.` : "";
+      section.querySelector(".panels").dataset.metric = metric.key;
+      template.before(section);
     }
   }
 

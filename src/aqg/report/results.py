@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.report.curves import run_points
+from aqg.report.curves import LOSSES, run_points
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ class Result:
     upload_bytes: int
     final_loss: float | None
     residual: float | None
-    accuracy: float | None
+    metrics: dict[str, float | None]
     target: float | None
     target_rounds: float | None
     target_bytes: float | None
@@ -54,7 +54,7 @@ def result_of(run: Run) -> Result:
         upload_bytes=int(run.upload_bytes.sum()),
         final_loss=_last(run, "loss"),
         residual=_last(run, "residual"),
-        accuracy=_last(run, "accuracy"),
+        metrics={name: _last(run, name) for name in run.metrics},
         target=_number(run.config.get("target")),
         target_rounds=_number(target.get("reached_round")),
         target_bytes=_number(target.get("upload_bytes")),
@@ -63,7 +63,7 @@ def result_of(run: Run) -> Result:
 
 
 def _last(run: Run, metric: str) -> float | None:
-    if run.diverged and metric != "accuracy":
+    if run.diverged and metric in LOSSES:
         return None
     values = run_points(run, "rounds", metric).y
     return float(values[-1]) if len(values) else None
@@ -76,11 +76,14 @@ def _number(value: object) -> float | None:
 def summary_csv(runs: Sequence[Run]) -> str:
     """Return one row per run: its name, every setting, and its results."""
     settings = list(dict.fromkeys(name for run in runs for name in run.config))
+    metrics = metric_names(runs)
     rows = []
     for run in runs:
         row: dict[str, Any] = {"run": run.name}
         row.update((name, _cell(run.config.get(name))) for name in settings)
         results = asdict(result_of(run))
+        found = results.pop("metrics")
+        results |= {_column(name, results): found.get(name) for name in metrics}
         row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
         rows.append(row)
     return _csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
@@ -91,22 +94,37 @@ def curves_csv(runs: Sequence[Run]) -> str:
 
     Round 0 is the start.
     """
-    columns = ("run", "recipe", "seed", "round", "uploads", "bytes", "loss", "residual", "accuracy")
-    return _csv(columns, (row for run in runs for row in _curve_rows(run)))
+    metrics = metric_names(runs)
+    columns = ["run", "recipe", "seed", "round", "uploads", "bytes", "loss", "residual"]
+    columns += [_column(name, columns) for name in metrics]
+    return _csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
 
 
-def _curve_rows(run: Run) -> Iterator[Iterable[Any]]:
+def metric_names(runs: Iterable[Run]) -> list[str]:
+    """Return the metrics that some run has, in order."""
+    return list(dict.fromkeys(name for run in runs for name in run.metrics))
+
+
+def _column(name: str, taken: Iterable[str]) -> str:
+    """Return the heading of a metric: its name, unless another column has it."""
+    return f"test_{name}" if name in taken else name
+
+
+def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
     summary = run.summary or {}
     uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
     sizes = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
     losses = [*_known(run.losses), summary.get("final_loss")]
-    accuracies = [*_known(run.accuracies), summary.get("test_accuracy")]
-    for number, sent, size, loss, accuracy in zip(
-        rounds, uploads, sizes, losses, accuracies, strict=False
-    ):
+    unknown = np.full(len(run.rounds), np.nan)
+    found = [
+        [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
+    ]
+    rows = zip(rounds, uploads, sizes, losses, strict=False)
+    for index, (number, sent, size, loss) in enumerate(rows):
         residual = None if loss is None or run.minimum is None else loss - run.minimum
-        yield run.name, run.recipe, run.seed, number, sent, size, loss, residual, accuracy
+        values = [column[index] for column in found]
+        yield run.name, run.recipe, run.seed, number, sent, size, loss, residual, *values
 
 
 def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

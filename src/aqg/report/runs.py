@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY
+from aqg.experiments.rundir import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
 from aqg.experiments.sweep import GRID
 from aqg.sim.record import DROPPED
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_DEPTH = 4
-_KNOWN_KEYS = frozenset(
-    ("round", "loss", "uploads", "bits_per_param", "upload_bytes", "widths", "test_accuracy")
-)
+_KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "upload_bytes", "widths"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Run:
         config: the settings as stored, whichever program stored them.
         rounds: numbers of the rounds, counted from 1.
         losses: loss at the model broadcast in the round, NaN where unknown.
-        accuracies: test accuracy of that model, NaN where it was not measured.
+        metrics: of that model on the test set, by name, NaN where one was not measured.
         uploads: how many clients sent something.
         bits: the sum of their widths.
         upload_bytes: what they sent, in bytes.
@@ -62,7 +60,7 @@ class Run:
     config: Mapping[str, Any]
     rounds: NDArray[np.int64]
     losses: NDArray[np.float64]
-    accuracies: NDArray[np.float64]
+    metrics: Mapping[str, NDArray[np.float64]]
     uploads: NDArray[np.int64]
     bits: NDArray[np.int64]
     upload_bytes: NDArray[np.int64]
@@ -167,7 +165,7 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 def read_run(path: Path, name: str) -> Run:
     """Read one run directory."""
-    config = _read_toml(path / CONFIG)
+    config = readable(_read_toml(path / CONFIG))
     rows = _read_rounds(path / ROUNDS)
     summary = _read_summary(path / SUMMARY)
     try:
@@ -181,7 +179,7 @@ def read_run(path: Path, name: str) -> Run:
             config=config,
             rounds=rounds,
             losses=_numbers(row["loss"] for row in rows),
-            accuracies=_numbers(row.get("test_accuracy") for row in rows),
+            metrics=_metrics(rows, summary),
             uploads=_counts(rows, "uploads", spoke.sum(axis=1)),
             bits=_counts(rows, "bits_per_param", np.where(spoke, widths, 0).sum(axis=1)),
             upload_bytes=np.array([row["upload_bytes"] for row in rows], np.int64),
@@ -195,6 +193,29 @@ def read_run(path: Path, name: str) -> Run:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         file = str(path / ROUNDS)
         raise RunError(f"{file!r} holds a line that is not a round: {what}") from None
+
+
+def readable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with files named as people call them, and digests cut short.
+
+    >>> readable({"dataset": "/data/own.npz", "model": "/home/me/nets.py:make", "clients": 3})
+    {'dataset': 'own.npz', 'model': 'nets.py:make', 'clients': 3}
+    >>> readable({"dataset": "custom", "model": "custom", "problem": "/home/me/heart.py:problem"})
+    {'dataset': 'heart.py:problem', 'model': 'custom', 'problem': 'heart.py:problem'}
+    """
+    shown = dict(config)
+    for name in ("dataset", "model", "problem", "init"):
+        value = config.get(name)
+        if isinstance(value, str):
+            folder, slash, rest = value.rpartition("/")
+            is_file = bool(slash) and (".py:" in rest or name in ("dataset", "init"))
+            shown[name] = rest if is_file and folder.startswith("/") else value
+    if "problem" in shown:
+        shown["dataset"] = shown["problem"]
+    files = config.get("files")
+    if isinstance(files, list):
+        shown["files"] = " ".join(str(row[-1])[:8] for row in files if isinstance(row, list))
+    return shown
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -279,6 +300,20 @@ def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
     return padded
 
 
+def _metrics(
+    rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
+) -> dict[str, NDArray[np.float64]]:
+    """Collect the metrics that some round or the summary holds."""
+    names: dict[str, None] = {}
+    for row in (*rows, summary or {}):
+        names.update(dict.fromkeys(read_metrics(row)))
+    return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
+
+
+def _is_known(key: str) -> bool:
+    return key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
+
+
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
     """Collect the numbers in the rounds that have no place of their own."""
     names: dict[str, None] = {}
@@ -287,7 +322,7 @@ def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]
             names.update(
                 (key, None)
                 for key, value in row.items()
-                if key not in _KNOWN_KEYS and isinstance(value, int | float)
+                if not _is_known(key) and isinstance(value, int | float)
             )
     return {
         name: _numbers(

@@ -106,11 +106,20 @@ def _range(values: Sequence[float], write: Callable[[float], str]) -> str:
 
 
 def spread_of(results: Sequence[Result], name: str) -> list[float] | None:
-    """Return median, smallest and largest; None unless every run has a value."""
-    values = [getattr(result, name) for result in results]
-    if any(value is None for value in values):
+    """Return median, smallest and largest of a result; None unless every run has a value."""
+    return spread([getattr(result, name) for result in results])
+
+
+def spread(values: Sequence[float | None]) -> list[float] | None:
+    """Return median, smallest and largest; None unless all are known.
+
+    >>> spread([1.0, 4.0, 2.0]), spread([1.0, None])
+    ([2.0, 1.0, 4.0], None)
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return None
-    return [float(np.median(values)), float(min(values)), float(max(values))]
+    return [float(np.median(known)), float(min(known)), float(max(known))]
 
 
 def common(values: Iterable[Any]) -> Any:

@@ -22,11 +22,13 @@ from aqg.core.links import Link, Memory
 from aqg.core.optimizers import OptimizerState
 from aqg.core.round import Clients, News, settle, speak
 from aqg.core.server import arrived, step, take_in
+from aqg.core.space import with_rows
 from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState, check_fits, initial_state
+from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 
 if TYPE_CHECKING:
@@ -69,7 +71,6 @@ class FastSimulation:
         block_bytes: int = 1 << 25,
         training: Training | None = None,
     ) -> None:
-        self.problem = problem
         self.step_size = step_size
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
@@ -77,6 +78,8 @@ class FastSimulation:
         self._losses_are_exact = self.training.local.sees_all_samples
         self.recipe = recipe = recipe.for_updates(self._losses_are_exact)
         self._weights = self.training.client_weights(problem)
+        self.statistics = RunStatistics(problem, self.training, self._weights)
+        self.problem = problem = self.statistics.problem
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1
@@ -158,7 +161,7 @@ class FastSimulation:
             self._clients = settle(self.backend, self.recipe, self._clients, spoken)
             if evaluate:  # last: a GPU need not be waited for
                 measured = self.backend.get(block_losses)
-                losses = _with_rows(losses, block, measured)
+                losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._model = step(
             self.backend,
@@ -169,9 +172,10 @@ class FastSimulation:
             self._sampled,
             self.training.optimizer,
         )
+        traffic = self.statistics.finish_round(present.tolist())
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
-        return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), sizes)
+        return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), sizes, traffic)
 
     def _present(self) -> IntArray:
         """Return the clients that take part in the next round."""
@@ -187,10 +191,10 @@ class FastSimulation:
         """Return the loss of all clients, of which those present may have measured their own."""
         params = self._model.parameters
         if not self._losses_are_exact:
-            losses = self.backend.losses(params, self._everyone)
+            losses = self.statistics.losses(self.backend, params, self._everyone)
         elif len(present) < len(losses):
             absent = np.setdiff1d(self._everyone, present)
-            losses[absent] = self.backend.losses(params, absent)
+            losses[absent] = self.statistics.losses(self.backend, params, absent)
         return float(np.add.reduce(self._weights * losses)) / len(losses)
 
     def _train(self, block: IntArray) -> tuple[Array, Array]:
@@ -217,7 +221,7 @@ class FastSimulation:
 
     def loss(self) -> float:
         """Return the loss of the current model."""
-        losses: Float64Array = self.backend.losses(self._model.parameters, self._everyone)
+        losses = self.statistics.losses(self.backend, self._model.parameters, self._everyone)
         return float(np.mean(self._weights * losses))
 
     def state(self) -> SimulationState:
@@ -228,20 +232,14 @@ class FastSimulation:
             return np.array(self.backend.get(array))
 
         clients = _clients_in(copy, np.array, self.recipe, self._clients)
-        return SimulationState(_model_in(copy, self._model), clients)
+        model = _model_in(copy, self._model)
+        return SimulationState(model, clients, self.statistics.to_array())
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned."""
         check_fits(state, initial_state(self.problem, self.recipe, self.training.optimizer))
         self._load(state)
-
-
-def _with_rows(losses: Float64Array, clients: IntArray, rows: Float64Array) -> Float64Array:
-    """Return the losses of all clients with those of some filled in."""
-    if len(clients) == len(losses):
-        return rows
-    losses[clients] = rows
-    return losses
+        self.statistics.load(state.statistics)
 
 
 def _model_in(move: Callable[[Array], Array], model: Model) -> Model:

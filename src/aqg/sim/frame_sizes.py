@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import map_messages
 from aqg.sim.record import RoundRecord
+from aqg.sim.statistics import StatisticsTraffic
 from aqg.wire import Known, encoded_size
 
 if TYPE_CHECKING:
@@ -56,10 +57,14 @@ class OpenRound(NamedTuple):
     widths: tuple[int, ...]
     faults: tuple[tuple[int, str], ...]
     frame_sizes: list[FrameSize]
+    statistics: StatisticsTraffic = StatisticsTraffic()
 
     def close(self) -> RoundRecord:
         """Wait for the sizes."""
-        upload_bytes = 0
+        upload_bytes = self.statistics.upload_bytes
         for size in self.frame_sizes:
             upload_bytes += size if isinstance(size, int) else size.result()
-        return RoundRecord(self.number, self.loss, self.widths, upload_bytes, self.faults)
+        faults = (*self.faults, *self.statistics.faults)
+        return RoundRecord(
+            self.number, self.loss, self.widths, upload_bytes, faults, *self.statistics[:2]
+        )

@@ -13,6 +13,7 @@ are, so the server's step size keeps its meaning, and one step on all samples gi
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,12 @@ from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
     from aqg.core.types import Float64Array, IntArray
-    from aqg.objectives.base import Objective
+    from aqg.objectives.base import Learner, Objective
     from aqg.objectives.closed_form import ClosedForm
 
 Array = Any
@@ -114,14 +116,19 @@ class LocalTraining:
             return objective.losses_and_gradients(params, features, labels)
         num_steps = self.num_steps(len(labels))
         first_loss, total = None, 0.0
-        with np.errstate(over="ignore", invalid="ignore"):  # divergence shows in the result
+        quiet = np.errstate(over="ignore", invalid="ignore")  # divergence shows in the result
+        with quiet, self._learner(objective, key) as learner:
             for batch in islice(self._batches(len(labels), key), num_steps):
                 samples = (features, labels) if batch is None else (features[batch], labels[batch])
-                loss, gradient = objective.losses_and_gradients(params, *samples)
+                loss, gradient = learner.losses_and_gradients(params, *samples)
                 first_loss = loss if first_loss is None else first_loss
                 total = total + gradient
                 params = params - self.rate * gradient
             return first_loss, total / num_steps
+
+    def _learner(self, objective: Objective, key: Sequence[int]) -> AbstractContextManager[Learner]:
+        """Return what gradients come from: exact ones from the objective, others from a session."""
+        return nullcontext(objective) if self.sees_all_samples else objective.session(key)
 
     def update_many(
         self,

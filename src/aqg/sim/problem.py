@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.errors import ConfigError, DataError
+from aqg.objectives.metrics import Metric, default_metrics, make_metrics, measure
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
     from numpy.typing import NDArray
 
     from aqg.core.types import FloatArray
@@ -15,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class Samples(NamedTuple):
-    """Features ``(n, f)`` and labels ``(n,)``."""
+    """Features ``(n, ...)``, floating-point or integer, and targets ``(n, ...)`` of any kind.
 
-    features: FloatArray
-    labels: NDArray[np.int64]
+    The built-in models take rows of features ``(n, f)`` and labels ``(n,)``.
+    """
+
+    features: NDArray[Any]
+    labels: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -27,12 +36,117 @@ class Problem:
 
     The loss that is reported is the mean over clients of their own loss, ``(1/M) Σ_m f_m(θ)``,
     weighted where clients are.
+
+    Attributes:
+        objective: the loss and its gradient.
+        clients: the samples of each.
+        initial_params: ``θ^0``, float32 or float64, which is the precision of everything.
+        test: samples that no client has.
+        metrics: what is measured on them, in any form that `make_metrics` takes; by default what
+            suits the targets.
+
     """
 
     objective: Objective
     clients: tuple[Samples, ...]
     initial_params: FloatArray
     test: Samples | None = None
+    metrics: Any = None
+
+    @staticmethod
+    def from_module(
+        module: torch.nn.Module,
+        clients: Iterable[Any],
+        test: Any = None,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        *,
+        metrics: Any = None,
+        dtype: str = "float32",
+        **options: Any,
+    ) -> Problem:
+        """Make a problem of a torch module and each client's data.
+
+        Args:
+            module: what is trained; it is copied and never changed.
+            clients: for each, a `torch.utils.data.Dataset` of pairs (sample, target), or a pair of
+                arrays or tensors. All is read into memory once.
+            test: the same for the test set.
+            loss: the mean loss of a batch, from outputs and targets; by default cross-entropy for
+                whole numbers, at every place of a sequence, and the mean squared error for others.
+            metrics: names or functions; by default what suits the targets.
+            dtype: the precision of everything.
+            options: as in `Objective.from_module`.
+
+        >>> import torch
+        >>> pixels, labels = torch.rand(20, 8), torch.arange(20) % 2
+        >>> halves = [torch.utils.data.TensorDataset(pixels[k::2], labels[k::2]) for k in (0, 1)]
+        >>> problem = Problem.from_module(torch.nn.Linear(8, 2), halves)
+        >>> problem.num_clients, problem.clients[0].features.shape
+        (2, (10, 8))
+
+        """
+        from aqg.models.losses import default_loss  # needs torch
+        from aqg.objectives import Objective
+        from aqg.sim.gather import gather
+
+        held = tuple(gather(data, f"client {m}", dtype) for m, data in enumerate(clients))
+        if not held:
+            raise DataError("a problem has 0 clients; it needs at least 1")
+        loss = default_loss(held[0].labels) if loss is None else loss
+        options.setdefault("name", type(module).__name__)
+        objective = Objective.from_module(module, loss, **options)
+        return Problem(
+            objective=objective,
+            clients=held,
+            initial_params=objective.init_params(0).astype(dtype),
+            test=None if test is None else gather(test, "the test set", dtype),
+            metrics=metrics,
+        )
+
+    def __post_init__(self) -> None:
+        if self.initial_params.dtype not in (np.float32, np.float64):
+            raise ConfigError(
+                f"initial_params are {self.initial_params.dtype}; they must be float32 or float64 "
+                "(models in half precision train with float32 values)"
+            )
+        if not self.clients:
+            raise DataError("a problem has 0 clients; it needs at least 1")
+        clients = tuple(self._checked(f"client {m}", s) for m, s in enumerate(self.clients))
+        shape = clients[0].features.shape[1:]
+        if not (self.objective.takes_integers or _is_float(clients[0].features)):
+            raise DataError(
+                f"features are {clients[0].features.dtype}; {self.objective.name} needs "
+                f"floating-point ones, such as {self.initial_params.dtype}"
+            )
+        change: dict[str, Any] = {"clients": clients}
+        change["objective"] = self.objective.for_samples(shape)
+        if self.test is not None:
+            change["test"] = self._checked("the test set", self.test)
+        if self.metrics is not None:
+            change["metrics"] = make_metrics(self.metrics)
+        for name, value in change.items():
+            object.__setattr__(self, name, value)
+
+    def _checked(self, owner: str, samples: Samples) -> Samples:
+        """Return samples as NumPy arrays in the problem's precision, or say what is wrong."""
+        features, labels = (_as_numpy(part) for part in samples)
+        first = _as_numpy(self.clients[0].features)
+        if features.ndim < 2:
+            raise DataError(
+                f"{owner} has features of shape {features.shape}; they need an axis of samples "
+                "and at least one of features"
+            )
+        if len(features) != len(labels):
+            raise DataError(f"{owner} has {len(features)} features and {len(labels)} targets")
+        if features.shape[1:] != first.shape[1:]:
+            raise DataError(
+                f"{owner} has samples of shape {features.shape[1:]}; those of client 0 are "
+                f"{first.shape[1:]}"
+            )
+        dtype = self.initial_params.dtype
+        if _is_float(features) and features.dtype.itemsize < dtype.itemsize:
+            features = features.astype(dtype)  # wider, so nothing is lost
+        return Samples(features, labels)
 
     @property
     def num_clients(self) -> int:
@@ -44,9 +158,48 @@ class Problem:
         """The precision everything is computed in."""
         return self.initial_params.dtype
 
-    def test_accuracy(self, params: FloatArray) -> float | None:
-        """Return the fraction of test samples that the model gets right."""
+    @property
+    def chosen_metrics(self) -> tuple[Metric, ...]:
+        """What `measure` reports, where it makes sense."""
+        if self.test is None:
+            return ()
+        if self.metrics is None:
+            return default_metrics(self.test.labels)
+        chosen: tuple[Metric, ...] = self.metrics
+        return chosen
+
+    def measure(self, params: FloatArray) -> dict[str, float]:
+        """Return the metrics of a model on the test set, by name.
+
+        Empty where there is no test set, or the model holds NaN or infinity. Where each client has
+        statistics of its own, a metric is the mean over the clients' models.
+        """
         if self.test is None or not np.isfinite(params).all():
-            return None
-        predicted = self.objective.predict(params, self.test.features)
-        return float(np.mean(predicted == self.test.labels))
+            return {}
+        found = []
+        for view in self.objective.views():
+            with view:
+                batches = self.objective.test_batches(params, *self.test)
+                required = self.metrics is not None
+                found.append(measure(self.chosen_metrics, batches, required=required))
+        return {name: float(np.mean([row[name] for row in found])) for name in found[0]}
+
+    def test_accuracy(self, params: FloatArray) -> float | None:
+        """Return the fraction of test samples that the model gets right, where that is measured."""
+        return self.measure(params).get("accuracy")
+
+
+def _as_numpy(array: Any) -> NDArray[Any]:
+    """Return an array or a torch tensor as NumPy."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach"):
+        tensor = array.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()
+        array = tensor.numpy()
+    return np.asarray(array)
+
+
+def _is_float(array: NDArray[Any]) -> bool:
+    return bool(np.issubdtype(array.dtype, np.floating))

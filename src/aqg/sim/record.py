@@ -16,8 +16,10 @@ class RoundRecord(NamedTuple):
         loss: ``(1/M) Σ_m w_m f_m(θ^k)`` at the model that was broadcast, before the round's step,
             with client weights ``w_m`` of mean 1; None in rounds where it was not asked for.
         widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` for away.
-        upload_bytes: length of all frames the clients sent in the round.
+        upload_bytes: length of all frames the clients sent in the round, those of statistics too.
         faults: what went wrong, as ``(client, text)``.
+        statistics_upload_bytes: length of the frames that carry statistics beside the updates.
+        statistics_download_bytes: length of such frames to the clients.
 
     """
 
@@ -26,6 +28,8 @@ class RoundRecord(NamedTuple):
     widths: tuple[int, ...]
     upload_bytes: int
     faults: tuple[tuple[int, str], ...] = ()
+    statistics_upload_bytes: int = 0
+    statistics_download_bytes: int = 0
 
     @property
     def num_uploads(self) -> int:

@@ -18,6 +18,7 @@ from aqg.core.round import Clients, join_clients, split_clients
 from aqg.core.server import Peer, ServerState
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.state import SimulationState, check_fits, initial_state
+from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import decode, encode, known
 
@@ -130,13 +131,14 @@ class ReferenceSimulation:
         seed: int = 0,
         training: Training | None = None,
     ) -> None:
-        self.problem = problem
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
         recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
         self.weights = self.training.client_weights(problem)
+        self.statistics = RunStatistics(problem, self.training, self.weights)
+        self.problem = problem = self.statistics.problem
         self.server = Server(
             recipe,
             problem.initial_params,
@@ -186,15 +188,28 @@ class ReferenceSimulation:
         if evaluate:
             measured = ~away & self.training.local.sees_all_samples
             loss = self._weighted_mean(
-                client.loss if measured[client.index] else client.evaluate(broadcast.parameters)
+                client.loss
+                if measured[client.index]
+                else self._evaluate(client, broadcast.parameters)
                 for client in self.clients
             )
         self.server.step()
-        return RoundRecord(broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults))
+        traffic = self.statistics.finish_round(np.flatnonzero(~away).tolist())
+        upload_bytes += traffic.upload_bytes
+        faults += traffic.faults
+        return RoundRecord(
+            broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults), *traffic[:2]
+        )
 
     def loss(self) -> float:
         """Return the loss of the current model."""
-        return self._weighted_mean(client.evaluate(self.parameters) for client in self.clients)
+        return self._weighted_mean(
+            self._evaluate(client, self.parameters) for client in self.clients
+        )
+
+    def _evaluate(self, client: Client, parameters: FloatArray) -> float:
+        with self.statistics.of_client(client.index):
+            return client.evaluate(parameters)
 
     def _weighted_mean(self, losses: Iterable[float]) -> float:
         return float(np.mean(self.weights * np.fromiter(losses, np.float64)))
@@ -202,7 +217,7 @@ class ReferenceSimulation:
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
         clients = join_clients([client.state for client in self.clients])
-        return SimulationState(self.server.state.model, clients)
+        return SimulationState(self.server.state.model, clients, self.statistics.to_array())
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
@@ -213,3 +228,4 @@ class ReferenceSimulation:
         for client in self.clients:
             peers = peers.replaced(client.index, Peer(client.state.link))
         self.server.state = ServerState(state.model, peers)
+        self.statistics.load(state.statistics)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from aqg.core.persistence import (
     clients_from_arrays,
     clients_to_arrays,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
+    from aqg.core.types import Float64Array
     from aqg.sim.problem import Problem
 
 
@@ -30,11 +33,13 @@ class SimulationState(NamedTuple):
     Attributes:
         model: the model and what moves it.
         clients: what the clients remember; their links are the server's as well, being equal.
+        statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
 
     """
 
     model: Model
     clients: Clients
+    statistics: Float64Array = np.zeros((0, 0))
 
     @property
     def round(self) -> int:
@@ -43,13 +48,18 @@ class SimulationState(NamedTuple):
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
-        return {**model_to_arrays(self.model), **clients_to_arrays(self.clients)}
+        return {
+            **model_to_arrays(self.model),
+            **clients_to_arrays(self.clients),
+            "statistics": self.statistics,
+        }
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
         """Return the state that `to_arrays` wrote."""
         try:
-            return SimulationState(model_from_arrays(arrays), clients_from_arrays(arrays))
+            model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
+            return SimulationState(model, clients, arrays["statistics"])
         except KeyError as error:
             raise RunError(
                 f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
@@ -67,7 +77,7 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
     """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
     shapes = {name: array.shape for name, array in state.to_arrays().items()}
     for name, array in expected.to_arrays().items():
-        if name in ("history", "passing"):  # their lengths change from round to round
+        if name in ("history", "passing", "statistics"):  # not of one length, or checked elsewhere
             continue
         if shapes.pop(name, None) != array.shape:
             raise RunError(

@@ -1,0 +1,475 @@
+"""Which tensors of a module travel, and where each lies in the flat vector.
+
+A `ModelLayout` is made once from a module and used by the simulator and by Flower alike:
+
+* *parameters* that require a gradient make up the flat ``θ``, each once: weights that several
+  layers share (tied weights) have one place, under their first name;
+* *buffers* that belong to the module's saved state, such as the running statistics of batch
+  normalization, are carried beside ``θ`` and never compressed (see `aqg.objectives.statistics`);
+* frozen parameters, and everything else, stay where they are.
+
+Both ends of a deployment make their own layout and compare its `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from aqg.core.types import Float64Array, FloatArray, IntArray
+
+POLICIES = ("average", "local", "frozen")
+"""What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
+
+DIGEST_BYTES = 16
+
+_VALUES_LOOKED_AT = 4096
+"""Of a tensor that never travels, so many values make up its digest."""
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a module.
+
+    Attributes:
+        name: as in ``named_parameters`` or ``named_buffers``.
+        shape: of the tensor.
+        dtype: of the module's own tensor, such as ``"float32"``.
+        offset: where its first value lies in the flat vector.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> slice:
+        """Where its values lie in the flat vector."""
+        return slice(self.offset, self.offset + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.shape} {self.dtype}"
+
+
+class Buffers(NamedTuple):
+    """The values of a module's buffers.
+
+    Attributes:
+        values: of all floating-point buffers, ``(num_statistics,)``.
+        counts: of all integer and boolean buffers, ``(num_counters,)``.
+
+    """
+
+    values: Float64Array
+    counts: IntArray
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The tensors of a module that travel.
+
+    >>> from torch import nn
+    >>> layout = ModelLayout.of(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    >>> [spec.name for spec in layout.parameters], layout.num_params
+    (['0.weight', '0.bias', '1.weight', '1.bias'], 21)
+    >>> [spec.name for spec in layout.statistics]
+    ['1.running_mean', '1.running_var']
+
+    Attributes:
+        model: the name of the module's class, for messages.
+        parameters: the tensors of ``θ``.
+        statistics: floating-point buffers of the module's state, offsets in `Buffers.values`.
+        counters: integer and boolean ones, offsets in `Buffers.counts`.
+        tracked: whether each of the statistics, then of the counters, belongs to a normalization
+            layer, which changes it for certain; others travel once training has changed them.
+        policy: ``"average"``, ``"local"`` or ``"frozen"``.
+        left_out: trainable parameters that the patterns leave out.
+
+    """
+
+    model: str
+    parameters: tuple[TensorSpec, ...]
+    statistics: tuple[TensorSpec, ...]
+    counters: tuple[TensorSpec, ...]
+    tracked: tuple[bool, ...]
+    policy: str = "average"
+    left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
+    ) -> Self:
+        """Describe a module.
+
+        Args:
+            module: any torch module; it is only looked at.
+            include: name patterns, such as ``"*.lora_*"``; parameters that match none stay out.
+            exclude: name patterns of parameters and buffers that stay out.
+            statistics: the policy for buffers that training changes.
+
+        """
+        import torch  # here and below, so that a server without modules needs none
+
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module")
+        if statistics not in POLICIES:
+            choices = ", ".join(POLICIES)
+            raise ConfigError(f"statistics {statistics!r} is not one of {choices}")
+        _check_materialized(module)
+        trainable = [(k, v) for k, v in module.named_parameters() if v.requires_grad]
+        model = type(module).__name__
+        if not trainable:
+            raise ConfigError(f"{model} has 0 parameters that require a gradient")
+        state = module.state_dict(keep_vars=True)
+        buffers = [(name, value) for name, value in module.named_buffers() if name in state]
+        wanted, unwanted = _patterns(include), _patterns(exclude)
+        _check_patterns("include", wanted, trainable)
+        _check_patterns("exclude", unwanted, [*trainable, *buffers])
+        chosen = [
+            (name, value)
+            for name, value in trainable
+            if (not wanted or _matches(name, wanted)) and not _matches(name, unwanted)
+        ]
+        if not chosen:
+            raise ConfigError(
+                f"include {list(wanted)} and exclude {list(unwanted)} leave 0 of the "
+                f"{len(trainable)} trainable parameters of {model}"
+            )
+        _check_parameters(chosen)
+        carried = [(name, value) for name, value in buffers if not _matches(name, unwanted)]
+        for name, value in carried:
+            if value.is_complex():
+                raise ConfigError(f"buffer {name!r} is {value.dtype}; exclude it")
+        floats = [(name, value) for name, value in carried if value.is_floating_point()]
+        integers = [(name, value) for name, value in carried if not value.is_floating_point()]
+        known = _normalization_buffers(module)
+        return cls(
+            model=model,
+            parameters=_specs(chosen),
+            statistics=_specs(floats),
+            counters=_specs(integers),
+            tracked=tuple(name in known for name, _ in (*floats, *integers)),
+            policy=statistics,
+            left_out=tuple(sorted({n for n, _ in trainable} - {n for n, _ in chosen})),
+        )
+
+    @property
+    def num_params(self) -> int:
+        """The length of ``θ``."""
+        return sum(spec.size for spec in self.parameters)
+
+    @property
+    def num_statistics(self) -> int:
+        """The length of `Buffers.values`."""
+        return sum(spec.size for spec in self.statistics)
+
+    @property
+    def num_counters(self) -> int:
+        """The length of `Buffers.counts`."""
+        return sum(spec.size for spec in self.counters)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The precision of ``θ``: float64 where a parameter is, otherwise float32.
+
+        Parameters in half precision have float32 values in ``θ``, so that small steps are not
+        lost; they are rounded when they are written into the module.
+        """
+        return np.dtype("float64" if any(s.dtype == "float64" for s in self.parameters) else "f4")
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of every tensor of ``θ``, in order."""
+        return tuple((spec.name, spec.shape) for spec in self.parameters)
+
+    @property
+    def carries_buffers(self) -> bool:
+        """Whether there are buffers that training may change and that are not left alone."""
+        return self.policy != "frozen" and bool(self.statistics or self.counters)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of all names, shapes, dtypes and of the policy: equal for equal layouts."""
+        alike = replace(self, model="", left_out=())
+        return hashlib.blake2b(alike.to_json().encode(), digest_size=DIGEST_BYTES).digest()
+
+    def to_json(self) -> str:
+        """Return the layout as text that `from_json` reads."""
+        groups = {
+            group: [[spec.name, list(spec.shape), spec.dtype] for spec in getattr(self, group)]
+            for group in ("parameters", "statistics", "counters")
+        }
+        tracked = [int(flag) for flag in self.tracked]
+        row = {
+            "model": self.model,
+            **groups,
+            "tracked": tracked,
+            "policy": self.policy,
+            "left_out": list(self.left_out),
+        }
+        return json.dumps(row, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        try:
+            row = json.loads(text)
+            return cls(
+                model=str(row["model"]),
+                parameters=_read_specs(row["parameters"]),
+                statistics=_read_specs(row["statistics"]),
+                counters=_read_specs(row["counters"]),
+                tracked=tuple(bool(flag) for flag in row["tracked"]),
+                policy=str(row["policy"]),
+                left_out=tuple(str(name) for name in row["left_out"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"not the description of a model: {error!r}") from None
+
+    def difference(self, other: ModelLayout) -> str | None:
+        """Return the first way in which another layout differs, in words; None where equal.
+
+        >>> from torch import nn
+        >>> wide, narrow = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        >>> ModelLayout.of(wide).difference(ModelLayout.of(narrow))
+        "parameter 1 is 'weight' (2, 4) float32 here and 'weight' (4, 2) float32 there"
+        """
+        groups = ("parameters", "statistics", "counters")
+        for group, word in zip(groups, ("parameter", "buffer", "counter"), strict=True):
+            mine, theirs = getattr(self, group), getattr(other, group)
+            for number, (here, there) in enumerate(zip(mine, theirs, strict=False), 1):
+                if here != there:
+                    return f"{word} {number} is {here} here and {there} there"
+            if len(mine) != len(theirs):
+                longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "there")
+                return f"{word} {longer[min(len(mine), len(theirs))]} is only {where}"
+        if self.policy != other.policy:
+            return f"statistics are {self.policy!r} here and {other.policy!r} there"
+        return None if self.tracked == other.tracked else "normalization layers differ"
+
+    def check(self, module: nn.Module) -> None:
+        """Raise unless every tensor of the layout is in the module, with its shape and dtype."""
+        tensors = _tensors(module)
+        for spec in (*self.parameters, *self.statistics, *self.counters):
+            tensor = tensors.get(spec.name)
+            if tensor is None:
+                raise ConfigError(
+                    f"{type(module).__name__} has no tensor {spec.name!r}, which {self.model} has"
+                )
+            found = (tuple(tensor.shape), _dtype_name(tensor))
+            if found != (spec.shape, spec.dtype):
+                raise ConfigError(
+                    f"tensor {spec.name!r} of {type(module).__name__} is {found[0]} {found[1]}; "
+                    f"the layout of {self.model} has {spec.shape} {spec.dtype}"
+                )
+        known = {spec.name for spec in self.parameters}
+        for name, value in module.named_parameters():
+            if value.requires_grad and name not in known and name not in self.left_out:
+                raise ConfigError(
+                    f"parameter {name!r} of {type(module).__name__} is trainable, but the layout "
+                    f"of {self.model} does not have it"
+                )
+
+    def flatten(self, module: nn.Module, *, finite: bool = True) -> FloatArray:
+        """Return the module's parameters as ``θ``; with ``finite``, NaN and infinity raise."""
+        self.check(module)
+        tensors = _tensors(module)
+        flat = np.empty(self.num_params, self.dtype)
+        for spec in self.parameters:
+            flat[spec.place] = _numpy(tensors[spec.name]).reshape(-1)
+        if finite:
+            self.require_finite(flat)
+        return flat
+
+    def load(self, module: nn.Module, params: FloatArray) -> None:
+        """Write ``θ`` into a module of this layout."""
+        if params.shape != (self.num_params,):
+            raise ConfigError(
+                f"parameters have shape {params.shape}; {self.model} needs ({self.num_params},)"
+            )
+        self.check(module)
+        _write(module, self.parameters, params)
+
+    def require_finite(self, params: FloatArray) -> None:
+        """Raise an error that names the first tensor of ``θ`` with NaN or infinity."""
+        for spec in self.parameters:
+            bad = int(np.count_nonzero(~np.isfinite(params[spec.place])))
+            if bad:
+                raise ConfigError(
+                    f"parameter {spec.name!r} {spec.shape} holds NaN or infinity in {bad} of "
+                    f"{spec.size} values"
+                )
+
+    def constants_digest(self, module: nn.Module) -> bytes:
+        """Return a digest of what both ends must have alike, because it never travels.
+
+        That is the frozen parameters and the buffers of no normalization layer, or of all where
+        statistics are frozen. Of a long tensor some thousand values are looked at: enough to tell
+        one checkpoint from another.
+        """
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        buffers = zip((*self.statistics, *self.counters), self.tracked, strict=True)
+        names = [name for name, value in module.named_parameters() if not value.requires_grad]
+        names += [s.name for s, tracked in buffers if self.policy == "frozen" or not tracked]
+        tensors = _tensors(module)
+        for name in names:
+            tensor = tensors[name]
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // _VALUES_LOOKED_AT)]
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            digest.update(np.ascontiguousarray(_numpy(sample)).tobytes())
+        return digest.digest()
+
+    def read_buffers(self, module: nn.Module) -> Buffers:
+        """Return the values of the module's buffers."""
+        tensors = _tensors(module)
+        values = np.empty(self.num_statistics)
+        counts = np.empty(self.num_counters, np.int64)
+        for target, specs in ((values, self.statistics), (counts, self.counters)):
+            for spec in specs:
+                tensor = tensors.get(spec.name)
+                if tensor is None or tuple(tensor.shape) != spec.shape:
+                    shape = None if tensor is None else tuple(tensor.shape)
+                    raise ConfigError(
+                        f"buffer {spec.name!r} of {self.model} has shape {shape} now and had "
+                        f"{spec.shape}; exclude it, or keep its shape"
+                    )
+                target[spec.place] = _numpy(tensor).reshape(-1)
+        return Buffers(values, counts)
+
+    def write_buffers(self, module: nn.Module, buffers: Buffers) -> None:
+        """Write values that `read_buffers` returned into a module of this layout."""
+        _write(module, self.statistics, buffers.values)
+        _write(module, self.counters, buffers.counts)
+
+
+def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(
+    option: str, patterns: Iterable[str], tensors: Sequence[tuple[str, Tensor]]
+) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in tensors):
+            names = ", ".join(name for name, _ in tensors[:3])
+            raise ConfigError(
+                f"{option} pattern {pattern!r} matches none of the {len(tensors)} tensors, "
+                f"such as {names}"
+            )
+
+
+def _check_materialized(module: nn.Module) -> None:
+    from torch import nn
+
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer) or value.is_meta:
+            raise ConfigError(f"parameter {name!r} has no values yet; call the module once before")
+
+
+def _check_parameters(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what a flat vector of floats cannot stand for."""
+    owners: dict[int, str] = {}
+    for name, value in parameters:
+        if _dtype_name(value) not in _FLOATS:
+            choices = ", ".join(_FLOATS)
+            raise ConfigError(
+                f"parameter {name!r} is {_dtype_name(value)}; it must be one of {choices}"
+            )
+        if value.numel():
+            first = owners.setdefault(value.data_ptr(), name)
+            if first != name:
+                raise ConfigError(
+                    f"parameters {first!r} and {name!r} share their memory but are two "
+                    "parameters; tie them by assigning one nn.Parameter to both"
+                )
+
+
+def _normalization_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that normalization layers update as they train."""
+    names = set()
+    for path, layer in module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            prefix = f"{path}." if path else ""
+            names |= {prefix + name for name, _ in layer.named_buffers(recurse=False)}
+    return names
+
+
+def _specs(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors:
+        specs.append(TensorSpec(name, tuple(tensor.shape), _dtype_name(tensor), offset))
+        offset += specs[-1].size
+    return tuple(specs)
+
+
+def _read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape, dtype in rows:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"shape {shape!r} of {name!r}")
+        specs.append(TensorSpec(str(name), tuple(shape), str(dtype), offset))
+        offset += specs[-1].size
+    return tuple(specs)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _numpy(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor's values; half precision becomes float32, which holds them all."""
+    found = tensor.detach().cpu()
+    if _dtype_name(found) in ("float16", "bfloat16"):
+        found = found.float()
+    values: NDArray[Any] = found.numpy()
+    return values
+
+
+def _write(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:
+    import torch
+
+    tensors = _tensors(module)
+    with torch.no_grad():
+        for spec in specs:
+            part = np.array(flat[spec.place]).reshape(spec.shape)  # torch wants it writable
+            tensors[spec.name].copy_(torch.from_numpy(part))

@@ -1,0 +1,235 @@
+"""A model's statistics in a simulation: who holds which, and what sending them costs.
+
+`RunStatistics` stands between a simulation and a module whose training changes buffers. Under the
+policy ``average`` clients start every round from the server's buffers and send theirs back; under
+``local`` each keeps its own and nothing travels. Other objectives have nothing to carry, and then
+all of this does nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.errors import GradientError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from aqg.core.types import Float64Array, IntArray
+    from aqg.objectives.layout import Buffers
+    from aqg.objectives.module import ModuleObjective
+    from aqg.sim.backends import Backend
+    from aqg.sim.problem import Problem
+    from aqg.sim.training import Training
+
+
+class StatisticsTraffic(NamedTuple):
+    """What the statistics of a round cost, and what was wrong with them."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    faults: tuple[tuple[int, str], ...] = ()
+
+
+class RunStatistics:
+    """Statistics of one simulation.
+
+    Args:
+        problem: what is simulated.
+        training: tells whether clients train on minibatches; exact gradients must be repeatable.
+        weights: how much each client counts.
+
+    Attributes:
+        problem: the same problem, with an objective that uses these statistics.
+
+    """
+
+    def __init__(self, problem: Problem, training: Training, weights: Float64Array) -> None:
+        self.problem = problem
+        self._carrier: Averaged | Local | None = None
+        self._weights = weights
+        if training.local.sees_all_samples:
+            problem.objective.require_repeatable()
+            return
+        layout = getattr(problem.objective, "model_layout", None)
+        if layout is None or not layout.carries_buffers:
+            return
+        objective: ModuleObjective = problem.objective  # type: ignore[assignment]
+        kind = Local if layout.policy == "local" else Averaged
+        self._carrier = kind(objective, problem.num_clients)
+        self.problem = replace(problem, objective=objective.carrying(self._carrier))
+
+    def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
+        """Return the clients' losses, each with the statistics that it would use."""
+        if not isinstance(self._carrier, Local):
+            return backend.losses(params, clients)
+        result = np.empty(len(clients))
+        for index, client in enumerate(clients.tolist()):
+            with self.of_client(client):
+                result[index] = backend.losses(params, clients[index : index + 1])[0]
+        return result
+
+    @contextmanager
+    def of_client(self, client: int) -> Iterator[None]:
+        """Measure with the statistics of one client, where it has its own."""
+        if not isinstance(self._carrier, Local):
+            yield
+            return
+        with self._carrier.of_client(client):
+            yield
+
+    def finish_round(self, present: Iterable[int]) -> StatisticsTraffic:
+        """Average what the clients sent; return what the round's statistics cost."""
+        if self._carrier is None:
+            return StatisticsTraffic()
+        return self._carrier.finish_round(list(present), self._weights)
+
+    def buffers(self, client: int = 0) -> Buffers | None:
+        """Return the server's buffers, or a client's own; None where there are none to carry."""
+        return None if self._carrier is None else self._carrier.start(client)
+
+    def to_array(self) -> Float64Array:
+        """Return everything as one array that a checkpoint can hold."""
+        return np.zeros((0, 0)) if self._carrier is None else self._carrier.to_array()
+
+    def load(self, array: Float64Array) -> None:
+        """Take what `to_array` returned."""
+        if self._carrier is not None:
+            if array.shape != self._carrier.to_array().shape:
+                raise RunError(
+                    f"checkpoint has statistics of shape {array.shape}; the model needs "
+                    f"{self._carrier.to_array().shape}"
+                )
+            self._carrier.load(array)
+
+
+class Averaged:
+    """One set of buffers for all, which the server averages."""
+
+    def __init__(self, objective: ModuleObjective, num_clients: int) -> None:  # noqa: ARG002
+        from aqg.objectives.statistics import SharedStatistics  # needs torch
+
+        self._layout = objective.model_layout
+        self._shared = SharedStatistics.first(self._layout, objective.initial_buffers())
+        self._frames: dict[int, bytes] = {}
+        self._faults: dict[int, str] = {}
+
+    def start(self, client: int) -> Buffers:  # noqa: ARG002
+        """Return the server's buffers."""
+        return self._shared.buffers
+
+    def finish(self, client: int, buffers: Buffers) -> None:
+        """Take a client's frame."""
+        from aqg.objectives.statistics import describe_change
+
+        try:
+            frame = describe_change(
+                self._layout, self._shared.buffers, buffers, self._shared.precision
+            )
+        except GradientError as error:
+            self._faults[client] = str(error)
+            return
+        self._frames[client] = frame
+
+    def evaluation(self) -> Buffers:
+        """Return the server's buffers."""
+        return self._shared.buffers
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return one context, for the one model."""
+        return [nullcontext()]
+
+    def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:
+        """Average the frames in the order of clients."""
+        down = len(self._shared.broadcast()) * len(present)
+        messages = [
+            (float(weights[client]), self._shared.read(frame))
+            for client, frame in sorted(self._frames.items())
+        ]
+        up = sum(len(frame) for frame in self._frames.values())
+        faults = tuple(sorted(self._faults.items()))
+        self._shared = self._shared.step(messages)
+        self._frames, self._faults = {}, {}
+        return StatisticsTraffic(up, down, faults)
+
+    def to_array(self) -> Float64Array:
+        """Return values and counts in one row, and which of them travel in another."""
+        shared = self._shared
+        specs = (*self._layout.statistics, *self._layout.counters)
+        travels = np.repeat(shared.travels, [spec.size for spec in specs])
+        return np.stack([np.concatenate(shared.buffers), travels.astype(np.float64)])
+
+    def load(self, array: Float64Array) -> None:
+        """Take what `to_array` returned."""
+        specs = (*self._layout.statistics, *self._layout.counters)
+        starts = np.cumsum([0, *(spec.size for spec in specs)])[:-1]
+        travels = [bool(array[1, s : s + 1].any()) for s in starts]
+        self._shared = self._shared._replace(
+            buffers=_split(array[0], self._layout.num_statistics),
+            travels=np.array(travels, np.bool_),
+        )
+        self._frames, self._faults = {}, {}
+
+
+class Local:
+    """A set of buffers for each client, which nobody else sees."""
+
+    def __init__(self, objective: ModuleObjective, num_clients: int) -> None:
+        self._num_values = objective.model_layout.num_statistics
+        row = np.concatenate(objective.initial_buffers())
+        self._rows: Float64Array = np.tile(row, (num_clients, 1)).astype(np.float64)
+        self._trained: dict[int, Float64Array] = {}
+        self._measured = 0
+
+    def start(self, client: int) -> Buffers:
+        """Return a client's own buffers."""
+        return _split(self._rows[client], self._num_values)
+
+    def finish(self, client: int, buffers: Buffers) -> None:
+        """Keep a client's buffers for after the round, unless they are beyond numbers."""
+        was_finite = np.isfinite(self._rows[client, : self._num_values])
+        if np.isfinite(buffers.values[was_finite]).all():
+            self._trained[client] = np.concatenate(buffers)
+
+    def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:  # noqa: ARG002
+        """Go on to the buffers that training left; until now, losses were those before it."""
+        for client, row in self._trained.items():
+            self._rows[client] = row
+        self._trained = {}
+        return StatisticsTraffic()
+
+    def evaluation(self) -> Buffers:
+        """Return the buffers of the client whose model is measured."""
+        return self.start(self._measured)
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return a context for each client's model."""
+        return [self.of_client(client) for client in range(len(self._rows))]
+
+    @contextmanager
+    def of_client(self, client: int) -> Iterator[None]:
+        """Measure a client's model."""
+        before, self._measured = self._measured, client
+        try:
+            yield
+        finally:
+            self._measured = before
+
+    def to_array(self) -> Float64Array:
+        """Return a row of values and counts for each client."""
+        return np.array(self._rows, np.float64)
+
+    def load(self, array: Float64Array) -> None:
+        """Take what `to_array` returned."""
+        self._rows, self._trained = array.copy(), {}
+
+
+def _split(row: Float64Array, num_values: int) -> Buffers:
+    from aqg.objectives.layout import Buffers
+
+    return Buffers(row[:num_values].copy(), row[num_values:].astype(np.int64))

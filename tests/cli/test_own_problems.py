@@ -1,0 +1,361 @@
+"""A user's own data, models and problems: from files to results, and on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import aqg
+from aqg.cli.app import run_app
+from aqg.experiments import own
+from aqg.experiments.rundir import CHECKPOINT, ROUNDS, SUMMARY
+from aqg.weights import read_notes, to_bytes
+
+MODEL = """
+from torch import nn
+
+def make(input_shape, num_classes, width=6):
+    return nn.Sequential(
+        nn.Linear(input_shape[0], width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1),
+        nn.Linear(width, num_classes),
+    )
+
+def regressor(input_shape):
+    return nn.Linear(input_shape[0], 1)
+
+def pairs(input_shape):
+    return nn.Linear(input_shape[0], 2)
+
+def no_module():
+    return 5
+"""
+PROBLEM = """
+import numpy as np
+from torch import nn
+from torch.utils.data import TensorDataset
+from aqg.sim.problem import Problem
+
+SETTINGS = {"rounds": 6, "recipe": "auto,gd", "batch_size": 8, "local_steps": 2}
+
+def problem(seed, data_dir, dtype, clients=3):
+    random = np.random.default_rng(seed)
+    y = random.integers(0, 2, (clients + 1, 30))
+    x = random.standard_normal((clients + 1, 30, 4)) + y[..., None]
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    return Problem.from_module(net, list(zip(x[1:], y[1:])), test=(x[0], y[0]), dtype=dtype)
+
+def number():
+    return 7
+"""
+LOCAL = ("--batch-size", "8", "--local-steps", "2", "--recipe", "auto", "--rounds", "6")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    centers = random.standard_normal((3, 5))
+    y, y_test = random.integers(0, 3, 90), random.integers(0, 3, 30)
+    x, x_test = (centers[y] + random.normal(0, 0.5, (90, 5)), centers[y_test])
+    arrays = {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
+    np.savez("own.npz", **arrays, client=np.array(["ann", "bob", "cyd"])[np.arange(90) % 3])
+    np.savez("plain.npz", **arrays)
+    np.savez("numbers.npz", x_train=x, y_train=(x @ np.ones((5, 1))), x_test=x, y_test=x[:, :1])
+    np.savez("row.npz", x_train=x, y_train=x @ np.ones(5), x_test=x, y_test=x[:, 0])
+    tokens = (np.arange(60)[:, None] + np.arange(9)) % 7
+    np.savez("tokens.npz", x_train=tokens[:, :-1], y_train=tokens[:, 1:])
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "problem.py").write_text(PROBLEM)
+    return tmp_path
+
+
+def run(*arguments):
+    assert run_app(["run", *map(str, arguments)]) == 0
+
+
+def refuse(capsys, *arguments, message):
+    before = sorted(path for path in _all_files())
+    assert run_app(list(map(str, arguments))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aqg: error: ")
+    assert message in line
+    assert sorted(path for path in _all_files()) == before
+
+
+def _all_files():
+    from pathlib import Path
+
+    return (path for path in Path().rglob("*") if "__pycache__" not in path.parts)
+
+
+def test_own_data_run_as_they_are_split(folder, capsys):
+    run("--dataset", "own.npz", "--rounds", "5", "--recipe", "lean", "--out", "out")
+    config = tomllib.loads((folder / "out/config.toml").read_text())
+    assert (config["partition"], config["clients"], config["model"]) == ("natural", 3, "softmax")
+    assert config["files"][0][0] == str(folder / "own.npz")
+    table = (folder / "out/clients.txt").read_text()
+    assert [line.split()[-1] for line in table.splitlines()] == ["name", "ann", "bob", "cyd"]
+    run(
+        "--dataset",
+        "plain.npz",
+        "--clients",
+        "6",
+        "--rounds",
+        "5",
+        "--recipe",
+        "lean",
+        "--out",
+        "b",
+    )
+    assert tomllib.loads((folder / "b/config.toml").read_text())["partition"] == "iid"
+    assert run_app(["report", "out", "b", "--out", "page.html"]) == 0
+    assert "own.npz" in (folder / "page.html").read_text()
+
+
+def test_own_model_leaves_models_that_load(folder):
+    run("--dataset", "own.npz", "--model", "model.py:make:width=4", *LOCAL, "--out", "out")
+    namespace: dict[str, object] = {}
+    exec(MODEL, namespace)
+    for which, name in (("final", "model"), ("best", "best")):
+        module = aqg.load_model(folder / "out/auto", namespace["make"]((5,), 3, 4), which=which)
+        arrays = aqg.load_model(folder / "out/auto" / f"{name}.safetensors")
+        assert set(arrays) == set(module.state_dict())
+    with np.load(folder / "out/auto" / CHECKPOINT) as checkpoint:
+        flat = torch.cat(
+            [
+                p.detach().reshape(-1)
+                for p in aqg.load_model(
+                    folder / "out/auto", namespace["make"]((5,), 3, 4), which="final"
+                ).parameters()
+            ]
+        )
+        assert np.array_equal(flat.numpy(), checkpoint["parameters"])
+    # The best one is as good as the best line says, statistics and all.
+    module.eval()
+    with np.load("own.npz") as data:
+        outputs = module(torch.from_numpy(data["x_test"]).float())
+        accuracy = float((outputs.argmax(1).numpy() == data["y_test"]).mean())
+    notes = read_notes(folder / "out/auto/best.safetensors")
+    lines = [json.loads(line) for line in (folder / "out/auto" / ROUNDS).read_text().splitlines()]
+    summary = json.loads((folder / "out/auto" / SUMMARY).read_text())
+    measured = [line["test_accuracy"] for line in lines] + [summary["test_accuracy"]]
+    assert notes["measure"] == "test_accuracy"
+    assert float(notes["value"]) == max(measured) == pytest.approx(accuracy)
+    assert int(notes["rounds"]) == measured.index(max(measured))
+
+
+def test_closed_forms_have_names_and_start_from_files(folder):
+    options = ("--dataset", "own.npz", "--recipe", "gd")
+    run(*options, "--rounds", "8", "--out", "whole")
+    run(*options, "--rounds", "5", "--out", "first")
+    run(*options, "--rounds", "3", "--init", "first/gd/model.safetensors", "--out", "second")
+    tensors = aqg.load_model("whole/gd", which="final")
+    assert {name: value.shape for name, value in tensors.items()} == {
+        "weight": (5, 3),
+        "bias": (3,),
+    }
+    for name, value in aqg.load_model("second/gd", which="final").items():
+        assert np.array_equal(value, tensors[name])  # gd remembers nothing but the model
+
+
+def test_a_run_starts_from_a_state_dict(folder):
+    namespace: dict[str, object] = {}
+    exec(MODEL, namespace)
+    module = namespace["make"]((5,), 3)
+    with torch.no_grad():
+        module[1].running_mean += 3
+    torch.save(module.state_dict(), "start.pt")
+    options = ("--dataset", "own.npz", "--model", "model.py:make", "--init", "start.pt")
+    run(*options, *LOCAL, "--set", "alpha=1e-12", "--rounds", "1", "--out", "out")
+    final = aqg.load_model("out/auto", which="final")
+    for name, value in module.state_dict().items():
+        if name.endswith(("weight", "bias")):
+            assert np.allclose(final[name], value, atol=1e-6)
+    assert (final["1.running_mean"] > 2).all()  # began at 3 and is on its way to the data's
+
+
+def test_resume_knows_its_files_and_runs_no_code_unasked(folder, capsys, monkeypatch):
+    options = ("--dataset", "own.npz", "--model", "model.py:make", *LOCAL)
+    run(*options, "--out", "whole")
+    run(*options, "--out", "half")
+    for name in (SUMMARY, CHECKPOINT, "best.safetensors", "model.safetensors"):
+        (folder / "half/auto" / name).unlink()
+    refuse(capsys, "run", "--resume", "half", message="add --allow-code if you trust it")
+    refuse(capsys, "run", "--config", "half/config.toml", message="would run model")
+    refuse(capsys, "theory", "half", message="would run model")
+    other = "model.py:make:width=9"
+    refuse(capsys, "run", "--resume", "half", "--model", other, message="would run model")
+    monkeypatch.chdir(folder / "half")
+    assert run_app(["run", "--resume", ".", "--allow-code"]) == 0
+    monkeypatch.chdir(folder)
+    assert run_app(["run", "--resume", "half", "--model", "model.py:make"]) == 0
+    for name in (ROUNDS, "best.safetensors", "model.safetensors"):
+        assert (folder / "half/auto" / name).read_bytes() == (
+            folder / "whole/auto" / name
+        ).read_bytes()
+    capsys.readouterr()
+    (folder / "model.py").write_text(MODEL + "\n# changed\n")
+    message = "model.py' is not the file that this run began with"
+    refuse(capsys, "run", "--resume", "half", "--allow-code", message=message)
+    (folder / "model.py").write_text(MODEL)
+    np.savez("own.npz", **{**np.load("own.npz"), "x_test": np.zeros((30, 5))})
+    message = "own.npz' is not the file that this run began with"
+    refuse(capsys, "run", "--resume", "half", "--allow-code", message=message)
+
+
+def test_a_problem_is_made_by_a_function(folder, capsys):
+    run("--problem", "problem.py:problem:clients=4", "--out", "out")
+    config = tomllib.loads((folder / "out/config.toml").read_text())
+    assert (config["clients"], config["rounds"], config["local_steps"]) == (4, 6, 2)
+    assert config["alpha"] == pytest.approx(0.1 * 2 / 4)
+    assert sorted(path.name for path in (folder / "out").iterdir() if path.is_dir()) == [
+        "auto",
+        "gd",
+    ]
+    first = (folder / "out/auto" / ROUNDS).read_text()
+    own._make.cache_clear()  # as in another process
+    torch.rand(3)
+    run("--config", "out/config.toml", "--allow-code", "--out", "again")
+    assert (folder / "again/auto" / ROUNDS).read_text() == first
+    start = "out/auto/best.safetensors"
+    run(
+        "--problem", "problem.py:problem:clients=4", "--init", start, "--rounds", "1", "--out", "on"
+    )
+    (line,) = (folder / "on/auto" / ROUNDS).read_text().splitlines()
+    value = read_notes(folder / start)["value"]
+    assert json.loads(line)["test_accuracy"] == pytest.approx(value)
+    refuse(capsys, "run", "--resume", "out", message="would run problem")
+    assert run_app(["report", "out", "--out", "page.html"]) == 0
+
+
+def test_sweeps_take_own_problems(folder, capsys):
+    (folder / "grid.toml").write_text(
+        'rounds = 3\n[grid]\nrecipe = ["gd", "auto"]\nseed = [0, 1]\n'
+    )
+    command = [
+        "sweep",
+        "grid.toml",
+        "--problem",
+        "problem.py:problem",
+        "--jobs",
+        "1",
+        "--out",
+        "out",
+    ]
+    assert run_app(command) == 0
+    assert (folder / "out/recipe-gd_seed-1/best.safetensors").exists()
+    (folder / "out/recipe-gd_seed-1" / SUMMARY).unlink()
+    capsys.readouterr()
+    refuse(capsys, "sweep", "--resume", "out", message="would run problem")
+    assert (
+        run_app(["sweep", "--resume", "out", "--problem", "problem.py:problem", "--jobs", "1"]) == 0
+    )
+    (folder / "named.toml").write_text('problem = "problem.py:problem"\n[grid]\nseed = [0]\n')
+    capsys.readouterr()
+    refuse(capsys, "sweep", "named.toml", "--out", "b", message="would run problem")
+    (folder / "problem.py").write_text(PROBLEM + "\n# changed\n")
+    (folder / "out/recipe-gd_seed-1" / SUMMARY).unlink()
+    message = "is not the file that this run began with"
+    refuse(capsys, "sweep", "--resume", "out", "--allow-code", message=message)
+
+
+def test_numbers_and_tokens_are_learned(folder):
+    run("--dataset", "numbers.npz", "--model", "model.py:regressor", *LOCAL, "--out", "numbers")
+    summary = json.loads((folder / "numbers/auto" / SUMMARY).read_text())
+    assert summary["final_loss"] < 1
+    assert read_notes(folder / "numbers/auto/best.safetensors")["measure"] == "test_mse"
+    model = "transformer:width=16:layers=1:heads=2"
+    options = (
+        "--dataset",
+        "tokens.npz",
+        "--model",
+        model,
+        "--clients",
+        "3",
+        "--set",
+        "local_rate=0.5",
+    )
+    run(
+        *options,
+        "--batch-size",
+        "8",
+        "--local-steps",
+        "4",
+        "--rounds",
+        "12",
+        "--recipe",
+        "gd",
+        "--out",
+        "t",
+    )
+    lines = [json.loads(line) for line in (folder / "t/gd" / ROUNDS).read_text().splitlines()]
+    assert lines[0]["loss"] > 1.8  # log 7 is 1.95
+    assert lines[-1]["loss"] < 1.2
+    assert read_notes(folder / "t/gd/best.safetensors")["measure"] == "loss"
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet8:norm=batch:width=4", "resnet8:width=4"])
+def test_built_in_models_learn_images(model, folder):
+    run("--dataset", "digits", "--model", model, *LOCAL, "--clients", "4", "--partition", "iid",
+        "--rounds", "2", "--out", "out")  # fmt: skip
+    lines = [json.loads(line) for line in (folder / "out/auto" / ROUNDS).read_text().splitlines()]
+    summary = json.loads((folder / "out/auto" / SUMMARY).read_text())
+    assert summary["final_loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dataset", "nowhere.npz"), "nowhere.npz' cannot be read: No such file"),
+        (("--dataset", "problem.py"), "unknown dataset 'problem.py'"),
+        (("--dataset", "numbers.npz"), "are not classes, so there is no model by default"),
+        (
+            ("--dataset", "numbers.npz", "--model", "softmax"),
+            "'softmax' needs one class per sample",
+        ),
+        (
+            ("--dataset", "plain.npz", "--partition", "natural"),
+            "needs a file with an array 'client'",
+        ),
+        (("--dataset", "own.npz", "--clients", "4"), "has 3 clients of its own, and clients is 4"),
+        (("--dataset", "own.npz", "--model", "resnet8"), "samples of shape (5,) are no images"),
+        (("--dataset", "own.npz", "--model", "transformer"), "are no sequences"),
+        (
+            ("--model", "resnet8:norm=layer"),
+            "norm of model 'resnet8' is 'layer'; choose from group",
+        ),
+        (("--model", "cnn:depth=3"), "model 'cnn' has no option 'depth'; it has: width"),
+        (("--model", "cnn:width=x"), "option width of model 'cnn' is 'x'"),
+        (("--model", "model.py:nothing"), "has no function 'nothing'"),
+        (("--model", "model.py:no_module"), "returned int, not a torch.nn.Module"),
+        (("--model", "model.py:make"), "train on minibatches"),
+        (("--model", "nowhere.py:make"), "nowhere.py' cannot be read"),
+        (
+            ("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL),
+            "fails on 8 samples of shape (5,)",
+        ),
+        (("--dataset", "row.npz", "--model", "model.py:regressor", *LOCAL), "(8, 1)"),
+        (("--problem", "problem.py"), "write FILE.py:FUNCTION"),
+        (("--problem", "problem"), "problem is 'problem'; it must be FILE.py:FUNCTION"),
+        (("--problem", "problem.py:number"), "returned int; it must return"),
+        (("--problem", "problem.py:problem", "--model", "softmax"), "give one of them"),
+        (("--problem", "problem.py:problem", "--clients", "9"), "clients is 9, and"),
+        (("--problem", "problem.py:problem", "--set", "dtype=float16"), "unknown dtype 'float16'"),
+        (("--init", "nowhere.pt"), "nowhere.pt' cannot be read"),
+        (("--init", "model.py"), "neither a .safetensors file nor a state_dict"),
+        (("--init", "other.safetensors"), "has no tensor 'weight', which the model has"),
+        (("--init", "nan.safetensors"), "tensor 'bias' of"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(options, message, folder, capsys):
+    (folder / "other.safetensors").write_bytes(to_bytes(nn.Conv2d(1, 1, 1).state_dict(), {}))
+    wrong = {"weight": np.zeros((64, 10)), "bias": np.full(10, np.inf)}
+    (folder / "nan.safetensors").write_bytes(to_bytes(wrong, {}))
+    if message == "has no tensor 'weight', which the model has":
+        (folder / "other.safetensors").write_bytes(to_bytes({"w": np.zeros(3)}, {}))
+    refuse(capsys, "run", *options, message=message)

@@ -1,0 +1,1 @@
+"""A residual network with batch normalization on Flower."""

@@ -1,0 +1,98 @@
+"""What is learned: the digits 0 to 4, split unevenly, by a small ResNet."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, relu
+
+from aqg.data import load_dataset, parse_partition
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_CLIENTS = 3
+NUM_CLASSES = 5
+EPOCHS, BATCH_SIZE, RATE = 2, 32, 0.05
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(num_out)
+        self.conv2 = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(num_out)
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Add the shortcut."""
+        hidden = relu(self.norm1(self.conv1(images)))
+        return relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
+
+
+class ResNet(nn.Module):
+    """A stem, two blocks and a head, with batch normalization everywhere."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.blocks = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2))
+        self.head = nn.Linear(2 * width, NUM_CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return class scores."""
+        return self.head(self.blocks(relu(self.norm(self.stem(images)))).mean((2, 3)))
+
+
+def make_net() -> ResNet:
+    """Return the net that training starts from."""
+    torch.manual_seed(0)
+    return ResNet()
+
+
+@cache
+def load() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Return the clients' samples, and the test set."""
+    digits = load_dataset("digits")
+    parts = parse_partition("dirichlet:1.0").split(digits, NUM_CLIENTS, seed=0)
+
+    def images(features, labels) -> tuple[Tensor, Tensor]:
+        kept = labels < NUM_CLASSES
+        tensor = torch.tensor(features[kept], dtype=torch.float32)
+        return tensor.reshape(-1, 1, 8, 8), torch.tensor(labels[kept])
+
+    clients = [images(digits.features[part], digits.labels[part]) for part in parts]
+    return clients, images(digits.test_features, digits.test_labels)
+
+
+def train(net: nn.Module, client: int) -> float:
+    """Train in place, as any PyTorch app does."""
+    torch.set_num_threads(1)
+    images, labels = load()[0][client]
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+    order = torch.Generator().manual_seed(client)
+    net.train()
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(labels), generator=order).split(BATCH_SIZE):
+            optimizer.zero_grad()
+            loss = cross_entropy(net(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+def accuracy(net: nn.Module) -> float:
+    """Return the share of test images that are right."""
+    images, labels = load()[1]
+    net.eval()
+    with torch.no_grad():
+        return (net(images).argmax(1) == labels).float().mean().item()

@@ -1,0 +1,356 @@
+"""Ordinary PyTorch models on Flower: what travels, what does not, and who refuses what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from aqg import make_recipe
+from aqg.errors import ConfigError
+from aqg.flower import FlowerTask, make_client_app, make_server_app
+from aqg.objectives import Objective
+from aqg.objectives.layout import ModelLayout
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import Training
+
+from tests.flower.memory_grid import server_context
+from tests.flower.test_apps import PROBLEM
+from tests.flower.test_apps import Federation as QuickFederation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from flwr.app import Context, Message
+
+FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
+LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]
+SIZES = np.array([len(labels) for labels in LABELS])
+
+
+class Federation(QuickFederation):
+    """Clients may take their time: torch is slow to start."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        super().__init__(path, **{"round_timeout": 60.0, "start_timeout": 60.0, **config})
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+
+class Adapted(nn.Module):
+    """A frozen base with a low-rank adapter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(6, 3).requires_grad_(False)
+        torch.manual_seed(1)
+        self.lora_a = nn.Linear(6, 2, bias=False)
+        self.lora_b = nn.Linear(2, 3, bias=False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.lora_b(self.lora_a(inputs))
+
+
+class Masked(nn.Module):
+    """Tied weights, and a mask of -inf in the saved state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf))
+
+    def forward(self, inputs):
+        return self.head(self.second(self.first(inputs).tanh()))
+
+
+def own_training(
+    make: Callable[[], nn.Module],
+    steps: int = 3,
+    seen: dict[str, Any] | None = None,
+    **options: Any,
+) -> Callable[[Context], FlowerTask]:
+    """Return a task factory as an app has it: its own loop, in place."""
+
+    def make_task(context: Context) -> FlowerTask:
+        client = int(context.node_config["partition-id"])
+        module = make()
+        dtype = next(module.parameters()).dtype
+        features = FEATURES[client].to(dtype)
+
+        def train(module: nn.Module) -> float:
+            optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+            module.train()
+            for _ in range(steps):
+                loss = nn.functional.cross_entropy(module(features), LABELS[client])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            if seen is not None:
+                seen.setdefault(client, []).append(
+                    {k: v.detach().clone() for k, v in module.state_dict().items()}
+                )
+            return loss.item()
+
+        def evaluate(module: nn.Module) -> float:
+            module.eval()
+            with torch.no_grad():
+                return float(nn.functional.cross_entropy(module(features), LABELS[client]))
+
+        return FlowerTask.from_training(module, train, len(features), evaluate, **options)
+
+    return make_task
+
+
+def run(federation: Federation, start: Any, make_task: Any, **options: Any) -> Any:
+    federation.grid.client_app = make_client_app(make_task)
+    app = make_server_app(start, on_finish=federation.finals.append, **options)
+    app(federation.grid, server_context(federation.config))
+    return federation.finals[-1]
+
+
+def incident_texts(federation: Federation) -> set[str]:
+    rows = [incident for row in federation.rows() for incident in row.get("incidents", [])]
+    return {incident["text"] for incident in rows}
+
+
+def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Path) -> None:
+    seen: dict[int, list[dict[str, torch.Tensor]]] = {}
+    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0, weighting="samples")
+    final = run(federation, normalized(), own_training(normalized, seen=seen))
+    for name, value in final.state_dict().items():
+        clients = [seen[client][0][name].double().numpy() for client in range(3)]
+        if name.endswith("num_batches_tracked"):
+            assert value == 3
+            continue
+        mean = np.average(clients, axis=0, weights=SIZES)
+        tolerance = 2.0**-10 if "running" in name else 1e-5
+        np.testing.assert_allclose(value.numpy(), mean, rtol=tolerance, atol=1e-6, err_msg=name)
+    (row,) = federation.rows()
+    assert row["statistics_upload_bytes"] == 3 * (2 + 1 + 2 * (1 + 8) + 1 + 4)
+    assert row["upload_bytes"] == sum(row["client_bytes"]) > row["statistics_upload_bytes"]
+    assert row["statistics_download_bytes"] == row["statistics_upload_bytes"]
+
+
+@pytest.mark.parametrize("recipe", ["auto", "lean", "signsgd", "stc", "qsgd"])
+def test_no_recipe_touches_the_statistics(tmp_path: Path, recipe: str) -> None:
+    federation = Federation(tmp_path, recipe=recipe, rounds=6, alpha=0.02)
+    final = run(federation, normalized(), own_training(normalized))
+    assert (final[1].running_var > 0).all()
+    assert final[1].num_batches_tracked == 18
+    rows = federation.rows()
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert not any(row.get("faults") for row in rows)
+
+
+@pytest.mark.parametrize("statistics", ["average", "local", "frozen"])
+def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str) -> None:
+    local = LocalTraining(batch_size=8, steps=3, rate=0.05)
+
+    def make_task(context: Context) -> FlowerTask:
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        return FlowerTask.from_module(
+            normalized().double(), *samples, local=local, statistics=statistics
+        )
+
+    federation = Federation(tmp_path, recipe="auto", rounds=5, weighting="samples")
+    start = normalized().double()
+    final = run(federation, start, make_task, statistics=statistics)
+    objective = Objective.from_module(normalized().double(), statistics=statistics)
+    problem = Problem(objective, PROBLEM.clients, objective.init_params(0))
+    training = Training(local, weighting="samples")
+    simulation = ReferenceSimulation(problem, make_recipe("auto"), 0.1, seed=0, training=training)
+    losses = [simulation.run_round().loss for _ in range(5)]
+    layout = ModelLayout.of(start, statistics=statistics)
+    np.testing.assert_array_equal(layout.flatten(final), simulation.parameters)
+    assert [row["loss"] for row in federation.rows()] == losses
+    buffers = simulation.statistics.buffers()
+    if statistics == "average":
+        found = layout.read_buffers(final)
+        np.testing.assert_array_equal(found.values, buffers.values)
+        np.testing.assert_array_equal(found.counts, buffers.counts)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_local_statistics_stay_with_each_client(tmp_path: Path, on_disk: bool) -> None:
+    seen: dict[int, list[dict[str, torch.Tensor]]] = {}
+    federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
+    if not on_disk:
+        del federation.config["client-state-dir"]
+    make_task = own_training(normalized, steps=1, seen=seen, statistics="local")
+    run(federation, normalized(), make_task, statistics="local", evaluate=lambda module: 1 / 0)
+    assert all("statistics_upload_bytes" not in row for row in federation.rows())
+    assert all("test_accuracy" not in row for row in federation.rows())
+    for client in range(3):
+        counts = [int(state["1.num_batches_tracked"]) for state in seen[client]]
+        assert counts == [1, 2, 3]  # a client goes on from its own, in a new module each time
+    means = [seen[client][-1]["1.running_mean"] for client in range(3)]
+    assert not torch.equal(means[0], means[1])
+
+
+def test_frozen_statistics_are_the_same_in_every_round(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
+    make_task = own_training(normalized, statistics="frozen")
+    final = run(federation, normalized(), make_task, statistics="frozen")
+    assert torch.equal(final[1].running_var, torch.ones(4))
+    assert final[1].num_batches_tracked == 0
+
+
+def test_a_server_that_is_started_again_goes_on_with_its_statistics(tmp_path: Path) -> None:
+    whole = Federation(tmp_path / "whole", recipe="lean", rounds=6)
+    expected = run(whole, normalized(), own_training(normalized)).state_dict()
+    halved = Federation(tmp_path / "halved", recipe="lean", rounds=3)
+    run(halved, normalized(), own_training(normalized))
+    halved.config["rounds"] = 6
+    found = run(halved, normalized(), own_training(normalized)).state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert len(list((tmp_path / "halved" / "run").glob("statistics-*.npz"))) == 2
+
+
+def test_an_adapter_travels_and_its_base_does_not(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="signsgd", rounds=3, alpha=0.01)
+    base = Adapted().base.weight.clone()
+    final = run(federation, Adapted(), own_training(Adapted))
+    assert torch.equal(final.base.weight, base)
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        assert len(saved["parameters"]) == 12 + 6
+
+
+def test_a_base_that_differs_is_refused(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="gd", rounds=1)
+    run(federation, Adapted(), own_training(lambda: Adapted(seed=5)))
+    (text,) = incident_texts(federation)
+    assert "frozen parameters or constant buffers of Adapted differ from the server's" in text
+
+
+def test_tied_weights_and_infinite_masks(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="lean", rounds=3)
+    final = run(federation, Masked(), own_training(Masked))
+    assert final.second.weight is final.first.weight
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        assert len(saved["parameters"]) == 36 + 21
+    assert torch.isneginf(final.mask).all()
+    assert all("statistics_upload_bytes" not in row for row in federation.rows())
+    broken = Masked()
+    with torch.no_grad():
+        broken.head.bias[0] = torch.nan
+    with pytest.raises(ConfigError, match=r"'head\.bias' \(3,\) holds NaN or infinity in 1 of 3"):
+        run(Federation(tmp_path / "b"), broken, own_training(Masked))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Linear(6, 3).to(dtype)
+
+    federation = Federation(tmp_path, recipe="gd", rounds=4, alpha=0.0)
+    final = run(federation, make(), own_training(make))
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        parameters = saved["parameters"]
+    assert parameters.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+    assert final.weight.dtype == dtype
+    if dtype == torch.bfloat16:  # the server holds more than the module can
+        rounded = torch.from_numpy(parameters).to(dtype).float().numpy()
+        assert (rounded != parameters).any()
+    losses = [row["loss"] for row in federation.rows()]
+    assert losses[-1] < losses[0]
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 3, bias=False))
+
+    def narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(8, 3, bias=False))
+
+    assert ModelLayout.of(wide()).num_params == ModelLayout.of(narrow()).num_params
+    federation = Federation(tmp_path, recipe="gd", rounds=1)
+    run(federation, wide(), own_training(narrow))
+    (text,) = incident_texts(federation)
+    assert "the server's model is another: '0.weight' (2, 6) float32 of Sequential has" in text
+    policies = Federation(tmp_path / "policies", recipe="gd", rounds=1)
+    run(policies, normalized(), own_training(normalized, statistics="local"))
+    assert any("statistics are 'local' here" in text for text in incident_texts(policies))
+
+
+def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="gd", rounds=1)
+    layout = ModelLayout.of(normalized())
+    run(federation, layout.flatten(normalized()), own_training(normalized))
+    (text,) = incident_texts(federation)
+    assert "statistics such as '1.running_mean'" in text
+    assert "give make_server_app the module" in text
+
+
+class Adaptive(nn.Module):
+    """A buffer of its own that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.scale.mul_(0.9).add_(0.1 * inputs.abs().mean())
+        return self.linear(inputs / self.scale)
+
+
+def test_any_buffer_that_training_changes_is_averaged(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
+    final = run(federation, Adaptive(), own_training(Adaptive))
+    assert final.scale != 1
+    first, second = federation.rows()
+    assert "statistics_upload_bytes" in first
+    assert first["statistics_download_bytes"] == 0 < second["statistics_download_bytes"]
+    flat = Federation(tmp_path / "flat", recipe="gd", rounds=1)
+    run(flat, ModelLayout.of(Adaptive()).flatten(Adaptive()), own_training(Adaptive))
+    (text,) = incident_texts(flat)
+    assert "training changes buffers of the module" in text
+
+
+def test_damaged_statistics_cost_that_clients_reply_only(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, recipe="qgd", rounds=3)
+
+    def damage(node: int, message: Message) -> Message:
+        if node == 11 and message.content and "statistics" in message.content:
+            data = bytearray(message.content["statistics"]["bytes"])
+            data[5] ^= 1
+            message.content["statistics"]["bytes"] = bytes(data)
+        return message
+
+    federation.grid.answer = damage
+    final = run(federation, normalized(), own_training(normalized))
+    assert {client for _, client in federation.incidents("rejected")} == {0}
+    assert any("checksum of the statistics" in text for text in incident_texts(federation))
+    assert (final[1].running_var > 0).all()
+
+
+def test_metrics_by_name_are_measured_on_the_module(tmp_path: Path) -> None:
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        assert not module.training
+        with torch.no_grad():
+            outputs = module(FEATURES[0])
+        right = (outputs.argmax(1) == LABELS[0]).float().mean()
+        return {"accuracy": float(right), "spread": float(outputs.std())}
+
+    federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
+    final = run(federation, normalized(), own_training(normalized), evaluate=evaluate)
+    assert all({"test_accuracy", "test_spread"} <= set(row) for row in federation.rows())
+    assert evaluate(final)["spread"] != federation.rows()[0]["test_spread"]

@@ -1,0 +1,106 @@
+"""A ResNet with batch normalization ends where plain federated averaging does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from aqg.core.recipes import make_recipe
+from aqg.flower.demo import PRELOAD
+from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.objectives import Objective
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import Training
+
+from tests.flower.resnet_app.resnet import task
+
+APP = Path(__file__).parent / "resnet_app"
+ROUNDS = 10
+TWO_POINTS = 0.02
+
+
+@cache
+def federated_averaging() -> float:
+    """Return the accuracy of plain federated averaging, of parameters and statistics alike."""
+    clients, _ = task.load()
+    sizes = np.array([len(labels) for _, labels in clients])
+    net = task.make_net()
+    for _ in range(ROUNDS):
+        states = []
+        for client in range(task.NUM_CLIENTS):
+            local = copy.deepcopy(net)
+            task.train(local, client)
+            states.append(local.state_dict())
+        weights = torch.tensor(sizes / sizes.sum())
+        mean = {
+            name: sum(w * state[name] for w, state in zip(weights, states, strict=True))
+            for name in states[0]
+        }
+        net.load_state_dict(mean)
+    return task.accuracy(net)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux does")
+def test_with_real_processes(tmp_path: Path) -> None:
+    options = DeploymentOptions(preload=(*PRELOAD, "torch._dynamo"))  # slow to import
+    with Deployment(tmp_path / "deployment", options) as deployment:
+        deployment.start()
+        run = deployment.run(APP, {"rounds": ROUNDS, "run-dir": str(tmp_path / "run")})
+        assert deployment.wait_for_run(run, 300) == "finished:completed"
+    text = (tmp_path / "run" / "rounds.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert all(np.isfinite(row["test_accuracy"]) for row in rows)
+    assert not any(row.get("incidents") for row in rows)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.9
+    assert summary["test_accuracy"] >= federated_averaging() - TWO_POINTS
+    layout_values = task.make_net().state_dict()
+    num_statistics = sum(v.numel() for k, v in layout_values.items() if "running" in k)
+    per_upload = summary["statistics_upload_bytes"] / (ROUNDS * task.NUM_CLIENTS)
+    assert 2 * num_statistics < per_upload < 2.5 * num_statistics + 50
+
+
+STEPS, RATE, SIMULATED_ROUNDS = 8, 0.2, 20
+
+
+@cache
+def simulated(recipe: str) -> float:
+    """Return the accuracy of the same net in the simulator, on minibatches."""
+    clients, test = task.load()
+    objective = Objective.from_module(task.make_net(), name="resnet")
+    problem = Problem(
+        objective,
+        tuple(Samples(images.numpy(), labels.numpy()) for images, labels in clients),
+        objective.init_params(0).astype(np.float32),
+        Samples(*(part.numpy() for part in test)),
+    )
+    local = LocalTraining(batch_size=task.BATCH_SIZE, steps=STEPS, rate=RATE)
+    simulation = FastSimulation(
+        problem,
+        make_recipe(recipe),
+        RATE * STEPS / task.NUM_CLIENTS,  # so that plain averaging is federated averaging
+        training=Training(local, weighting="samples"),
+    )
+    records = [simulation.run_round(evaluate=False) for _ in range(SIMULATED_ROUNDS)]
+    assert not any(record.faults for record in records)
+    buffers = simulation.statistics.buffers()
+    layout = objective.model_layout
+    for spec in layout.statistics:
+        if spec.name.endswith("running_var"):
+            assert (buffers.values[spec.place] > 0).all(), spec.name
+    return simulation.problem.measure(simulation.parameters)["accuracy"]
+
+
+@pytest.mark.parametrize("recipe", ["auto", "lean", "eden"])
+def test_in_the_simulator(recipe: str) -> None:
+    assert simulated("gd") > 0.9
+    assert simulated(recipe) >= simulated("gd") - TWO_POINTS

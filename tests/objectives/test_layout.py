@@ -1,0 +1,220 @@
+"""What travels of a module: each trainable parameter once, and nothing that is constant."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aqg.errors import ConfigError
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+from aqg.objectives.layout import ModelLayout  # noqa: E402  (needs torch)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Masked(nn.Module):
+    """A causal mask with -inf in its saved state, and a cache that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("cache", torch.zeros(7), persistent=False)
+        self.register_buffer("positions", torch.arange(4))
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def test_names_shapes_dtypes_and_offsets_are_those_of_the_module() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
+    layout = ModelLayout.of(module)
+    assert [tuple(spec) for spec in layout.parameters] == [
+        ("0.weight", (3, 4), "float32", 0),
+        ("0.bias", (3,), "float32", 12),
+        ("1.weight", (2, 3), "float64", 15),
+        ("1.bias", (2,), "float64", 21),
+    ]
+    assert layout.dtype == np.float64
+    assert not layout.carries_buffers
+
+
+def test_flat_vector_and_module_are_the_same_values_there_and_back() -> None:
+    module, other = normalized(), normalized()
+    with torch.no_grad():
+        for value in other.parameters():
+            value.zero_()
+    layout = ModelLayout.of(module)
+    flat = layout.flatten(module)
+    np.testing.assert_array_equal(
+        flat, np.concatenate([p.detach().numpy().ravel() for p in module.parameters()])
+    )
+    layout.load(other, flat)
+    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_frozen_parameters_do_not_travel() -> None:
+    module = normalized()
+    module[0].requires_grad_(False)
+    before = module[0].weight.clone()
+    layout = ModelLayout.of(module)
+    assert layout.num_params == 6 + 8
+    layout.load(module, np.ones(layout.num_params, np.float32))
+    assert torch.equal(module[0].weight, before)
+
+
+def test_tied_weights_travel_once_and_stay_tied() -> None:
+    module = Tied()
+    layout = ModelLayout.of(module)
+    assert [spec.name for spec in layout.parameters] == ["embedding.weight"]
+    layout.load(module, np.arange(15, dtype=np.float32))
+    assert module.head.weight is module.embedding.weight
+    assert module.head.weight[4, 2] == 14
+
+
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight' share their memory"):
+        ModelLayout.of(module)
+
+
+def test_patterns_choose_parameters_by_name() -> None:
+    module = normalized()
+    assert ModelLayout.of(module, include="2.*").num_params == 8
+    layout = ModelLayout.of(module, include=["0.*", "2.*"], exclude="*.bias")
+    assert [spec.name for spec in layout.parameters] == ["0.weight", "2.weight"]
+    assert layout.left_out == ("0.bias", "1.bias", "1.weight", "2.bias")
+    layout.load(module, layout.flatten(module))  # what is left out is no reason to refuse
+    without = ModelLayout.of(module, exclude="*.running_*")
+    assert without.statistics == ()
+    with pytest.raises(ConfigError, match=r"include pattern 'lora\*' matches none of the 6"):
+        ModelLayout.of(module, include="lora*")
+    with pytest.raises(ConfigError, match="leave 0 of the 6 trainable parameters"):
+        ModelLayout.of(module, exclude="*")
+
+
+def test_buffers_of_the_saved_state_are_listed_apart_from_parameters() -> None:
+    layout = ModelLayout.of(normalized())
+    assert [spec.name for spec in layout.statistics] == ["1.running_mean", "1.running_var"]
+    assert [spec.name for spec in layout.counters] == ["1.num_batches_tracked"]
+    assert layout.tracked == (True, True, True)
+    masked = ModelLayout.of(Masked())
+    assert [spec.name for spec in masked.statistics] == ["mask"]
+    assert [spec.name for spec in masked.counters] == ["positions"]
+    assert masked.tracked == (False, False)
+
+
+def test_infinite_buffers_are_no_fault_and_infinite_parameters_are_named() -> None:
+    module = Masked()
+    layout = ModelLayout.of(module)
+    assert np.isfinite(layout.flatten(module)).all()
+    with torch.no_grad():
+        module.linear.bias[1] = torch.nan
+    with pytest.raises(ConfigError, match=r"'linear\.bias' \(3,\) holds NaN or infinity in 1 of 3"):
+        layout.flatten(module)
+    assert np.isnan(layout.flatten(module, finite=False)).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_float32_masters(dtype: torch.dtype) -> None:
+    module = nn.Linear(4, 3).to(dtype)
+    layout = ModelLayout.of(module)
+    assert layout.dtype == np.float32
+    masters = layout.flatten(module) + np.float32(1e-6)
+    layout.load(module, masters)
+    assert module.weight.dtype == dtype
+    rounded = torch.from_numpy(masters).to(dtype).float().numpy()
+    np.testing.assert_array_equal(layout.flatten(module), rounded)
+
+
+def test_float64_is_not_narrowed() -> None:
+    module = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        module.weight.fill_(1 + 2.0**-40)
+    flat = ModelLayout.of(module).flatten(module)
+    assert flat.dtype == np.float64
+    assert flat[0] == 1 + 2.0**-40
+
+
+def test_complex_and_missing_values_are_refused_by_name() -> None:
+    module = nn.Linear(2, 1)
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="parameter 'phase' is complex64"):
+        ModelLayout.of(module)
+    with pytest.raises(ConfigError, match="'weight' has no values yet"):
+        ModelLayout.of(nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match="statistics 'mean' is not one of average, local, frozen"):
+        ModelLayout.of(nn.Linear(2, 1), statistics="mean")
+
+
+def test_another_architecture_with_equally_many_parameters_is_refused_by_name() -> None:
+    first = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    second = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    layout = ModelLayout.of(first)
+    assert layout.num_params == ModelLayout.of(second).num_params
+    assert layout.fingerprint != ModelLayout.of(second).fingerprint
+    with pytest.raises(ConfigError, match=r"'0\.weight' of Sequential is \(4, 6\) float32"):
+        layout.load(second, layout.flatten(first))
+    with pytest.raises(ConfigError, match=r"Linear has no tensor '0\.weight'"):
+        layout.load(nn.Linear(48, 1, bias=False), layout.flatten(first))
+    wider = nn.Sequential(*first, nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"'2\.weight' of Sequential is trainable"):
+        layout.load(wider, layout.flatten(first))
+
+
+def test_fingerprint_is_of_the_layout_and_not_of_the_values() -> None:
+    layout = ModelLayout.of(normalized())
+    assert layout.fingerprint == ModelLayout.of(normalized()).fingerprint
+    assert layout.difference(ModelLayout.of(normalized())) is None
+    assert len(layout.fingerprint) == 16
+    kept = ModelLayout.of(normalized(), statistics="local")
+    assert layout.fingerprint != kept.fingerprint
+    assert layout.difference(kept) == "statistics are 'average' here and 'local' there"
+    longer = ModelLayout.of(nn.Sequential(*normalized(), nn.Linear(2, 2)))
+    assert layout.difference(longer) == "parameter '3.weight' (2, 2) float32 is only there"
+    assert ModelLayout.from_json(layout.to_json()) == layout
+    with pytest.raises(ConfigError, match="not the description of a model"):
+        ModelLayout.from_json('{"model": 3}')
+
+
+def test_constants_are_compared_by_value() -> None:
+    def frozen(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        module[0].requires_grad_(False)
+        return module
+
+    first, same, other = frozen(0), frozen(0), frozen(1)
+    layout = ModelLayout.of(first)
+    assert layout.constants_digest(first) == layout.constants_digest(same)
+    assert layout.constants_digest(first) != layout.constants_digest(other)
+    same[1].running_mean += 1  # statistics travel, so they may differ
+    assert layout.constants_digest(first) == layout.constants_digest(same)
+
+
+def test_buffers_there_and_back() -> None:
+    module = normalized()
+    module(torch.randn(8, 4))
+    layout = ModelLayout.of(module)
+    buffers = layout.read_buffers(module)
+    assert buffers.counts.tolist() == [1]
+    other = normalized()
+    layout.write_buffers(other, buffers)
+    assert torch.equal(other[1].running_var, module[1].running_var)
+    assert other[1].num_batches_tracked == 1
+    module[1].running_var = torch.ones(4)
+    with pytest.raises(ConfigError, match=r"'1\.running_var' of Sequential has shape \(4,\) now"):
+        layout.read_buffers(module)

@@ -1,0 +1,429 @@
+"""Ordinary PyTorch models in the simulator: what users have, as they have it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, DataError
+from aqg.objectives import Objective, make_objective
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+MINIBATCHES = Training(LocalTraining(batch_size=8, steps=3, rate=0.1), weighting="samples")
+NUM_CLIENTS = 4
+
+
+class Tokens(nn.Module):
+    """Predicts each token from the one before it, with dropout; tied weights and a mask."""
+
+    def __init__(self, vocabulary: int = 7, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layer = nn.TransformerEncoderLayer(
+            width, 2, 8, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.full((9, 9), -torch.inf).triu(1))
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        mask = self.mask[:length, :length]
+        return self.head(self.layer(self.embedding(tokens), src_mask=mask))
+
+
+def token_loss(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Normalized(nn.Module):
+    """Batch normalization, dropout, and a buffer of its own that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("constant", torch.full((2,), -torch.inf))
+
+    def forward(self, inputs):
+        hidden = self.drop(self.norm(self.first(inputs)).relu())
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * hidden.abs().mean()
+        return self.last(hidden / self.scale)
+
+
+def seeded(make):
+    torch.manual_seed(1)
+    return make()
+
+
+def classes(num: int = NUM_CLIENTS) -> tuple[Samples, ...]:
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(3, 5)) * 3
+    clients = []
+    for client in range(num):
+        labels = random.integers(0, 3, 20 + 6 * client)
+        clients.append(Samples(centers[labels] + random.normal(size=(len(labels), 5)), labels))
+    return tuple(clients)
+
+
+def problem_of(objective, clients=None, dtype="float64", **options) -> Problem:
+    clients = classes() if clients is None else clients
+    start = objective.init_params(0).astype(dtype)
+    return Problem(objective, clients, start, test=clients[0], **options)
+
+
+def normalized_problem(statistics: str = "average") -> Problem:
+    return problem_of(Objective.from_module(seeded(Normalized), statistics=statistics))
+
+
+def token_problem(dtype: str = "float64") -> Problem:
+    clients = []
+    for size in (12, 20, 16):
+        starts = np.random.default_rng(size).integers(0, 7, (size, 1))
+        text = (starts + np.arange(7) * 3) % 7
+        clients.append(Samples(text[:, :-1].astype(np.int32), text[:, 1:]))
+    objective = Objective.from_module(seeded(Tokens), token_loss, name="tokens")
+    return problem_of(objective, tuple(clients), dtype, metrics="accuracy,perplexity")
+
+
+def run(problem, recipe="gd", rounds=30, step_size=0.08, kind=FastSimulation, **options):
+    simulation = kind(problem, make_recipe(recipe), step_size, training=MINIBATCHES, **options)
+    records = [simulation.run_round() for _ in range(rounds)]
+    return simulation, records
+
+
+PROBLEMS = {
+    "average": normalized_problem,
+    "local": lambda: normalized_problem("local"),
+    "frozen": lambda: normalized_problem("frozen"),
+    "tokens": token_problem,
+}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_engine_equals_the_reference_bit_for_bit(name: str, recipe: str) -> None:
+    problem = PROBLEMS[name]()
+    arguments = (problem, make_recipe(recipe), 0.08, BernoulliDropout(0.2, seed=8), 3)
+    reference = ReferenceSimulation(*arguments, training=MINIBATCHES)
+    fast = FastSimulation(
+        *arguments, training=MINIBATCHES, block_bytes=2 * problem.initial_params.nbytes
+    )
+    for _ in range(6):
+        assert fast.run_round() == reference.run_round()
+    assert fast.loss() == reference.loss()
+    assert fast.problem.measure(fast.parameters) == reference.problem.measure(reference.parameters)
+    expected = reference.state().to_arrays()
+    for key, value in fast.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_run_that_is_resumed_ends_where_the_other_does(name: str) -> None:
+    problem = PROBLEMS[name]()
+    whole, expected = run(problem, "auto", rounds=8)
+    half, _ = run(problem, "auto", rounds=4)
+    arrays = half.state().to_arrays()
+    resumed = FastSimulation(problem, make_recipe("auto"), 0.08, training=MINIBATCHES)
+    resumed.restore(SimulationState.from_arrays(arrays))
+    assert [resumed.run_round() for _ in range(4)] == expected[4:]
+    np.testing.assert_array_equal(resumed.parameters, whole.parameters)
+    np.testing.assert_array_equal(resumed.statistics.to_array(), whole.statistics.to_array())
+
+
+def test_randomness_is_of_seed_client_and_round_and_not_of_torch() -> None:
+    problem = normalized_problem()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, _ = run(problem, rounds=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, _ = run(problem, rounds=3)
+    other, _ = run(problem, rounds=3, seed=5)
+    np.testing.assert_array_equal(first.parameters, again.parameters)
+    assert (first.parameters != other.parameters).any()
+    objective = problem.objective
+    features, labels = problem.clients[0]
+
+    def gradient(key):
+        with objective.session(key) as session:
+            return session.losses_and_gradients(problem.initial_params, features, labels)[1]
+
+    np.testing.assert_array_equal(gradient((0, 1, 2)), gradient((0, 1, 2)))
+    for key in (1, 1, 2), (0, 2, 2), (0, 1, 3):
+        assert (gradient((0, 1, 2)) != gradient(key)).any()
+
+
+def test_batches_of_one_round_draw_different_numbers() -> None:
+    problem = problem_of(
+        Objective.from_module(seeded(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))))
+    )
+    features, labels = problem.clients[0]
+    with problem.objective.session((0, 0, 1)) as session:
+        first = session.losses_and_gradients(problem.initial_params, features, labels)[1]
+        second = session.losses_and_gradients(problem.initial_params, features, labels)[1]
+    assert (first != second).any()
+
+
+def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights() -> None:
+    problem = problem_of(Objective.from_module(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))))
+    local = LocalTraining(batch_size=1000, rate=0.1)
+    training = Training(local, weighting="samples")
+    simulation = FastSimulation(problem, make_recipe("signsgd"), 1e-6, training=training)
+    record = simulation.run_round()
+    sizes = [len(client.labels) for client in problem.clients]
+    means = [0.1 * client.features.mean(0) for client in problem.clients]
+    variances = [0.9 + 0.1 * client.features.var(0, ddof=1) for client in problem.clients]
+    buffers = simulation.statistics.buffers()
+    np.testing.assert_allclose(
+        buffers.values[:5], np.average(means, axis=0, weights=sizes), rtol=2**-10, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        buffers.values[5:], np.average(variances, axis=0, weights=sizes), rtol=2**-10
+    )
+    assert buffers.counts.tolist() == [1]
+    # mark, flags, two exponents, 10 half floats, one counter, checksum
+    assert record.statistics_upload_bytes == 4 * (2 + 1 + 2 + 20 + 1 + 4)
+    assert record.statistics_download_bytes == record.statistics_upload_bytes
+    assert record.upload_bytes > record.statistics_upload_bytes
+
+
+def test_a_buffer_that_training_changes_travels_and_constants_do_not() -> None:
+    simulation, records = run(normalized_problem(), rounds=3)
+    layout = simulation.problem.objective.model_layout
+    names = [spec.name for spec in layout.statistics]
+    buffers = simulation.statistics.buffers()
+    place = layout.statistics[names.index("scale")].place
+    assert buffers.values[place] != 1
+    assert np.isneginf(buffers.values[layout.statistics[names.index("constant")].place]).all()
+    first, second = (record.statistics_download_bytes for record in records[:2])
+    assert second == first + NUM_CLIENTS * (1 + 2)  # the scale: an exponent and a half float
+    assert all(not record.faults for record in records)
+
+
+def test_local_statistics_stay_with_their_client() -> None:
+    simulation, records = run(normalized_problem("local"), rounds=5)
+    assert all(record.statistics_upload_bytes == 0 for record in records)
+    means = [simulation.statistics.buffers(client).values[:6] for client in range(NUM_CLIENTS)]
+    assert len({tuple(mean) for mean in means}) == NUM_CLIENTS
+    assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.5
+
+
+def test_frozen_statistics_stay_as_they_are() -> None:
+    module = seeded(Normalized)
+    module.norm.running_var.fill_(4.0)
+    problem = problem_of(Objective.from_module(module, statistics="frozen"))
+    simulation, records = run(problem, rounds=10)
+    assert simulation.statistics.buffers() is None
+    assert sum(record.statistics_upload_bytes for record in records) == 0
+    assert records[-1].loss < records[0].loss
+
+
+def test_models_with_random_layers_and_statistics_learn() -> None:
+    for name in "average", "local", "frozen":
+        simulation, records = run(PROBLEMS[name](), rounds=25, step_size=0.1)
+        assert records[-1].loss < 0.7 * records[0].loss, name
+        assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8, name
+
+
+def test_exact_gradients_go_on_refusing_before_the_first_round() -> None:
+    for kind in ReferenceSimulation, FastSimulation:
+        with pytest.raises(ConfigError, match=r"layer 'norm', BatchNorm1d.*train on minibatches"):
+            kind(normalized_problem(), make_recipe("gd"), 0.1)
+    steps = Training(LocalTraining(steps=3))
+    with pytest.raises(ConfigError, match=r"layer 'layer.*drops out at random"):
+        FastSimulation(token_problem(), make_recipe("gd"), 0.1, training=steps)
+
+
+def test_token_ids_and_sequence_targets() -> None:
+    problem = token_problem("float32")
+    assert problem.objective.num_params == sum(p.numel() for p in Tokens().parameters())
+    simulation, _ = run(problem, "lean", rounds=40, step_size=0.2)
+    values = simulation.problem.measure(simulation.parameters)
+    assert values["accuracy"] > 0.6
+    assert 1 < values["perplexity"] < 4
+
+
+def test_multi_label_targets() -> None:
+    clients = tuple(Samples(c.features, np.eye(3)[c.labels]) for c in classes())
+    loss = nn.functional.binary_cross_entropy_with_logits
+    problem = problem_of(Objective.from_module(seeded(lambda: nn.Linear(5, 3)), loss), clients)
+    simulation, _ = run(problem, rounds=30)
+    assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8
+
+
+def regression(shape: tuple[int, ...]) -> tuple[Samples, ...]:
+    weights = np.arange(5.0)
+    return tuple(
+        Samples(c.features / 4, (c.features @ weights / 4).reshape(len(c.labels), *shape))
+        for c in classes()
+    )
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.functional.mse_loss, nn.MSELoss(), lambda o, t: (o - t).square().mean()]
+)
+@pytest.mark.parametrize("training", [Training(), MINIBATCHES])
+def test_a_regression_that_would_broadcast_is_refused(loss, training) -> None:
+    problem = problem_of(Objective.from_module(nn.Linear(5, 1), loss), regression(()))
+    simulation = FastSimulation(problem, make_recipe("gd"), 0.01, training=training)
+    with pytest.raises(ConfigError, match=r"compares shapes \(\d+, 1\) and \(\d+,\)"):
+        simulation.run_round()
+    right = problem_of(Objective.from_module(nn.Linear(5, 1), loss), regression((1,)))
+    simulation = FastSimulation(right, make_recipe("gd"), 0.05, training=training)
+    for _ in range(50):
+        simulation.run_round(evaluate=False)
+    values = right.measure(simulation.parameters)
+    assert set(values) == {"mse", "r2"}
+    assert values["r2"] > 0.9
+    assert right.test_accuracy(simulation.parameters) is None
+
+
+def test_a_loss_that_squeezes_by_itself_is_fine() -> None:
+    def loss(outputs, targets):
+        return nn.functional.mse_loss(outputs.squeeze(-1), targets)
+
+    problem = problem_of(Objective.from_module(nn.Linear(5, 1), loss), regression(()))
+    _, records = run(problem, rounds=2, step_size=0.001)
+    assert np.isfinite(records[-1].loss)
+    assert problem.measure(problem.initial_params) == {}  # mse would broadcast: none is shown
+
+
+class Several(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head, self.kind = nn.Linear(5, 3), kind
+
+    def forward(self, inputs):
+        logits = self.head(inputs)
+        outputs = {"logits": logits, "hidden": inputs}
+        return {"dict": outputs, "tuple": (logits, inputs), "other": {"hidden": logits}}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "other"])
+def test_several_outputs(kind: str) -> None:
+    def loss(outputs, labels):
+        logits = outputs[0] if kind == "tuple" else outputs.get("logits", outputs["hidden"])
+        return nn.functional.cross_entropy(logits, labels)
+
+    problem = problem_of(Objective.from_module(seeded(lambda: Several(kind)), loss))
+    simulation, records = run(problem, rounds=40)
+    assert records[-1].loss < records[0].loss
+    values = problem.measure(simulation.parameters)
+    assert values.get("accuracy", 1.0) > 0.7
+    assert set(values) == (set() if kind == "other" else {"accuracy"})
+
+    def largest(outputs, targets):
+        return float(outputs[0].max() if kind == "tuple" else outputs["hidden"].max()) + len(
+            targets
+        )
+
+    own = problem_of(problem.objective, metrics={"largest": largest})
+    assert set(own.measure(simulation.parameters)) == {"largest"}
+
+
+def test_images_keep_their_shape() -> None:
+    random = np.random.default_rng(3)
+    clients = tuple(
+        Samples(random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3)
+    )
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3))
+    for device in "cpu", "torch:cpu":
+        problem = problem_of(Objective.from_module(module), clients)
+        simulation = FastSimulation(problem, make_recipe("lean"), 0.05, device=device)
+        first, *_, last = (simulation.run_round() for _ in range(10))
+        assert last.loss < first.loss
+
+
+def test_statistics_on_another_device() -> None:
+    cpu, _ = run(normalized_problem(), rounds=4)
+    other, _ = run(normalized_problem(), rounds=4, device="torch:cpu")
+    np.testing.assert_allclose(other.parameters, cpu.parameters, rtol=1e-9, atol=1e-12)
+
+
+def test_half_precision_modules_train_with_float32_values() -> None:
+    module = seeded(Normalized).half()
+    clients = tuple(Samples(c.features.astype(np.float16), c.labels) for c in classes())
+    objective = Objective.from_module(module)
+    problem = problem_of(objective, clients, "float32")
+    assert problem.clients[0].features.dtype == np.float32
+    simulation, records = run(problem, "auto", rounds=20)
+    assert records[-1].loss < records[0].loss
+    objective.model_layout.load(module, simulation.parameters)
+    assert module.last.weight.dtype == torch.float16
+    with pytest.raises(ConfigError, match="initial_params are float16; they must be float32"):
+        problem_of(objective, clients, "float16")
+
+
+class Adapted(nn.Module):
+    """A frozen base with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 3).requires_grad_(False)
+        self.lora_a = nn.Linear(5, 2, bias=False)
+        self.lora_b = nn.Linear(2, 3, bias=False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.lora_b(self.lora_a(inputs))
+
+
+def test_an_adapter_travels_without_its_base() -> None:
+    problem = problem_of(Objective.from_module(seeded(Adapted)))
+    assert problem.objective.num_params == 10 + 6
+    _, records = run(problem, "signsgd", rounds=20, step_size=0.002)
+    assert records[-1].loss < records[0].loss
+    chosen = Objective.from_module(seeded(Adapted), include="lora_b.*")
+    assert chosen.layout == (("lora_b.weight", (3, 2)),)
+    _, records = run(problem_of(chosen), rounds=20)
+    assert records[-1].loss < records[0].loss
+
+
+def test_bad_problems_are_named() -> None:
+    objective = Objective.from_module(nn.Linear(5, 3))
+    start = objective.init_params(0)
+    good = classes()
+    with pytest.raises(DataError, match=r"client 1 has 26 features and 25 targets"):
+        Problem(objective, (good[0], Samples(good[1].features, good[1].labels[:-1])), start)
+    with pytest.raises(DataError, match=r"client 1 has samples of shape \(4,\); those of client 0"):
+        Problem(objective, (good[0], Samples(good[1].features[:, :4], good[1].labels)), start)
+    with pytest.raises(DataError, match=r"the test set has features of shape \(20,\)"):
+        Problem(objective, good, start, Samples(good[0].features[:, 0], good[0].labels))
+    with pytest.raises(DataError, match="0 clients"):
+        Problem(objective, (), start)
+    softmax = make_objective("softmax", 5, 3, 0.0, "mean")
+    integers = tuple(Samples(c.features.astype(int), c.labels) for c in good)
+    with pytest.raises(DataError, match="features are int64; softmax needs floating-point ones"):
+        Problem(softmax, integers, softmax.init_params(0))
+    images = tuple(Samples(c.features[:, :4].reshape(-1, 2, 2), c.labels) for c in good)
+    with pytest.raises(ConfigError, match=r"softmax takes rows of features, not .* \(2, 2\)"):
+        Problem(softmax, images, softmax.init_params(0))
+    numbers = Samples(good[0].features, np.linspace(0, 1, 20))
+    asked = Problem(objective, good, start, numbers, metrics="accuracy")
+    with pytest.raises(ConfigError, match="accuracy needs classes"):
+        asked.measure(start)
+
+
+def test_statistics_beyond_numbers_are_a_named_fault() -> None:
+    clients = list(classes())
+    broken = clients[1].features.copy()
+    broken[:] = 1e200
+    clients[1] = Samples(broken, clients[1].labels)
+    module = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    problem = problem_of(Objective.from_module(module), tuple(clients))
+    _, (record,) = run(problem, rounds=1)
+    assert (1, "buffer '0.running_var' holds NaN or infinity after training") in record.faults

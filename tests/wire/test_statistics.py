@@ -1,0 +1,108 @@
+"""The frame of statistics: golden bytes, round trip, bound of half precision, hostile input."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aqg.errors import WireError
+from aqg.wire.statistics import (
+    Section,
+    StatisticsMessage,
+    decode_statistics,
+    encode_statistics,
+)
+
+SECTIONS = (Section(3, "float32"), Section(2, "float64"), Section(2, "int"))
+
+
+def message(sent: tuple[bool, ...] = (True, True, True)) -> StatisticsMessage:
+    values = np.array([0.25, -3.0, 1e-3, np.pi, 1e300])
+    return StatisticsMessage(
+        np.float64(values), np.array([5, -70000], np.int64), np.array(sent, np.bool_)
+    )
+
+
+def test_golden_bytes() -> None:
+    small = StatisticsMessage(np.array([1.0, -0.5]), np.array([3]), np.array([True, True]))
+    sections = (Section(2, "float32"), Section(1, "int"))
+    assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
+    exact = encode_statistics(small, sections, "exact")
+    assert exact[:-4].hex() == "5100030000803f000000bf06"
+
+
+@pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
+def test_lossless_round_trip_of_what_is_sent(sent: tuple[bool, ...]) -> None:
+    original = message(sent)
+    found = decode_statistics(encode_statistics(original, SECTIONS, "exact"), SECTIONS)
+    assert found.sent.tolist() == list(sent)
+    expected = original.values.copy()
+    expected[:3] = expected[:3].astype(np.float32)
+    np.testing.assert_array_equal(found.values[:3], expected[:3] * sent[0])
+    np.testing.assert_array_equal(found.values[3:], expected[3:] * sent[1])
+    np.testing.assert_array_equal(found.counts, original.counts * sent[2])
+
+
+@given(
+    st.lists(
+        st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_half_precision_keeps_its_bound_and_the_sign(numbers: list[float]) -> None:
+    values = np.array(numbers)
+    original = StatisticsMessage(values, np.zeros(0, np.int64), np.ones(1, np.bool_))
+    sections = (Section(len(values), "float64"),)
+    found = decode_statistics(encode_statistics(original, sections, "half"), sections).values
+    bound = 2.0**-11 * np.abs(values) + 2.0**-39 * np.abs(values).max()
+    assert (np.abs(found - values) <= bound).all()
+    assert (found * np.sign(values) >= 0).all()
+
+
+def test_non_finite_values_are_not_written() -> None:
+    broken = message()
+    broken.values[1] = np.nan
+    with pytest.raises(WireError, match="NaN or infinity"):
+        encode_statistics(broken, SECTIONS, "half")
+    beyond = message()
+    beyond.values[0] = 1e300  # no float32
+    with pytest.raises(WireError, match="NaN or infinity"):
+        encode_statistics(beyond, SECTIONS, "exact")
+    silent = broken._replace(sent=np.array([False, True, True]))
+    assert encode_statistics(silent, SECTIONS, "half")
+    with pytest.raises(WireError, match="precision 'double' is not one of exact, half"):
+        encode_statistics(message(), SECTIONS, "double")
+
+
+@pytest.mark.parametrize("precision", ["exact", "half"])
+def test_damaged_frames_raise_wire_errors(precision: str) -> None:
+    original = message()
+    if precision == "half":
+        original.values[4] = 2.0
+    frame = encode_statistics(original, SECTIONS, precision)
+    for length in range(len(frame)):
+        with pytest.raises(WireError):
+            decode_statistics(frame[:length], SECTIONS)
+    for position in range(len(frame)):
+        damaged = bytearray(frame)
+        damaged[position] ^= 0x10
+        with pytest.raises(WireError):
+            decode_statistics(bytes(damaged), SECTIONS)
+
+
+@given(st.binary(max_size=60))
+def test_hostile_bytes_behind_a_right_checksum(body: bytes) -> None:
+    for start in (b"", b"\x51\x00\x07", b"\x51\x01\x07"):
+        data = start + body
+        frame = data + zlib.crc32(data).to_bytes(4, "little")
+        try:
+            found = decode_statistics(frame, SECTIONS)
+        except WireError:
+            continue
+        assert np.isfinite(found.values).all()
+        assert len(found.values) == 5
