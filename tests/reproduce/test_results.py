@@ -8,6 +8,7 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from rich.console import Console
@@ -16,16 +17,17 @@ from aqg.cli.app import run_app
 from aqg.cli.reproduce import run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.summary import Cost
+from aqg.reproduce.cells import size
 from aqg.reproduce.claims import VERDICTS, find
 from aqg.reproduce.execute import (
     adopt_devices,
     count_runs,
-    keep_beside,
     keep_results,
     still_to_do,
 )
 from aqg.reproduce.figures import all_figures, stack_curves
 from aqg.reproduce.markdown import refresh
+from aqg.reproduce.merge import keep_beside, missing_from
 from aqg.reproduce.outcomes import (
     CURVES,
     META,
@@ -88,6 +90,14 @@ def test_the_stored_results_say_what_is_missing(stored):
     done, planned = stored.about["finished"]["dropouts"]
     assert f"dropouts: {done} runs" in text
     assert (f"of {planned} runs that the command plans" in text) == bool(missing)
+    first_page = text[: text.index("<!-- text: verdicts -->")]
+    here = {o.seed for o in stored.select(section="dropouts")}
+    goal = stored.about["dropout_seeds"]
+    assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
+    assert (f"{len(missing)} runs that are missing" in first_page) == bool(missing)
+    left, perturbed = missing_from(STORED, plan, make_perturbed(FULL, None))
+    assert list(left) == missing
+    assert perturbed == ()
 
 
 def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored):
@@ -142,6 +152,52 @@ def test_the_sentences_that_are_written_by_hand_hold(stored):
     assert sum(near) > len(near) / 2
 
 
+def test_the_other_machine_has_every_logistic_run(stored):
+    (machine,) = stored.elsewhere
+    runs = stored.select(section="logistic")
+    there = {o.name: o for o in stored.elsewhere[machine]}
+    assert {o.machine for o in there.values()} == {machine} != {o.machine for o in runs}
+    assert set(there) == {o.name for o in runs}
+    assert set(stored.about["versions"]) >= {f"logistic: {m}" for m in (machine, runs[0].machine)}
+    for name in ("recipe", "partition", "scaling", "alpha", "dropout", "seed", "start_loss"):
+        assert all(getattr(o, name) == getattr(there[o.name], name) for o in runs)
+    # "agree until then and differ after it; which seeds converge [depends] hardly on the machine"
+    pairs = [(o, there[o.name]) for o in runs]
+    both = [(a, b) for a, b in pairs if a.converged and b.converged]
+    assert all(a.reached[1e-6].uploads == b.reached[1e-6].uploads for a, b in both)
+    assert any(a.total.uploads != b.total.uploads for a, b in both)
+    assert sum(a.converged != b.converged for a, b in pairs) < len(pairs) / 100
+    # "and so do, almost always, runs on data changed in the last bit"
+    counts = {}
+    for one in stored.perturbed:
+        counts.setdefault(one.key[:3], set()).add(one.uploads_before)
+    assert sum(len(before) == 1 for before in counts.values()) > 0.9 * len(counts)
+    # "no verdict above depends on it"
+    kept = tuple(o for o in stored.outcomes if o.section != "logistic")
+    swapped = find(replace(stored, outcomes=(*kept, *there.values())))
+    assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
+
+
+def test_the_readmes_bytes_are_medians_of_the_data(stored):
+    """The README names the recipes, the number of seeds and the length of the runs."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text[text.index("**Exact gradients") : text.index("**Minibatches")]
+    rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
+    assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
+    assert "median of five seeds" in part
+    for recipe, *cells in rows:
+        for partition, cell in zip(("iid", "label"), cells, strict=True):
+            runs = stored.select(section="softmax", partition=partition, recipe=recipe)
+            assert len({o.seed for o in runs}) == len(runs) == 5
+            costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
+            if costs:
+                assert len(costs) == len(runs)
+                assert cell.strip("*") == size(median(costs))
+            else:
+                assert {o.total.rounds for o in runs} == {4000}
+                assert cell == "on no seed within 4000 rounds"
+
+
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
@@ -194,14 +250,50 @@ def test_unfinished_runs_are_left_out(tmp_path):
 def keep_other_machine(directory):
     """Pretend that the same runs came from another kind of processor."""
     results = read_results(directory)
-    with pytest.raises(RunError, match="as well"):
+    with pytest.raises(RunError, match="nothing that"):
         keep_beside(directory, directory)
     other = directory.with_name("other")
     other.mkdir()
     elsewhere = tuple(replace(o, machine="elsewhere") for o in results.outcomes)
-    write_results(other, replace(results, outcomes=elsewhere))
+    about = {**results.about, "versions": {"logistic: elsewhere": {"numpy": "9.9"}}}
+    write_results(other, replace(results, outcomes=elsewhere, about=about))
     keep_beside(directory, other)
-    assert read_results(directory).elsewhere == {"elsewhere": elsewhere}
+    kept = read_results(directory)
+    assert kept.elsewhere == {"elsewhere": elsewhere}
+    assert kept.about["versions"].keys() == {
+        f"logistic: {m}" for m in (platform.machine(), "elsewhere")
+    }
+    assert kept.about["versions"]["logistic: elsewhere"]["numpy"] == "9.9"
+
+
+def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
+    """Take the last dropout seed out of the stored results, and put it back."""
+    runs, plan = stored.select(section="dropouts"), make_plan(FULL)
+    last = max(o.seed for o in runs)
+
+    def write(name, outcomes, **about):
+        directory = tmp_path / name
+        directory.mkdir()
+        curves = {o.name: stored.curves[o.name] for o in outcomes}
+        about = {**stored.about, **count_runs(plan, outcomes), **about}
+        write_results(directory, Results(tuple(outcomes), curves, about))
+        return directory
+
+    without = write("without", [o for o in runs if o.seed != last])
+    seed = [o for o in runs if o.seed == last]
+    left = {p.run.name for p in missing_from(without, plan, ())[0]}
+    assert left == {p.run.name for p in plan} - {o.name for o in runs if o.seed != last}
+    before = read_results(without)
+    with pytest.raises(RunError, match="no missing seed with all of its runs"):
+        keep_beside(without, write("part", seed[1:]))
+    with pytest.raises(RunError, match="dropout_rounds is 4000 and 200"):
+        keep_beside(without, write("short", seed, dropout_rounds=200))
+    assert read_results(without) == before
+    keep_beside(without, write("seed", seed))
+    added = read_results(without)
+    assert list(added.outcomes) == runs
+    assert added.curves == {o.name: stored.curves[o.name] for o in runs}
+    assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
 
 
 def test_ended_above_its_start():

@@ -94,7 +94,7 @@ def run(
     partition: Annotated[
         str | None,
         typer.Option(
-            metavar="iid|label|source|natural|dirichlet:A|shards:K",
+            metavar="iid|label|source|source:shuffled|natural|dirichlet:A|shards:K",
             help="How samples are split among clients.",
             rich_help_panel=_PROBLEM,
         ),

@@ -50,9 +50,13 @@ def reproduce(
     beside: Annotated[
         Path | None,
         typer.Option(
-            help="With --from: results of the same command on another machine, to keep with them "
-            "and compare."
+            help="With --from: results of the same command from elsewhere. Seeds that are missing "
+            "are added, and another machine's logistic runs are kept to compare."
         ),
+    ] = None,
+    missing: Annotated[
+        Path | None,
+        typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
@@ -67,14 +71,17 @@ def reproduce(
     from rich.console import Console
 
     from aqg.errors import ConfigError
-    from aqg.reproduce.execute import keep_beside, keep_results
+    from aqg.reproduce.execute import keep_results
+    from aqg.reproduce.merge import keep_beside, missing_from
     from aqg.reproduce.outcomes import read_results
     from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
 
     console = Console()
     if saved is not None:
-        if quick or out is not None or only is not None:
-            raise ConfigError("--from runs nothing: it goes with none of --quick, --out and --only")
+        if quick or any(option is not None for option in (out, only, missing)):
+            raise ConfigError(
+                "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
+            )
         if beside is not None:
             keep_beside(saved, beside)
         show_results(console, read_results(saved))
@@ -86,6 +93,8 @@ def reproduce(
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), sections)
     perturbed = make_perturbed(scale, data_dir, sections)
+    if missing is not None:
+        plan, perturbed = missing_from(missing, plan, perturbed)
     failures = run_plan(console, plan, directory, jobs, data_dir, perturbed)
     results = keep_results(plan, scale, directory)
     show_results(console, results)

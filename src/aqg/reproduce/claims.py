@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aqg.reproduce.cells import SPLITS, Table, out_of, paired_ratios, percent, span
 from aqg.reproduce.dropout_tables import STRICT, with_dropouts
 from aqg.reproduce.paper import PAPER_RESIDUAL, SETTINGS, performance
-from aqg.reproduce.settings import LABELS, cost_of, of_setting, savings
+from aqg.reproduce.settings import LABELS, cost_of, cost_to_the_end, of_setting, savings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,7 +135,7 @@ def _far_fewer_than_qgd(results: Results) -> Iterator[Finding]:
         laq, qgd = (of_setting(results, setting, recipe) for recipe in ("laq", "qgd"))
         if not laq or not qgd:
             continue
-        ratios = paired_ratios(laq, qgd, lambda o: cost_of(results, o))
+        ratios = paired_ratios(laq, qgd, lambda o: cost_to_the_end(results, o))
         paper = ""
         if (setting, "qgd") in told:
             paper = f"; the paper {percent(told[setting, 'laq'] / told[setting, 'qgd'])}"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg import __version__
-from aqg.errors import RunError
 from aqg.experiments.config import read_settings, resolve
 from aqg.experiments.rundir import CONFIG, write_atomically
 from aqg.experiments.setup import minimum_key
@@ -19,7 +18,7 @@ from aqg.experiments.sweep import Sweep, SweepRun, unfinished
 from aqg.experiments.sweep_tasks import prepare
 from aqg.reproduce.figures import all_figures
 from aqg.reproduce.markdown import to_markdown
-from aqg.reproduce.outcomes import collect, loss_key, read_results, write_results
+from aqg.reproduce.outcomes import collect, loss_key, write_results
 from aqg.reproduce.plan import PlannedRun
 from aqg.reproduce.rounding import read_journal
 from aqg.reproduce.tables import all_tables
@@ -90,21 +89,6 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
         "finished": {section: [finished[section], planned[section]] for section in planned},
         "made_on": sorted({f"{o.section}: {o.machine}, {o.device}" for o in outcomes}),
     }
-
-
-def keep_beside(directory: Path, other: Path) -> None:
-    """Keep the logistic runs of ``other``, made on another machine, with those in ``directory``."""
-    results, there = read_results(directory), read_results(other)
-    runs = there.select(section="logistic")
-    machines = {o.machine for o in runs}
-    if len(machines) != 1:
-        found = ", ".join(sorted(machines)) or "none"
-        raise RunError(f"{str(other)!r} has logistic runs of {found}; one machine is needed")
-    (machine,) = machines
-    if machine in {o.machine for o in results.select(section="logistic")}:
-        raise RunError(f"the logistic runs in {str(directory)!r} were made on {machine} as well")
-    elsewhere = {**results.elsewhere, machine: tuple(runs)}
-    write_results(directory, replace(results, elsewhere=elsewhere))
 
 
 def write_views(directory: Path, results: Results) -> None:

@@ -1,4 +1,4 @@
-"""Logistic regression near the edge of stability: step sizes, other machines, the last bit."""
+"""Logistic regression near the edge of stability: step sizes, and the last bit."""
 
 from __future__ import annotations
 
@@ -83,63 +83,6 @@ def _lazy_cell(ours: Sequence[Outcome], laq: Sequence[Outcome]) -> str:
             parts.append(f"saves {span(saved, percent)}")
     text = span([o.total.uploads for o in ours])
     return f"{text} ({', '.join(parts)})" if parts else text
-
-
-def machine_table(results: Results) -> Table:
-    """Return the same logistic runs on two kinds of processor, at the step sizes near the edge."""
-    rows = []
-    for machine, elsewhere in results.elsewhere.items():
-        there = {o.name: o for o in elsewhere}
-        pairs = [(o, there[o.name]) for o in results.outcomes if o.name in there]
-        alphas = sorted({o.alpha for o, _ in pairs if o.scaling == "sum"})
-        for partition in ("iid", BY_SOURCE):
-            for alpha in alphas:
-                for recipe in ("laq", "aqg-2"):
-                    chosen = [
-                        (a, b)
-                        for a, b in pairs
-                        if (a.scaling, a.alpha) == ("sum", alpha)
-                        and (a.partition, a.recipe) == (partition, recipe)
-                    ]
-                    if chosen:
-                        rows.append(_machine_row(machine, chosen))
-    return Table(
-        "machines",
-        "The same logistic runs on two machines",
-        "Summed losses, 500 rounds. `same` counts the seeds with the same number of uploads on "
-        "both; differences are of the uploads, over the seeds where both converge.",
-        (
-            "split",
-            "α",
-            "recipe",
-            "machines",
-            "uploads",
-            "there",
-            "same",
-            "largest difference",
-            "converge",
-            "there",
-        ),
-        tuple(rows),
-    )
-
-
-def _machine_row(machine: str, pairs: Sequence[tuple[Outcome, Outcome]]) -> tuple[str, ...]:
-    first = pairs[0][0]
-    both = [(a, b) for a, b in pairs if a.converged and b.converged]
-    apart = [abs(b.total.uploads / a.total.uploads - 1) for a, b in both]
-    return (
-        SPLITS[first.partition],
-        f"{first.alpha:g}",
-        f"`{first.recipe}`",
-        f"{first.machine}, {machine}",
-        span([a.total.uploads for a, _ in pairs]),
-        span([b.total.uploads for _, b in pairs]),
-        out_of(sum(a.total.uploads == b.total.uploads for a, b in pairs), len(pairs)),
-        f"{100 * max(apart):.1f} %" if apart else "-",
-        out_of(sum(a.converged for a, _ in pairs), len(pairs)),
-        out_of(sum(b.converged for _, b in pairs), len(pairs)),
-    )
 
 
 def rounding_table(results: Results) -> Table:

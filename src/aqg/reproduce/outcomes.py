@@ -211,7 +211,23 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
     for outcome in kept:
         if outcome.section == "logistic" and (outcome.scaling, outcome.alpha) != shown:
             del curves[outcome.name]
-    return Results(kept, curves, about)
+    return Results(kept, curves, {**about, "versions": _versions(finished, summaries)})
+
+
+def _versions(
+    finished: Iterable[PlannedRun], summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """Return the versions that made the runs of each section on each kind of processor."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for planned in finished:
+        versions = dict(summaries[planned.run.name].get("versions", {}))
+        place = found.setdefault(f"{planned.section}: {versions.pop('machine', '')}", {})
+        for name, version in versions.items():
+            place.setdefault(name, set()).add(version)
+    return {
+        place: {name: " and ".join(sorted(several)) for name, several in versions.items()}
+        for place, versions in found.items()
+    }
 
 
 def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:

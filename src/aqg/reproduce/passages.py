@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.reproduce.cells import SPLITS, costs_to, out_of, paired_ratios, percent, span
+from aqg.reproduce.cells import SPLITS, costs_to, out_of, paired_ratios, span
 from aqg.reproduce.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
 from aqg.reproduce.dropout_tables import cells_of, with_dropouts
+from aqg.reproduce.machines import machine_sentences
 from aqg.reproduce.outcomes import CONVERGED, main_reading
 from aqg.reproduce.paper import performance
 from aqg.reproduce.plan import BY_SOURCE, DROPOUT_RECIPES
 from aqg.reproduce.rounding import ROUNDING
-from aqg.reproduce.settings import cost_of, of_setting, reading_text
+from aqg.reproduce.settings import cost_of, of_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.reproduce.outcomes import Outcome, Results
+    from aqg.reproduce.outcomes import Results
     from aqg.reproduce.rounding import Perturbed
 
 _HEADINGS = {
@@ -39,7 +38,13 @@ _SECTIONS = {
     "dropouts": "dropouts",
     "network": "784-200-10",
 }
-_RULES = ("laq", "aqg-2", "aqg")
+_SEEDS = {
+    "logistic": "logistic_seeds",
+    "softmax": "softmax_seeds",
+    "dropouts": "dropout_seeds",
+    "network": "network_seeds",
+}
+"""What the results call the number of seeds that each section is planned with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Passage:
 
 def all_passages(results: Results) -> list[Passage]:
     """Return every passage that the results have runs for."""
-    makers = (coverage, verdicts, expectations, platform, logistic, dropouts, network)
+    makers = (coverage, missing, verdicts, expectations, platform, logistic, dropouts, network)
     return [passage for passage in (make(results) for make in makers) if passage.text]
 
 
@@ -63,11 +68,32 @@ def coverage(results: Results) -> Passage:
         seeds = len({o.seed for o in results.select(section=section)})
         text = f"{_SECTIONS[section]}: {done:,} runs, {seeds} seeds"
         if done < planned:
-            text += f" (of {planned:,} runs that the command plans; it goes on with the rest)"
+            text += f" (of {planned:,} runs that the command plans)"
         parts.append(text)
     if results.perturbed:
         parts.append(f"data changed in the last bit: {len(results.perturbed)} runs")
     return Passage("coverage", f"Behind this page: {'; '.join(parts)}." if parts else "")
+
+
+def missing(results: Results) -> Passage:
+    """Return which seeds are missing, and how to run them."""
+    finished = results.about.get("finished", {})
+    lines = []
+    for section, (done, planned) in finished.items():
+        if done == planned:
+            continue
+        seeds = len({o.seed for o in results.select(section=section)})
+        goal = results.about[_SEEDS[section]]
+        lines.append(
+            f"**Not all that the command plans is here: {_SECTIONS[section]}, {seeds} of {goal} "
+            f'seeds.** There "on every seed" means on {seeds}, and verdicts may change with the '
+            f"{planned - done} runs that are missing. `aqg reproduce --only {section} "
+            "--missing-from results --out runs/missing` runs them, and `aqg reproduce --from "
+            "results --beside runs/missing` adds them."
+        )
+    if finished and not lines:
+        lines = ["All runs that the command plans are here."]
+    return Passage("missing", "\n\n".join(lines))
 
 
 def verdicts(results: Results) -> Passage:
@@ -168,60 +194,12 @@ def platform(results: Results) -> Passage:
     reading = main_reading(results.outcomes)
     if reading is None:
         return Passage("platform", "")
-    lines = []
-    for machine, elsewhere in results.elsewhere.items():
-        lines += _machine_sentences(results, reading, machine, elsewhere)
+    lines = machine_sentences(results)
     for partition in ("iid", BY_SOURCE):
         line = _perturbed_sentence(results, partition, reading[1])
         lines += [line] if line else []
     lines += _rounding_sentences(results)
     return Passage("platform", "\n".join(f"- {line}" for line in lines))
-
-
-def _machine_sentences(
-    results: Results, reading: tuple[str, float], machine: str, elsewhere: Sequence[Outcome]
-) -> list[str]:
-    there = {o.name: o for o in elsewhere}
-    pairs = [
-        (o, there[o.name])
-        for o in results.select(section="logistic")
-        if o.name in there and (o.scaling, o.alpha) == reading and o.recipe in _RULES
-    ]
-    if not pairs:
-        return []
-    here = pairs[0][0].machine
-    same = sum(a.total.uploads == b.total.uploads for a, b in pairs)
-    flips = sum(a.converged != b.converged for a, b in pairs)
-    both = [(a, b) for a, b in pairs if a.converged and b.converged]
-    apart = max((abs(b.total.uploads / a.total.uploads - 1) for a, b in both), default=0.0)
-    lines = [
-        f"The same {len(pairs)} runs of LAQ, two-level and multilevel AQG on {here} and on "
-        f"{machine} ({reading_text(results)}, both splits): {same} have the same number of "
-        f"uploads; {flips} converge on one machine only; where both converge, uploads differ by "
-        f"up to {percent(apart)}."
-    ]
-    for partition in ("iid", BY_SOURCE):
-        saved = []
-        for runs in (results.outcomes, elsewhere):
-            chosen = {
-                recipe: [
-                    o
-                    for o in runs
-                    if (o.scaling, o.alpha, o.partition) == (*reading, partition)
-                    and (o.section, o.recipe) == ("logistic", recipe)
-                ]
-                for recipe in ("aqg-2", "laq")
-            }
-            ratios = paired_ratios(
-                chosen["aqg-2"], chosen["laq"], lambda o: o.total if o.converged else None
-            )
-            count = f"{out_of(len(ratios), len(chosen['aqg-2']))} seeds"
-            saved.append(f"{span([1 - r for r in ratios], percent)} ({count})")
-        lines.append(
-            f"{_first(partition)}, two-level saves {saved[0]} of LAQ's bits on {here} and "
-            f"{saved[1]} on {machine}."
-        )
-    return lines
 
 
 def _perturbed_sentence(results: Results, partition: str, alpha: float) -> str:

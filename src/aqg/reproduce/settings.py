@@ -43,6 +43,16 @@ def cost_of(results: Results, outcome: Outcome) -> Cost | None:
     return outcome.reached.get(results.about["softmax_residual"])
 
 
+def cost_to_the_end(results: Results, outcome: Outcome) -> Cost | None:
+    """Return what the paper counts, of runs that get where they should: what ratios are made of.
+
+    A logistic run has 500 rounds whether it converges or not.
+    """
+    if outcome.section == "logistic" and not outcome.converged:
+        return None
+    return cost_of(results, outcome)
+
+
 def savings(results: Results, setting: str, recipe: str) -> tuple[list[float], str]:
     """Return what part of LAQ's bits is saved, seed by seed, and what to say about where.
 
@@ -53,7 +63,7 @@ def savings(results: Results, setting: str, recipe: str) -> tuple[list[float], s
     if recipe in ("laq", *ALWAYS_SEND) or not ours or not laq:
         return [], ""
     if setting.startswith("logistic"):
-        ratios = paired_ratios(ours, laq, lambda o: o.total if o.converged else None)
+        ratios = paired_ratios(ours, laq, lambda o: cost_to_the_end(results, o))
         at = f" ({out_of(len(ratios), len(ours))} seeds)" if len(ratios) < len(ours) else ""
         return [1 - ratio for ratio in ratios], at if ratios else ""
     goal = results.about["softmax_residual"]

@@ -19,7 +19,8 @@ from aqg.reproduce.cells import (
 from aqg.reproduce.claims import claims_table
 from aqg.reproduce.differences import differences_table
 from aqg.reproduce.dropout_tables import dropout_arrivals_table, dropout_table
-from aqg.reproduce.logistic_tables import machine_table, rounding_table, step_size_table
+from aqg.reproduce.logistic_tables import rounding_table, step_size_table
+from aqg.reproduce.machines import machine_table
 from aqg.reproduce.paper import PAPER_RESIDUAL, SETTINGS, performance
 from aqg.reproduce.plan import NETWORK_RECIPES, TABLE_RECIPES
 from aqg.reproduce.settings import LABELS, cost_of, of_setting, reading_text, savings, seeds_text
@@ -228,7 +229,9 @@ def _fewer(ours: Sequence[Outcome], base: Sequence[Outcome]) -> str:
     """Compare bytes with gradient descent's where the loss is as good on every seed."""
     by_seed = {o.seed: o for o in base}
     pairs = [(o, by_seed[o.seed]) for o in ours if o.seed in by_seed]
-    if not pairs or not all(o.final_loss <= _AS_GOOD * gd.final_loss for o, gd in pairs):
+    if not pairs or any(gd.final_loss >= gd.start_loss for _, gd in pairs):
+        return "-"
+    if not all(o.final_loss <= _AS_GOOD * gd.final_loss for o, gd in pairs):
         return "-"
     ratios = [gd.total.upload_bytes / o.total.upload_bytes for o, gd in pairs]
     return span(ratios, lambda ratio: f"{ratio:,.0f}×")
