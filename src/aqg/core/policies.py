@@ -66,8 +66,27 @@ def thresholds(case: Case) -> Float64Array:
 
 def _passes(case: Case) -> BoolArray:
     """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
-    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
+    innovation = case.innovation
+    if innovation.errors.ndim == 2 and case.stored_errors is not None:
+        passes = np.empty(innovation.errors.shape, np.bool_)
+        movements = np.array(case.movement, ndmin=1, copy=None)
+        _compare(
+            innovation.quantized_norm, movements, case.stored_errors, innovation.errors, passes
+        )
+        return passes
+    result: BoolArray = innovation.quantized_norm[..., None] >= thresholds(case)
     return result
+
+
+@njit()
+def _compare(norms: Any, movements: Any, stored: Any, errors: Any, passes: Any) -> None:
+    """Write `_passes` for a row of clients: `thresholds`, one operation after the other."""
+    last = errors.shape[1] - 1
+    for m in range(len(norms)):
+        movement = movements[m % len(movements)]
+        for b in range(last + 1):
+            limit = movement + 3.0 * (stored[m, last - b] + errors[m, last - b])
+            passes[m, b] = norms[m] >= limit
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,8 @@ class Tolerance:
         send = np.empty(len(squared_norms), np.bool_)
         widths = np.empty(len(squared_norms), np.int64)
         _tolerate(squared_norms, errors, tolerances, self.eta, send, widths)
+        if len(shape) == 1:
+            return Decision(send, widths)
         return Decision(send.reshape(shape), widths.reshape(shape))
 
 

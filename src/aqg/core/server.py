@@ -100,22 +100,27 @@ def take_in(
     if not recipe.memory.keeps_mirror:
         space.add_values(model.total, uploads, weights)
         return model
+    if recipe.switch is None:  # all uploads last
+        space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
+        link.is_held[clients] = True
+        move_directions(link.direction, clients.tolist(), uploads)
+        return model
     passing = model.passing
     runs = groupby(range(len(uploads)), lambda index: is_lasting(uploads[index]))
     for lasts, members in runs:
         indices = list(members)
         run = slice(indices[0], indices[-1] + 1)
-        senders = clients[run]
+        senders, sent, factors = clients[run], uploads[run], weights[run]
         if lasts:
-            space.move(recipe.memory, link.mirror, model.total, senders, uploads[run], weights[run])
+            space.move(recipe.memory, link.mirror, model.total, senders, sent, factors)
             link.is_held[senders] = True
             continue
         if passing is None:
             passing = space.zeros_like(model.total)
-        space.add_values(passing, uploads[run], weights[run])
+        space.add_values(passing, sent, factors)
         held = link.is_held[senders]
         if held.any():
-            space.forget(link.mirror, model.total, senders[held], weights[run][held])
+            space.forget(link.mirror, model.total, senders[held], factors[held])
             link.is_held[senders] = False
     move_directions(link.direction, clients.tolist(), uploads)
     return model._replace(passing=passing)
@@ -125,6 +130,7 @@ def step(
     space: Space,
     recipe: Recipe,
     model: Model,
+    num_clients: int,
     step_size: float,
     dropout_rate: float,
     sampled: float,
@@ -133,7 +139,8 @@ def step(
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2.
 
     Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
-    from the sum, which has the scale of the clients' vectors; `arrived` puts it into the history.
+    from the sum, which has the scale of the clients' vectors. Where a device is still busy with it,
+    `arrived` puts it into the history later.
     """
     direction = model.total
     factor = amplification(recipe, dropout_rate, sampled)
@@ -144,35 +151,42 @@ def step(
         direction = direction + model.passing * amplification(branch, dropout_rate, sampled)
     optimizer_state, update = optimizer.step(model.optimizer, direction)
     parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
-    keeps = recipe.memory.keeps_mirror
+    keeps, is_pending = recipe.memory.keeps_mirror, space.is_asynchronous
+    history = model.history
+    if not is_pending:
+        history = _extended(space, recipe, history, squared_norm, num_clients, optimizer)
     return Model(
         round=model.round + 1,
         parameters=parameters,
         total=model.total if keeps else space.zeros_like(model.total),
         passing=None,
-        history=model.history,
-        last_step=squared_norm,
+        history=history,
+        last_step=squared_norm if is_pending else None,
         optimizer=optimizer_state,
     )
 
 
 def arrived(
-    space: Space, recipe: Recipe, model: Model, num_clients: int, fresh_share: float
+    space: Space, recipe: Recipe, model: Model, num_clients: int, optimizer: ServerOptimizer
 ) -> Model:
-    """Wait for the length of the last step, and put it into the history."""
+    """Wait for the length of the last step if it is on its way, and put it into the history."""
     if model.last_step is None:
         return model
-    newest = space.number(model.last_step) / num_clients**2
-    history = recipe.movement.extend(model.history, newest * fresh_share)
-    return Model(
-        model.round,
-        model.parameters,
-        model.total,
-        model.passing,
-        history,
-        None,
-        model.optimizer,
-    )
+    history = _extended(space, recipe, model.history, model.last_step, num_clients, optimizer)
+    return model._replace(history=history, last_step=None)
+
+
+def _extended(
+    space: Space,
+    recipe: Recipe,
+    history: tuple[float, ...],
+    squared_norm: Array,
+    num_clients: int,
+    optimizer: ServerOptimizer,
+) -> tuple[float, ...]:
+    """Return the history with the newest step in front."""
+    newest = space.number(squared_norm) / num_clients**2
+    return recipe.movement.extend(history, newest * optimizer.fresh_share)
 
 
 def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:
@@ -336,9 +350,9 @@ def finish_round(
         raise ConfigError(f"dropout_rate is {dropout_rate!r}; it must be at least 0 and below 1")
     if not (_is_number(sampled) and 0 < sampled <= 1):
         raise ConfigError(f"sampled is {sampled!r}; it must be above 0 and at most 1")
-    model = step(_SPACE, recipe, state.model, step_size, dropout_rate, sampled, optimizer)
-    model = arrived(_SPACE, recipe, model, state.num_clients, optimizer.fresh_share)
-    return state._replace(model=model)
+    count = state.num_clients
+    model = step(_SPACE, recipe, state.model, count, step_size, dropout_rate, sampled, optimizer)
+    return ServerState(model, state.peers)
 
 
 def _is_number(value: Any) -> bool:

@@ -46,6 +46,9 @@ _THREAD_LENGTH = 1 << 15
 class Space(Protocol):
     """Vectors on one device. ``clients`` are always increasing indices of rows."""
 
+    is_asynchronous: bool
+    """Whether the device works on its own while Python goes on."""
+
     @property
     def host(self) -> NumpySpace:
         """Return the space of the small numbers that stay with Python."""
@@ -139,6 +142,8 @@ class NumpySpace:
             every input is left as it is.
 
     """
+
+    is_asynchronous = False
 
     def __init__(self, in_place: bool = False) -> None:
         self.in_place = in_place
@@ -303,7 +308,9 @@ def map_messages(
     function: Callable[[Item], Result], items: Sequence[Item], num_values: int
 ) -> list[Result]:
     """Apply a function that makes or reads messages of so many values in all."""
-    return map_threads(function, items, num_threads() if num_values >= _THREAD_LENGTH else 1)
+    if num_values < _THREAD_LENGTH:
+        return [function(item) for item in items]
+    return map_threads(function, items, num_threads())
 
 
 def as_index(clients: IntArray) -> slice | IntArray:

@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Space, Protocol):
-    """The space of a simulation's vectors, and what clients compute there.
-
-    Attributes:
-        is_asynchronous: whether the device works on its own while Python goes on.
-
-    """
-
-    is_asynchronous: bool
+    """The space of a simulation's vectors, and what clients compute there."""
 
     def losses(self, params: Array, clients: IntArray) -> Float64Array:
         """Return the loss of each of these clients."""
@@ -85,8 +78,6 @@ def make_backend(problem: Problem, device: str) -> Backend:
 
 class NumpyBackend(NumpySpace):
     """NumPy arrays, BLAS for the gradients, numba for the rest."""
-
-    is_asynchronous = False
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(in_place=True)

@@ -167,6 +167,7 @@ class FastSimulation:
             self.backend,
             self.recipe,
             self._model,
+            num_clients,
             self.step_size,
             self.dropout.rate,
             self._sampled,
@@ -207,9 +208,9 @@ class FastSimulation:
 
     def _movement(self) -> float:
         """Return the movement, with the last step, which a GPU may still be busy with."""
-        fresh_share = self.training.optimizer.fresh_share
-        num_clients = len(self._everyone)
-        self._model = arrived(self.backend, self.recipe, self._model, num_clients, fresh_share)
+        if self._model.last_step is not None:
+            count, optimizer = len(self._everyone), self.training.optimizer
+            self._model = arrived(self.backend, self.recipe, self._model, count, optimizer)
         return self.recipe.movement.of(self._model.history)
 
     def _foresee(self) -> None:
