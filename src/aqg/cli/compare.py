@@ -6,18 +6,48 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from aqg.compare.plan import Comparison
     from aqg.compare.search import Tuned
+    from aqg.compare.tasks import Target, Task
     from aqg.compare.trial import Trial
     from aqg.errors import AqgError
     from aqg.experiments.workers import Workers
+
+
+_OWN = "A task of your own"
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What the command line says about a task of the user's own."""
+
+    settings: Mapping[str, Any]
+    target: Target | None
+    data_dir: Path | None
+    allow_code: bool
+
+    def tasks(self, before: tuple[Task, ...] = ()) -> tuple[Task, ...]:
+        """Return the task, if there is one; a comparison's tasks ``before`` may hold it."""
+        from aqg.compare.own import make_own_task
+        from aqg.errors import ConfigError
+
+        if self.settings:
+            return (make_own_task(self.settings, self.target, self.data_dir, before),)
+        if self.target is not None:
+            raise ConfigError(
+                f"a target ({self.target}) is for a task of your own; name it with --problem, "
+                "--dataset or --model"
+            )
+        return ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,48 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME[,NAME]|all", help="On what; two quick tasks on digits by default."
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="A task of your own, as in `aqg run`; in place of --task, or beside it.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.npz", help="The same: as in `aqg run`.", rich_help_panel=_OWN
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.py:FUNCTION",
+            help="The same: as in `aqg run`.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any other setting of its runs, as in `aqg run`; repeatable.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="It is learned when its loss is at most this.", rich_help_panel=_OWN),
+    ] = None,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            help="It is learned when its test accuracy is at least this share, such as 0.9.",
+            rich_help_panel=_OWN,
         ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs per recipe and task; 5.")] = None,
@@ -102,6 +174,14 @@ def compare(
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Run Python files that only --resume names.",
+            rich_help_panel=_OWN,
+        ),
+    ] = False,
 ) -> int:
     """Compare recipes by the bytes they upload until a target is reached.
 
@@ -111,10 +191,12 @@ def compare(
     """
     from rich.console import Console
 
+    from aqg.compare.own import parse_target
     from aqg.compare.plan import Comparison, open_comparison
     from aqg.compare.search import parse_recipes, read_tuned
-    from aqg.compare.tasks import parse_tasks
+    from aqg.compare.tasks import in_order, parse_tasks
     from aqg.errors import ConfigError
+    from aqg.experiments.config import parse_assignment
     from aqg.experiments.rundir import output_directory
     from aqg.experiments.workers import Workers, default_jobs
     from aqg.sim.backends import check_device
@@ -125,6 +207,11 @@ def compare(
             raise ConfigError("--from runs nothing: it excludes --resume, --out and --again")
         _show(console, open_comparison(saved), saved, as_json)
         return 0
+    named: dict[str, Any] = dict(parse_assignment(text) for text in assignments or ())
+    flags = {"problem": problem, "dataset": dataset, "model": model}
+    named |= {name: value for name, value in flags.items() if value is not None}
+    goal = parse_target(target, target_accuracy)
+    own = _Own(named, goal, data_dir, allow_code)
     check_device(device)
     settings = read_tuned(tuned)
     workers = Workers(default_jobs() if jobs is None else jobs)
@@ -138,11 +225,12 @@ def compare(
         for name, is_given in (("--out", out), ("--search", search), ("--quick", quick)):
             if is_given:
                 raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
-        return carry_out(_go_on(resume, recipes, task, seeds, again))
+        return carry_out(_go_on(resume, recipes, task, seeds, again, own))
     if again is not None:
         raise ConfigError(f"--again {again} needs --resume: nothing was run before")
+    own_tasks = own.tasks()
     comparison = Comparison(
-        tasks=parse_tasks(task),
+        tasks=in_order((*(parse_tasks(task) if task or not own_tasks else ()), *own_tasks)),
         recipes=parse_recipes(recipes),
         seeds=(1 if quick else 5) if seeds is None else seeds,
         search=search,
@@ -166,19 +254,26 @@ def _exit_code(failures: dict[Trial, AqgError], directory: Path) -> int:
 
 
 def _go_on(
-    directory: Path, recipes: str | None, task: str | None, seeds: int | None, again: str | None
+    directory: Path,
+    recipes: str | None,
+    task: str | None,
+    seeds: int | None,
+    again: str | None,
+    own: _Own,
 ) -> _Work:
     """Return what to do in a directory that exists: all of its comparison, or what is named."""
-    from aqg.compare.plan import open_comparison
+    from aqg.compare.own import check_code_and_files
+    from aqg.compare.plan import PLAN, open_comparison
     from aqg.compare.search import parse_recipes
-    from aqg.compare.tasks import parse_tasks
 
     before = open_comparison(directory)
-    tasks = parse_tasks(task) if task else ()
+    tasks = (*(before.parse_tasks(task) if task else ()), *own.tasks(before.tasks))
     repeated = parse_recipes(again) if again else ()
     named = (*(parse_recipes(recipes) if recipes else ()), *repeated)
     comparison = before.extended(tasks, named, seeds)
     part = comparison.narrowed(tasks, named)
+    where = repr(str(directory / PLAN))
+    check_code_and_files(part.tasks, own.settings, allowed=own.allow_code, where=where)
     return _Work(comparison, part, directory, is_new=False, again=repeated)
 
 
@@ -193,6 +288,7 @@ def _run(
     """Run what is left, with a bar and the time left, or a line for each where no one looks."""
     from aqg.cli.compare_display import Overview
     from aqg.compare.ledger import Ledger
+    from aqg.compare.own_trial import forget_runs
     from aqg.compare.plan import create_comparison, write_comparison
     from aqg.compare.schedule import Schedule, prepare, run_comparison
     from aqg.compare.work import RunTrial
@@ -202,7 +298,9 @@ def _run(
     ledger = Ledger(directory)
     ledger.repair()
     if work.again:
-        num_dropped = ledger.forget(work.again, [task.name for task in part.tasks])
+        names = [task.name for task in part.tasks]
+        num_dropped = ledger.forget(work.again, names)
+        forget_runs(directory, work.again, names)
         console.print(f"Forgotten: {num_dropped} runs of {', '.join(work.again)}", highlight=False)
     schedule = Schedule(part, ledger, tuned)
     most = schedule.most_left()
@@ -268,3 +366,5 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)
     console.print(f"Results: {directory}", highlight=False, soft_wrap=True)
+    if any(task.config is not None for task in comparison.tasks):
+        console.print(f"Look at: aqg report {directory}", highlight=False, soft_wrap=True)

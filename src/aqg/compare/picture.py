@@ -22,6 +22,8 @@ _UNREACHED = "#dddddd"
 _FRAME = "#D55E00"
 _ROW, _COLUMN = 0.3, 0.72
 """Inches."""
+_NARROWEST = 6.8
+"""Inches, for the lines below."""
 
 
 def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
@@ -36,7 +38,7 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     measured = [task for task in comparison.tasks if any(cell.task == task.name for cell in cells)]
     tasks = sorted(measured, key=lambda task: task.is_local)
     recipes = [name for name in comparison.recipes if any(cell.recipe == name for cell in cells)]
-    width, height = 2.2 + _COLUMN * max(3, len(tasks)), 2.4 + _ROW * len(recipes)
+    width, height = max(_NARROWEST, 2.2 + _COLUMN * len(tasks)), 2.4 + _ROW * len(recipes)
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
@@ -73,11 +75,12 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
             label.set(fontweight="bold", color=_FRAME)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
+    late = "*: first run late; the default was changed twice after that, so no independent test"
     axis.set_xlabel(
         "bytes uploaded until the target, as a multiple of the best recipe's (median over seeds)\n"
         f"> ×{CEILING}: stopped there    –: target not reached    white: not run    "
         f"{PARTIAL}: search or final not finished\n"
-        "*: first run late; the default was changed twice after that, so no independent test",
+        + (late if any(task.is_late for task in tasks) else ""),
         fontsize=8,
         labelpad=16,
     )

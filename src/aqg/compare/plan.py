@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from aqg.compare.own import from_row, to_row
 from aqg.compare.search import applies, parse_recipes
-from aqg.compare.tasks import Task, select_tasks
+from aqg.compare.tasks import Task, in_order, parse_tasks, select_tasks
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.rundir import create_directory, write_atomically
 
@@ -46,13 +47,21 @@ class Comparison:
         for recipe in self.recipes:
             yield from ((recipe, task) for task in self.tasks if applies(recipe, task))
 
+    def parse_tasks(self, text: str) -> tuple[Task, ...]:
+        """Return the tasks that ``--task`` names, which may be the user's own."""
+        own = {task.name: task for task in self.tasks if task.config is not None}
+        names = [name.strip() for name in text.split(",")]
+        ours = [name for name in names if name not in own]
+        chosen = parse_tasks(",".join(ours)) if ours else ()
+        return (*chosen, *(own[name] for name in names if name in own))
+
     def extended(
         self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
     ) -> Comparison:
         """Return the comparison with more tasks and recipes, and another number of seeds."""
         return replace(
             self,
-            tasks=select_tasks(task.name for task in (*self.tasks, *tasks)),
+            tasks=in_order((*self.tasks, *tasks)),
             recipes=parse_recipes(",".join(dict.fromkeys((*self.recipes, *recipes)))),
             seeds=self.seeds if seeds is None else seeds,
         )
@@ -68,12 +77,14 @@ class Comparison:
     def to_json(self) -> str:
         """Return the settings as JSON."""
         row: dict[str, Any] = {
-            "tasks": [task.name for task in self.tasks],
+            "tasks": [task.name for task in self.tasks if task.config is None],
             "recipes": list(self.recipes),
             "seeds": self.seeds,
             "search": self.search,
             "quick": self.quick,
         }
+        if own := [to_row(task) for task in self.tasks if task.config is not None]:
+            row["own"] = own
         return json.dumps(row, indent=1) + "\n"
 
 
@@ -96,7 +107,7 @@ def open_comparison(directory: Path) -> Comparison:
     try:
         row = json.loads(path.read_bytes())
         return Comparison(
-            tasks=select_tasks(row["tasks"]),
+            tasks=(*select_tasks(row["tasks"]), *map(from_row, row.get("own", ()))),
             recipes=parse_recipes(",".join(row["recipes"])),
             seeds=row["seeds"],
             search=row["search"],

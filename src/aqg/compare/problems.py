@@ -9,7 +9,7 @@ import numpy as np
 
 from aqg.data import Dataset, load_dataset, parse_partition
 from aqg.experiments.config import RunConfig
-from aqg.experiments.setup import find_minimum
+from aqg.experiments.setup import build_problem, find_minimum
 from aqg.models import DataShape, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.sim.problem import Problem, Samples
@@ -41,6 +41,8 @@ class Workshop:
 
     def problem(self, task: Task, seed: int) -> Problem:
         """Return what a run of the task with this seed learns; the seed also splits the data."""
+        if task.config is not None:
+            return build_problem(replace(task.config, seed=seed), self._data_dir)
         dataset = self._dataset(task)
         objective = _make_objective(task, dataset)
         test = None

@@ -7,6 +7,7 @@
 ``tables.md``      the tables, and the settings
 ``comparison.png`` the picture
 ``tuned.json``     after a search: the best setting of every recipe and task
+``TASK/RECIPE/``   of a task of the user's own: a run directory for each trial
 ================== ==========================================================================
 
 Tables in a document, between ``<!-- table: NAME -->`` and ``<!-- end -->``, are written anew with

@@ -18,6 +18,8 @@ from aqg.sim.training import Training
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aqg.experiments.config import RunConfig
+
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
 
 _SMALL = 1e-9
@@ -98,6 +100,7 @@ class Task:
         uses_device: whether a GPU is worth its while.
         is_late: first run when the default recipe was nearly finished. Two changes to the default
             followed from what was seen there, so the task is no independent test of it.
+        config: of a task of the user's own, all settings of its runs.
 
     """
 
@@ -116,6 +119,7 @@ class Task:
     dtype: str = "float32"
     uses_device: bool = True
     is_late: bool = False
+    config: RunConfig | None = None
 
     @property
     def is_local(self) -> bool:
@@ -125,6 +129,8 @@ class Task:
     def describe(self) -> str:
         """Return the task in words, for a table."""
         text = f"{self.model} on {self.dataset}, {self.clients} clients, {self.partition}"
+        if self.config is not None:
+            text = self.config.title
         local = self.training.local
         if local.epochs is not None:
             text += f", {local.epochs} local epoch, batches of {local.batch_size}"
@@ -286,3 +292,10 @@ def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
         if name not in TASKS:
             raise ConfigError(f"unknown task {name!r}; choose from all, {', '.join(TASKS)}")
     return tuple(task for name, task in TASKS.items() if name in chosen)
+
+
+def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """Return each task once, ours in the order of `TASKS` and then the user's own."""
+    chosen = {task.name: task for task in tasks}
+    own = [task for name, task in chosen.items() if name not in TASKS]
+    return (*select_tasks(name for name in chosen if name in TASKS), *own)

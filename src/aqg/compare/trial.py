@@ -202,11 +202,23 @@ def run_trial(
         training=task.training,
     )
     meter = Meter(task.target, task.rounds)
-    ending: Ending = "rounds"
     if task.target.kind == "accuracy":
         values = _accuracies(simulation, meter, task.rounds)
     else:
         values = _losses(simulation, minimum or 0.0, meter, task.rounds)
+    return follow(trial, meter, values, started, limits, watch)
+
+
+def follow(
+    trial: Trial,
+    meter: Meter,
+    values: Iterator[float],
+    started: float,
+    limits: Callable[[], Limits] = Limits,
+    watch: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Take values, which pay the meter on their way, until the outcome is known."""
+    ending: Ending = "rounds"
     for number, value in enumerate(values):
         found = meter.look(value, limits())
         if found is not None:

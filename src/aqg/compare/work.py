@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqg.compare.ledger import Ledger
+from aqg.compare.own import check_problem
+from aqg.compare.own_trial import run_own_trial
 from aqg.compare.problems import Workshop
 from aqg.compare.trial import Limits, run_trial
 from aqg.warmup import warm_up
@@ -38,7 +40,9 @@ class Prepare:
     def __call__(self, report: Report) -> None:  # noqa: ARG002
         """Leave the minimum in the cache."""
         workshop = _workshop(self.data_dir)
-        workshop.problem(self.task, self.seed)
+        problem = workshop.problem(self.task, self.seed)
+        if self.task.config is not None:
+            check_problem(self.task, problem)
         workshop.minimum(self.task, self.seed)
 
 
@@ -70,14 +74,13 @@ class RunTrial:
                 limits = ledger.limits(self.trial)
             return limits
 
-        outcome = run_trial(
-            self.trial,
-            self.task,
-            workshop.problem(self.task, self.trial.seed),
-            workshop.minimum(self.task, self.trial.seed),
-            self.device if self.task.uses_device else "cpu",
-            look,
-        )
+        problem = workshop.problem(self.task, self.trial.seed)
+        device = self.device if self.task.uses_device else "cpu"
+        if self.task.config is None:
+            minimum = workshop.minimum(self.task, self.trial.seed)
+            outcome = run_trial(self.trial, self.task, problem, minimum, device, look)
+        else:
+            outcome = run_own_trial(self.trial, self.task, problem, self.directory, device, look)
         ledger.add(outcome)
         gc.collect()  # graphs on a GPU hold on to each other, and to its memory
         return outcome

@@ -188,6 +188,14 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
 
 
+def read_stored(settings: Mapping[str, Any]) -> RunConfig:
+    """Read back a config that was stored whole; no file that it names is opened, no code is run."""
+    unknown = sorted(set(settings) - set(SETTINGS))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
+    return RunConfig(**{name: _typed(name, value) for name, value in settings.items()})
+
+
 def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with the defaults of a dataset by name or file, and of the model."""
     dataset = settings.get("dataset", "digits")
