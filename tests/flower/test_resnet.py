@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from aqg.core.recipes import make_recipe
 from aqg.flower.demo import PRELOAD
 from aqg.flower.deployment import Deployment, DeploymentOptions
-from aqg.objectives import Objective
-from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
-from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
 
 from tests.flower.resnet_app.resnet import task
+from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
+from tests.flower.resnet_simulation import accuracy, make_simulation
 
 APP = Path(__file__).parent / "resnet_app"
 ROUNDS = 10
@@ -69,38 +65,20 @@ def test_with_real_processes(tmp_path: Path) -> None:
     assert 2 * num_statistics < per_upload < 2.5 * num_statistics + 50
 
 
-STEPS, RATE, SIMULATED_ROUNDS = 8, 0.2, 20
-
-
 @cache
 def simulated(recipe: str) -> float:
     """Return the accuracy of the same net in the simulator, on minibatches."""
-    clients, test = task.load()
-    objective = Objective.from_module(task.make_net(), name="resnet")
-    problem = Problem(
-        objective,
-        tuple(Samples(images.numpy(), labels.numpy()) for images, labels in clients),
-        objective.init_params(0).astype(np.float32),
-        Samples(*(part.numpy() for part in test)),
-    )
-    local = LocalTraining(batch_size=task.BATCH_SIZE, steps=STEPS, rate=RATE)
-    simulation = FastSimulation(
-        problem,
-        make_recipe(recipe),
-        RATE * STEPS / task.NUM_CLIENTS,  # so that plain averaging is federated averaging
-        training=Training(local, weighting="samples"),
-    )
+    simulation = make_simulation(recipe, task.make_net())
     records = [simulation.run_round(evaluate=False) for _ in range(SIMULATED_ROUNDS)]
     assert not any(record.faults for record in records)
     buffers = simulation.statistics.buffers()
-    layout = objective.model_layout
-    for spec in layout.statistics:
+    for spec in simulation.problem.objective.model_layout.statistics:
         if spec.name.endswith("running_var"):
             assert (buffers.values[spec.place] > 0).all(), spec.name
-    return simulation.problem.measure(simulation.parameters)["accuracy"]
+    return accuracy(simulation)
 
 
-@pytest.mark.parametrize("recipe", ["auto", "lean", "eden"])
+@pytest.mark.parametrize("recipe", ["auto", "lean", "eden", "lag", "qsgd", "aquila"])
 def test_in_the_simulator(recipe: str) -> None:
     assert simulated("gd") > 0.9
     assert simulated(recipe) >= simulated("gd") - TWO_POINTS

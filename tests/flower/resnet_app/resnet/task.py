@@ -12,7 +12,11 @@ from torch.nn.functional import cross_entropy, relu
 from aqg.data import load_dataset, parse_partition
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    Norm = Callable[[int], nn.Module]
 
 NUM_CLIENTS = 3
 NUM_CLASSES = 5
@@ -22,14 +26,14 @@ EPOCHS, BATCH_SIZE, RATE = 2, 32, 0.05
 class Block(nn.Module):
     """Two convolutions beside a shortcut."""
 
-    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+    def __init__(self, num_in: int, num_out: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(num_out)
+        self.norm1 = norm(num_out)
         self.conv2 = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(num_out)
+        self.norm2 = norm(num_out)
         self.shortcut = nn.Sequential(
-            nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out)
+            nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm(num_out)
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -39,13 +43,13 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, two blocks and a head, with batch normalization everywhere."""
+    """A stem, two blocks and a head, with a normalization after every convolution."""
 
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, norm: Norm, width: int = 6) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.blocks = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2))
+        self.norm = norm(width)
+        self.blocks = nn.Sequential(Block(width, width, 1, norm), Block(width, 2 * width, 2, norm))
         self.head = nn.Linear(2 * width, NUM_CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -53,10 +57,15 @@ class ResNet(nn.Module):
         return self.head(self.blocks(relu(self.norm(self.stem(images)))).mean((2, 3)))
 
 
-def make_net() -> ResNet:
+def group_norm(num_channels: int) -> nn.Module:
+    """Normalize each sample by itself, three channels at a time: no statistics to keep."""
+    return nn.GroupNorm(num_channels // 3, num_channels)
+
+
+def make_net(norm: Norm = nn.BatchNorm2d) -> ResNet:
     """Return the net that training starts from."""
     torch.manual_seed(0)
-    return ResNet()
+    return ResNet(norm)
 
 
 @cache
