@@ -38,7 +38,7 @@ def test_the_engine_does_what_it_did(name, dtype):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["auto", "aqg-2", "dadaquant", "ef21-m", "gd", "stc"])
+@pytest.mark.parametrize("name", ["auto", "aqg-2", "dadaquant", "ef21-m"])
 def test_the_reference_does_what_the_engine_did(name, setting):
     case = f"{name}/{setting}/adam/float32"
     expect(case, play(simulate(case, ReferenceSimulation)))

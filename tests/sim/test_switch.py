@@ -67,7 +67,6 @@ CASES = {
     "all": {},
     "sampled": {"participation": 0.5, "local": Scripted(calm_rounds=45)},
     "dropouts": {"dropout": BernoulliDropout(0.3, seed=1)},
-    "weights": {"weighting": "samples"},
     "momentum": {"optimizer": Momentum(0.5)},
     "adam": {"optimizer": Adam()},
     "everything": {
