@@ -54,6 +54,8 @@ class Line:
             "uploads": record.num_uploads,
             "bits_per_param": record.bits_per_param,
             "upload_bytes": record.upload_bytes,
+            "download_bytes": record.download_bytes,
+            "total_bytes": record.total_bytes,
             "widths": list(record.widths),
         }
         row |= metric_fields(self.metrics)
@@ -77,6 +79,7 @@ class Line:
             faults,
             row.get("statistics_upload_bytes", 0),
             row.get("statistics_download_bytes", 0),
+            row.get("download_bytes", 0),
         )
         return Line(record, read_metrics(row))
 

@@ -26,7 +26,7 @@ from aqg.core.space import with_rows
 from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
-from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
@@ -176,7 +176,10 @@ class FastSimulation:
         traffic = self.statistics.finish_round(present)
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
-        return OpenRound(number, loss, tuple(widths.tolist()), tuple(faults), sizes, traffic)
+        downloads = len(present) * full_download_bytes(self.problem.initial_params)
+        return OpenRound(
+            number, loss, tuple(widths.tolist()), tuple(faults), sizes, downloads, traffic
+        )
 
     def _present(self) -> IntArray:
         """Return the clients that take part in the next round."""

@@ -57,6 +57,7 @@ class OpenRound(NamedTuple):
     widths: tuple[int, ...]
     faults: tuple[tuple[int, str], ...]
     frame_sizes: list[FrameSize]
+    download_bytes: int
     statistics: StatisticsTraffic = StatisticsTraffic()
 
     def close(self) -> RoundRecord:
@@ -66,5 +67,11 @@ class OpenRound(NamedTuple):
             upload_bytes += size if isinstance(size, int) else size.result()
         faults = (*self.faults, *self.statistics.faults)
         return RoundRecord(
-            self.number, self.loss, self.widths, upload_bytes, faults, *self.statistics[:2]
+            self.number,
+            self.loss,
+            self.widths,
+            upload_bytes,
+            faults,
+            *self.statistics[:2],
+            self.download_bytes + self.statistics.download_bytes,
         )

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from aqg.core.types import FloatArray
 
 DROPPED = -1
 """In ``widths``: the client was away."""
+
+_MOVEMENT_BYTES = 8
+
+
+def full_download_bytes(parameters: FloatArray) -> int:
+    """Return what a client receives that is sent the whole model, and the movement with it."""
+    return parameters.nbytes + _MOVEMENT_BYTES
 
 
 class RoundRecord(NamedTuple):
@@ -20,6 +30,8 @@ class RoundRecord(NamedTuple):
         faults: what went wrong, as ``(client, text)``.
         statistics_upload_bytes: length of the frames that carry statistics beside the updates.
         statistics_download_bytes: length of such frames to the clients.
+        download_bytes: length of all frames that the clients received in the round, those of
+            statistics too.
 
     """
 
@@ -30,6 +42,12 @@ class RoundRecord(NamedTuple):
     faults: tuple[tuple[int, str], ...] = ()
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
+    download_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What the clients sent and received."""
+        return self.upload_bytes + self.download_bytes
 
     @property
     def num_uploads(self) -> int:

@@ -16,7 +16,7 @@ from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.per_client import PerClient
 from aqg.core.round import Clients, join_clients, split_clients
 from aqg.core.server import Peer, ServerState
-from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
@@ -197,8 +197,16 @@ class ReferenceSimulation:
         traffic = self.statistics.finish_round(np.flatnonzero(~away))
         upload_bytes += traffic.upload_bytes
         faults += traffic.faults
+        num_present = int(np.count_nonzero(~away))
+        downloads = num_present * full_download_bytes(broadcast.parameters)
         return RoundRecord(
-            broadcast.round, loss, tuple(widths), upload_bytes, tuple(faults), *traffic[:2]
+            broadcast.round,
+            loss,
+            tuple(widths),
+            upload_bytes,
+            tuple(faults),
+            *traffic[:2],
+            downloads + traffic.download_bytes,
         )
 
     def loss(self) -> float:
