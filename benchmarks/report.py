@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.experiments.config import RunConfig
-from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
-from aqg.experiments.runner import create_run, slug
-from aqg.experiments.summary import summarize
 from aqg.report.write import Outputs, write_report
+from aqg.runs.config import RunConfig
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.loop import create_run, slug
+from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 RECIPES = ("lean", "gd", "laq", "aqg", "aqg-2", "qgd", "lag", "qsgd", "signsgd", "onebit")

@@ -17,9 +17,9 @@ from aqg.cli.run import RunOptions, run_command
 from aqg.cli.sweep import SweepOptions, sweep_command
 from aqg.cli.sweep_display import sweep_table
 from aqg.errors import AqgError
-from aqg.experiments import runner
-from aqg.experiments.setup import build_problem, find_minimum
-from aqg.experiments.sweep import create_sweep, open_sweep
+from aqg.runs import loop
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.sweep import create_sweep, open_sweep
 
 TEXT = """
 rounds = 200
@@ -40,8 +40,8 @@ def whole(tmp_path_factory):
     for run in open_sweep(directory / "whole").runs:
         problem = build_problem(run.config)
         minimum = find_minimum(run.config, problem)
-        runner.create_run(directory / "whole" / run.name, run.config)
-        runner.run(run.config, problem, minimum, directory / "whole" / run.name)
+        loop.create_run(directory / "whole" / run.name, run.config)
+        loop.run(run.config, problem, minimum, directory / "whole" / run.name)
     assert sweep_command(SweepOptions(resume=directory / "whole")) == 0
     return directory
 

@@ -15,9 +15,9 @@ from aqg.compare.own import check_problem, make_own_task, trial_config
 from aqg.compare.plan import PLAN, open_comparison
 from aqg.compare.tasks import TASKS, Target, in_order
 from aqg.errors import ConfigError
-from aqg.experiments.config import resolve
-from aqg.experiments.rundir import read_lines
-from aqg.experiments.setup import build_problem, make_simulation
+from aqg.runs.config import resolve
+from aqg.runs.directory import read_lines
+from aqg.runs.setup import build_problem, make_simulation
 
 pytest.importorskip("torch")
 

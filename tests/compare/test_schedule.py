@@ -15,7 +15,7 @@ from aqg.compare.search import pending_settings
 from aqg.compare.tasks import select_tasks
 from aqg.compare.trial import Outcome, Setting
 from aqg.errors import RunError
-from aqg.experiments.workers import Done, Failed, Started, Workers
+from aqg.runs.processes import Done, Failed, Started, Workers
 
 SOFTMAX, LOCAL = select_tasks(["digits-softmax", "digits-local"])
 BOTH = (SOFTMAX, LOCAL)

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from aqg.experiments.config import resolve
-from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
-from aqg.experiments.runner import create_run
-from aqg.experiments.summary import summarize
+from aqg.runs.config import resolve
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.loop import create_run
+from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 MINIMUM = 0.25

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from aqg.experiments.summary import Cost
 from aqg.reproduce.outcomes import Curve, Outcome, Results
 from aqg.reproduce.plan import FULL
+from aqg.runs.summary import Cost
 
 START = Cost(0, 0, 0, 0)
 

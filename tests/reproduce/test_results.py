@@ -16,7 +16,6 @@ from rich.console import Console
 from aqg.cli.app import run_app
 from aqg.cli.reproduce import run_plan, show_results
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.summary import Cost
 from aqg.reproduce.cells import size
 from aqg.reproduce.claims import VERDICTS, find
 from aqg.reproduce.execute import (
@@ -44,6 +43,7 @@ from aqg.reproduce.passages import all_passages
 from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan
 from aqg.reproduce.settings import of_setting
 from aqg.reproduce.tables import all_tables
+from aqg.runs.summary import Cost
 
 from tests.reproduce.samples import make_outcome
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from aqg.experiments.config import resolve
-from aqg.experiments.workers import Workers
 from aqg.reproduce.rounding import (
     JOURNAL,
     PerturbedRun,
@@ -14,6 +12,8 @@ from aqg.reproduce.rounding import (
     read_journal,
     run_perturbed,
 )
+from aqg.runs.config import resolve
+from aqg.runs.processes import Workers
 
 
 def test_features_move_by_one_unit_in_the_last_place():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aqg.compare.tasks import Target, Task
     from aqg.compare.trial import Trial
     from aqg.errors import AqgError
-    from aqg.experiments.workers import Workers
+    from aqg.runs.processes import Workers
 
 
 _OWN = "A task of your own"
@@ -196,9 +196,9 @@ def compare(
     from aqg.compare.search import parse_recipes, read_tuned
     from aqg.compare.tasks import in_order, parse_tasks
     from aqg.errors import ConfigError
-    from aqg.experiments.config import parse_assignment
-    from aqg.experiments.rundir import output_directory
-    from aqg.experiments.workers import Workers, default_jobs
+    from aqg.runs.config import parse_assignment
+    from aqg.runs.directory import output_directory
+    from aqg.runs.processes import Workers, default_jobs
     from aqg.sim.backends import check_device
 
     console = Console(stderr=as_json)
@@ -292,7 +292,7 @@ def _run(
     from aqg.compare.plan import create_comparison, write_comparison
     from aqg.compare.schedule import Schedule, prepare, run_comparison
     from aqg.compare.work import RunTrial
-    from aqg.experiments.runner import Interrupted
+    from aqg.runs.loop import Interrupted
 
     part, directory = work.part, work.directory
     ledger = Ledger(directory)

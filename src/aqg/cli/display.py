@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aqg.experiments import runner
-    from aqg.experiments.summary import Summary
     from aqg.objectives.metrics import Metric
+    from aqg.runs import loop
+    from aqg.runs.summary import Summary
 
 
 def format_bytes(count: int) -> str:
@@ -37,7 +37,7 @@ def format_bytes(count: int) -> str:
 @contextmanager
 def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
-) -> Iterator[Callable[[str], runner.Watcher]]:
+) -> Iterator[Callable[[str], loop.Watcher]]:
     """Show one bar per run; yields a function that gives the watcher of a run by name."""
     with Progress(
         TextColumn("{task.description}", style="bold"),
@@ -57,11 +57,11 @@ def progress_bars(
             for name in names
         }
 
-        def watcher(name: str) -> runner.Watcher:
+        def watcher(name: str) -> loop.Watcher:
             task = tasks[name]
             bars.start_task(task)
 
-            def watch(progress: runner.Progress) -> None:
+            def watch(progress: loop.Progress) -> None:
                 bars.update(
                     task,
                     completed=progress.round,

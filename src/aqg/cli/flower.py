@@ -50,8 +50,8 @@ def demo(
     from rich.console import Console
 
     _require_flower()
-    from aqg.experiments.rundir import output_directory
     from aqg.flower.demo import Demo, DemoOptions
+    from aqg.runs.directory import output_directory
 
     console = Console(stderr=as_json)
     with output_directory(out, "flower") as directory:
@@ -67,7 +67,7 @@ def demo(
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     from aqg.cli.display import measured, metric_title
-    from aqg.experiments.rundir import read_metrics
+    from aqg.runs.directory import read_metrics
 
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]

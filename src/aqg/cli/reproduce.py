@@ -11,11 +11,11 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aqg.experiments.sweep import SweepRun
     from aqg.reproduce.cells import Table
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import PlannedRun
     from aqg.reproduce.rounding import PerturbedRun
+    from aqg.runs.sweep import SweepRun
 
 
 def reproduce(
@@ -120,12 +120,12 @@ def run_plan(
 ) -> int:
     """Do what is unfinished; return how many runs failed."""
     from aqg.cli.sweep_display import Overview
-    from aqg.experiments import runner
-    from aqg.experiments.sweep import read_summary
-    from aqg.experiments.sweep_tasks import by_problem, run_all
-    from aqg.experiments.workers import Workers, default_jobs
     from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, find_minima, still_to_do
     from aqg.reproduce.rounding import left_to_do, run_perturbed
+    from aqg.runs import loop
+    from aqg.runs.processes import Workers, default_jobs
+    from aqg.runs.sweep import read_summary
+    from aqg.runs.tasks import by_problem, run_all
 
     plan = adopt_devices(plan, directory)
     left: list[SweepRun] = by_problem(still_to_do(plan, directory))
@@ -165,8 +165,8 @@ def run_plan(
             if tasks:
                 with console.status("Logistic runs on data changed in the last bit ..."):
                     failures |= run_perturbed(workers, tasks, directory)
-    except runner.Interrupted:
-        raise runner.Interrupted(
+    except loop.Interrupted:
+        raise loop.Interrupted(
             f"stopped with {len(plan) - len(still_to_do(plan, directory))} of {len(plan)} runs "
             "finished; everything is saved, and the same command goes on"
         ) from None

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from aqg.cli.display import progress_bars, result_table, target_table
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.experiments import runner
-from aqg.experiments.config import (
+from aqg.runs import loop
+from aqg.runs.config import (
     RunConfig,
     parse_assignment,
     read_settings,
@@ -21,8 +21,7 @@ from aqg.experiments.config import (
     resolve,
     to_toml,
 )
-from aqg.experiments.figure import draw_comparison
-from aqg.experiments.rundir import (
+from aqg.runs.directory import (
     CONFIG,
     ROUNDS,
     SUMMARY,
@@ -30,7 +29,8 @@ from aqg.experiments.rundir import (
     output_directory,
     write_atomically,
 )
-from aqg.experiments.setup import find_minimum, load_problem, try_out
+from aqg.runs.figure import draw_comparison
+from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 from aqg.weights import BEST
@@ -91,9 +91,9 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         for run_config, directory in plan.runs:
             watch = watcher(run_config.recipe)
             try:
-                results.append(runner.run(run_config, problem, minimum, directory, watch))
-            except runner.Interrupted:
-                raise runner.Interrupted(
+                results.append(loop.run(run_config, problem, minimum, directory, watch))
+            except loop.Interrupted:
+                raise loop.Interrupted(
                     f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
                 ) from None
             except AqgError:
@@ -107,7 +107,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
     summaries = [result.summary for result in results]
     write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))
-    text = runner.batch_summary(summaries)
+    text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
     if options.as_json:
@@ -143,7 +143,7 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
         settings = read_settings(options.config)
     settings.update(named)
     if options.resume is not None:
-        configs = runner.read_configs(options.resume, settings, options.data_dir)
+        configs = loop.read_configs(options.resume, settings, options.data_dir)
         yield _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
         return
     configs = resolve(settings, options.data_dir)
@@ -163,7 +163,7 @@ def _guard(
 
 def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:
     runs = tuple(
-        (config, directory / runner.slug(config.recipe) if is_batch else directory)
+        (config, directory / loop.slug(config.recipe) if is_batch else directory)
         for config in configs
     )
     return _Plan(directory, runs, is_batch)
@@ -177,4 +177,4 @@ def _create(plan: _Plan, resume: bool) -> None:
         write_atomically(plan.directory / CONFIG, text.encode())
     for config, directory in plan.runs:
         if not (directory / CONFIG).exists():
-            runner.create_run(directory, config)
+            loop.create_run(directory, config)

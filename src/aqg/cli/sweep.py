@@ -12,10 +12,11 @@ from rich.console import Console
 
 from aqg.cli.sweep_display import Overview, sweep_table
 from aqg.errors import ConfigError
-from aqg.experiments import runner
-from aqg.experiments.config import located, read_settings, refuse_unnamed_code
-from aqg.experiments.rundir import output_directory
-from aqg.experiments.sweep import (
+from aqg.runs import loop
+from aqg.runs.config import located, read_settings, refuse_unnamed_code
+from aqg.runs.directory import output_directory
+from aqg.runs.processes import Done, Event, Workers, default_jobs
+from aqg.runs.sweep import (
     GRID,
     TABLE,
     Sweep,
@@ -28,8 +29,7 @@ from aqg.experiments.sweep import (
     unfinished,
     write_results,
 )
-from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
-from aqg.experiments.workers import Done, Event, Workers, default_jobs
+from aqg.runs.tasks import by_problem, prepare, run_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -180,8 +180,8 @@ def _run(
             )
             with Overview(console, runs, len(plan.sweep.runs), bytes_before) as overview:
                 return run_all(workers, runs, minima, directory, data_dir, overview.show)
-    except runner.Interrupted:
-        raise runner.Interrupted(_how_to_go_on(plan)) from None
+    except loop.Interrupted:
+        raise loop.Interrupted(_how_to_go_on(plan)) from None
 
 
 @contextmanager

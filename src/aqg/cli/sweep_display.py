@@ -12,8 +12,8 @@ from rich.table import Column
 
 from aqg.cli.display import format_bytes, measured, metric_title
 from aqg.cli.live import LiveDisplay, plain_table
-from aqg.experiments.rundir import read_metrics
-from aqg.experiments.workers import Done, Event, Failed, Reported, Started, Stopping
+from aqg.runs.directory import read_metrics
+from aqg.runs.processes import Done, Event, Failed, Reported, Started, Stopping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-    from aqg.experiments.sweep import SweepRun
     from aqg.objectives.metrics import Metric
+    from aqg.runs.sweep import SweepRun
 
     Row = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""A task of the user's own: the settings of a run as `aqg.experiments` knows them, and a target."""
+"""A task of the user's own: the settings of a run as `aqg.runs` knows them, and a target."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.compare.tasks import Target, Task
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code
-from aqg.experiments.config import (
+from aqg.runs.code import Code
+from aqg.runs.config import (
     RunConfig,
     check_files,
     read_stored,
     refuse_unnamed_code,
     resolve,
 )
-from aqg.experiments.setup import make_simulation, try_out
+from aqg.runs.setup import make_simulation, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

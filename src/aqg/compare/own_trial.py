@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 from aqg.compare.own import trial_config
 from aqg.compare.trial import Limits, Meter, follow
-from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
-from aqg.experiments.runner import create_run, slug
-from aqg.experiments.setup import make_simulation
-from aqg.experiments.summary import summarize
-from aqg.experiments.versions import installed_versions
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.loop import create_run, slug
+from aqg.runs.setup import make_simulation
+from aqg.runs.summary import summarize
+from aqg.runs.versions import installed_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

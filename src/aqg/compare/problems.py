@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.data import Dataset, load_dataset, parse_partition
-from aqg.experiments.config import RunConfig
-from aqg.experiments.setup import build_problem, find_minimum
 from aqg.models import DataShape, make_module
 from aqg.objectives import Objective, make_objective
+from aqg.runs.config import RunConfig
+from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.problem import Problem, Samples
 
 if TYPE_CHECKING:

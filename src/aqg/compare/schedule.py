@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aqg.compare.pending import Finished, pending_trials
 from aqg.compare.work import Prepare, RunTrial, compile_kernels
-from aqg.experiments.workers import Done, Failed
+from aqg.runs.processes import Done, Failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aqg.compare.tasks import Task
     from aqg.compare.trial import Outcome, Trial
     from aqg.errors import AqgError
-    from aqg.experiments.workers import Event, Workers
+    from aqg.runs.processes import Event, Workers
 
     Handle = Callable[[Outcome | AqgError, Trial, int], None]
 

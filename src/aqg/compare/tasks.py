@@ -18,7 +18,7 @@ from aqg.sim.training import Training
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aqg.experiments.config import RunConfig
+    from aqg.runs.config import RunConfig
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aqg.compare.tasks import Task
     from aqg.compare.trial import Outcome, Trial
-    from aqg.experiments.workers import Report
+    from aqg.runs.processes import Report
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 

@@ -10,13 +10,13 @@ import numpy as np
 from flwr.app import Message
 
 from aqg.errors import MessageError, WireError
-from aqg.experiments.rundir import Line
-from aqg.experiments.summary import has_diverged
 from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
 from aqg.flower.statistics import max_statistics_bytes
+from aqg.runs.directory import Line
+from aqg.runs.summary import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, Line, read_lines, write_atomically
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, Line, read_lines, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

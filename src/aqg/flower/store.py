@@ -22,9 +22,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.errors import RunError
-from aqg.experiments.rundir import write_atomically
 from aqg.flower.messages import Stamp
 from aqg.flower.protocol import ClientMirror, Snapshot
+from aqg.runs.directory import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

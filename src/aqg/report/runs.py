@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.experiments.rundir import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
-from aqg.experiments.sweep import GRID
+from aqg.runs.directory import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
+from aqg.runs.sweep import GRID
 from aqg.sim.record import DROPPED
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from aqg.reproduce.plan import BY_SOURCE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aqg.experiments.summary import Cost
     from aqg.reproduce.outcomes import Outcome
+    from aqg.runs.summary import Cost
 
 SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
 

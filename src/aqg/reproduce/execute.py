@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg import __version__
-from aqg.experiments.config import read_settings, resolve
-from aqg.experiments.rundir import CONFIG, write_atomically
-from aqg.experiments.setup import minimum_key
-from aqg.experiments.sweep import Sweep, SweepRun, unfinished
-from aqg.experiments.sweep_tasks import prepare
 from aqg.reproduce.figures import all_figures
 from aqg.reproduce.markdown import to_markdown
 from aqg.reproduce.outcomes import collect, loss_key, write_results
 from aqg.reproduce.plan import PlannedRun
 from aqg.reproduce.rounding import read_journal
 from aqg.reproduce.tables import all_tables
+from aqg.runs.config import read_settings, resolve
+from aqg.runs.directory import CONFIG, write_atomically
+from aqg.runs.setup import minimum_key
+from aqg.runs.sweep import Sweep, SweepRun, unfinished
+from aqg.runs.tasks import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from aqg.experiments.workers import Workers
     from aqg.reproduce.outcomes import Outcome, Results
     from aqg.reproduce.plan import Scale
+    from aqg.runs.processes import Workers
 
 RUN_DIRECTORY = "runs"
 FIGURE_DIRECTORY = "figures"

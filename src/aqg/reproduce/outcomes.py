@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.experiments.rundir import SUMMARY, read_lines, write_atomically
-from aqg.experiments.setup import minimum_key
-from aqg.experiments.summary import Cost, Trace, has_diverged
-from aqg.experiments.sweep import read_summary
 from aqg.reproduce.rounding import PERTURBED, Perturbed
+from aqg.runs.directory import SUMMARY, read_lines, write_atomically
+from aqg.runs.setup import minimum_key
+from aqg.runs.summary import Cost, Trace, has_diverged
+from aqg.runs.sweep import read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from aqg.experiments.config import RunConfig
     from aqg.reproduce.plan import PlannedRun
+    from aqg.runs.config import RunConfig
 
 RUNS = "runs.csv"
 CURVES = "curves.csv"
@@ -155,7 +155,7 @@ def loss_key(config: RunConfig) -> str:
 
     Dealt out evenly, samples make the same mean loss in whatever order they are dealt.
 
-    >>> from aqg.experiments.config import resolve
+    >>> from aqg.runs.config import resolve
     >>> first, second = (resolve({"dataset": "mnist", "partition": "iid", "seed": seed})[0]
     ...                  for seed in (0, 1))
     >>> loss_key(first) == loss_key(second)

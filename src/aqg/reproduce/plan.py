@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError
-from aqg.experiments.config import resolve
-from aqg.experiments.sweep import SweepRun
 from aqg.reproduce.rounding import PerturbedRun
+from aqg.runs.config import resolve
+from aqg.runs.sweep import SweepRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

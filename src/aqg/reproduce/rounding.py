@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.experiments.rundir import write_atomically
-from aqg.experiments.setup import build_problem, find_minimum, make_simulation
-from aqg.experiments.summary import has_diverged
-from aqg.experiments.workers import Done, Failed
+from aqg.runs.directory import write_atomically
+from aqg.runs.processes import Done, Failed
+from aqg.runs.setup import build_problem, find_minimum, make_simulation
+from aqg.runs.summary import has_diverged
 from aqg.sim.problem import Samples
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from aqg.core.types import FloatArray
     from aqg.errors import AqgError
-    from aqg.experiments.config import RunConfig
-    from aqg.experiments.workers import Report, Workers
+    from aqg.runs.config import RunConfig
+    from aqg.runs.processes import Report, Workers
     from aqg.sim.problem import Problem
 
 PERTURBED = "rounding.csv"

@@ -9,8 +9,8 @@ from aqg.reproduce.outcomes import RESIDUALS, main_reading
 from aqg.reproduce.plan import ALWAYS_SEND, BY_SOURCE
 
 if TYPE_CHECKING:
-    from aqg.experiments.summary import Cost
     from aqg.reproduce.outcomes import Outcome, Results
+    from aqg.runs.summary import Cost
 
 PARTITIONS = {
     "logistic-iid": ("logistic", "iid"),

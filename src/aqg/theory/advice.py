@@ -16,7 +16,7 @@ from aqg.theory.constants import Constants, Curvature, global_constants, local_c
 
 if TYPE_CHECKING:
     from aqg.core.types import Float64Array
-    from aqg.experiments.config import RunConfig
+    from aqg.runs.config import RunConfig
     from aqg.sim.problem import Problem
     from aqg.theory.lyapunov import LyapunovTrace
 

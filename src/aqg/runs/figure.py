@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from aqg.core.types import Float64Array
-    from aqg.experiments.runner import Result
+    from aqg.runs.loop import Result
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#8C510A")
 _STYLES = ("-", "--", "-.", ":")

@@ -19,9 +19,9 @@ from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code, file_digest
-from aqg.experiments.own import file_facts, problem_facts, problem_settings
 from aqg.models import is_module
+from aqg.runs.code import Code, file_digest
+from aqg.runs.own import file_facts, problem_facts, problem_settings
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training
 

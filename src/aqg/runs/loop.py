@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
-from aqg.experiments.models import ModelFiles, name_tensors, shared_buffers
-from aqg.experiments.rundir import (
+from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
+from aqg.runs.directory import (
     CONFIG,
     ROUNDS,
     SUMMARY,
@@ -26,9 +25,10 @@ from aqg.experiments.rundir import (
     write_atomically,
     write_checkpoint,
 )
-from aqg.experiments.setup import make_simulation
-from aqg.experiments.summary import Summary, Trace, has_diverged, summarize
-from aqg.experiments.versions import installed_versions
+from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
+from aqg.runs.setup import make_simulation
+from aqg.runs.summary import Summary, Trace, has_diverged, summarize
+from aqg.runs.versions import installed_versions
 from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import numpy as np
 from aqg.core.recipes import make_recipe
 from aqg.data import format_partition_table, load_dataset, parse_partition, partition_table
 from aqg.errors import AqgError, ConfigError
-from aqg.experiments.config import check_files
-from aqg.experiments.models import start_from
-from aqg.experiments.own import make_own_problem
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
+from aqg.runs.config import check_files
+from aqg.runs.models import start_from
+from aqg.runs.own import make_own_problem
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.data import Dataset, PartitionRow
-    from aqg.experiments.config import RunConfig
     from aqg.objectives.base import Scaling
     from aqg.objectives.optimum import Optimum
+    from aqg.runs.config import RunConfig
 
 _TRIED_SAMPLES = 8
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from aqg.errors import RunError
-from aqg.experiments import rundir
-from aqg.experiments.rundir import output_directory
+from aqg.runs import directory as rundir
+from aqg.runs.directory import output_directory
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from aqg.errors import ConfigError, RunError
-from aqg.experiments import runner
-from aqg.experiments.config import read_settings, resolve
-from aqg.experiments.rundir import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
-from aqg.experiments.setup import build_problem, find_minimum
-from aqg.experiments.summary import Cost, Trace
+from aqg.runs import loop
+from aqg.runs.config import read_settings, resolve
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.summary import Cost, Trace
 from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
@@ -41,8 +41,8 @@ def crash_after(number):
 
 
 def run_whole(config, problem, directory):
-    runner.create_run(directory, config)
-    return runner.run(config, problem, find_minimum(config, problem), directory)
+    loop.create_run(directory, config)
+    return loop.run(config, problem, find_minimum(config, problem), directory)
 
 
 def test_a_run_directory_is_complete(config, problem, tmp_path):
@@ -64,16 +64,16 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
 def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
     config = resolve({**SETTINGS, "engine": engine})[0]
     whole = run_whole(config, problem, tmp_path / "whole")
-    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     directory = tmp_path / "broken"
-    runner.create_run(directory, config)
+    loop.create_run(directory, config)
     with pytest.raises(StopAfter):
-        runner.run(config, problem, None, directory, crash_after(crash))
+        loop.run(config, problem, None, directory, crash_after(crash))
     # The crash came after the line was written and before the checkpoint: cut it mid-line too.
     text = (directory / ROUNDS).read_text()
     (directory / ROUNDS).write_text(text[:-7])
     minimum = find_minimum(config, problem)
-    resumed = runner.run(config, problem, minimum, directory)
+    resumed = loop.run(config, problem, minimum, directory)
     assert resumed.summary == whole.summary
     for name in (BEST, FINAL):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -87,24 +87,24 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
 
 def test_resume_refuses_another_config(config, problem, tmp_path):
     run_whole(config, problem, tmp_path / "run")
-    assert runner.read_configs(tmp_path / "run", {}) == (config,)
-    assert runner.read_configs(tmp_path / "run", {"rounds": 30}) == (config,)
+    assert loop.read_configs(tmp_path / "run", {}) == (config,)
+    assert loop.read_configs(tmp_path / "run", {"rounds": 30}) == (config,)
     with pytest.raises(ConfigError, match=r"with rounds 31: the run has rounds 30"):
-        runner.read_configs(tmp_path / "run", {"rounds": 31})
+        loop.read_configs(tmp_path / "run", {"rounds": 31})
     with pytest.raises(ConfigError, match=r"with recipe gd: the run has recipe lean"):
-        runner.read_configs(tmp_path / "run", {"recipe": "gd"})
+        loop.read_configs(tmp_path / "run", {"recipe": "gd"})
     with pytest.raises(RunError, match="is not a run directory"):
-        runner.read_configs(tmp_path, {})
+        loop.read_configs(tmp_path, {})
 
 
 def test_damaged_files_are_named(config, problem, tmp_path):
     run_whole(config, problem, tmp_path / "run")
     (tmp_path / "run" / ROUNDS).write_text("")
     with pytest.raises(RunError, match="holds 0 rounds, but the checkpoint is at round 30"):
-        runner.run(config, problem, None, tmp_path / "run")
+        loop.run(config, problem, None, tmp_path / "run")
     (tmp_path / "run" / CHECKPOINT).write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(RunError, match="is damaged"):
-        runner.run(config, problem, None, tmp_path / "run")
+        loop.run(config, problem, None, tmp_path / "run")
 
 
 def test_output_directories_are_new_or_empty(tmp_path):
@@ -124,7 +124,7 @@ def test_a_diverging_run_ends_early_and_says_so(tmp_path):
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["diverged"] is True
     assert summary["test_accuracy"] is not None
-    again = runner.run(config, build_problem(config), None, tmp_path / "run")
+    again = loop.run(config, build_problem(config), None, tmp_path / "run")
     assert again.summary.rounds == result.summary.rounds
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aqg.experiments.config import resolve
-from aqg.experiments.setup import build_problem, find_minimum, make_simulation
+from aqg.runs.config import resolve
+from aqg.runs.setup import build_problem, find_minimum, make_simulation
 
 
 @pytest.mark.parametrize(("split", "low", "high"), [("iid", 0.3, 0.5), ("source", 0.3, 0.55)])

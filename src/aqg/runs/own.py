@@ -15,7 +15,7 @@ from typing import Any
 from aqg.data import data_directory
 from aqg.data.files import Facts, peek
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code, file_digest, load_file, seeded
+from aqg.runs.code import Code, file_digest, load_file, seeded
 from aqg.sim.problem import Problem
 
 _NOT_DEFAULTS = frozenset(

@@ -9,7 +9,7 @@ import pytest
 
 from aqg.core.recipes import RECIPES
 from aqg.errors import ConfigError
-from aqg.experiments.config import parse_assignment, read_settings, resolve, to_toml
+from aqg.runs.config import parse_assignment, read_settings, resolve, to_toml
 
 
 def test_defaults_are_the_demo():

@@ -13,12 +13,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from aqg.experiments import runner
-from aqg.experiments.config import load_plugins, to_toml
-from aqg.experiments.rundir import CONFIG, SUMMARY, write_atomically
-from aqg.experiments.setup import build_problem, find_minimum, minimum_key, try_out
-from aqg.experiments.sweep import read_summary
-from aqg.experiments.workers import Done, Failed
+from aqg.runs import loop
+from aqg.runs.config import load_plugins, to_toml
+from aqg.runs.directory import CONFIG, SUMMARY, write_atomically
+from aqg.runs.processes import Done, Failed
+from aqg.runs.setup import build_problem, find_minimum, minimum_key, try_out
+from aqg.runs.sweep import read_summary
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aqg.errors import AqgError
-    from aqg.experiments.config import RunConfig
-    from aqg.experiments.sweep import SweepRun
-    from aqg.experiments.workers import Event, Report, Workers
+    from aqg.runs.config import RunConfig
+    from aqg.runs.processes import Event, Report, Workers
+    from aqg.runs.sweep import SweepRun
     from aqg.sim.problem import Problem
 
     Key = tuple[tuple[str, Any], ...]
@@ -118,7 +118,7 @@ def run_all(
 ) -> dict[str, AqgError]:
     """Run to the end, each from its checkpoint if it has one; return what failed, by name.
 
-    ``handle`` is told of every event: reports are `runner.Progress`, and results are as in
+    ``handle`` is told of every event: reports are `loop.Progress`, and results are as in
     ``summary.json``.
 
     Raises:
@@ -180,7 +180,7 @@ class _Train:
     def __call__(self, report: Report) -> dict[str, Any]:
         last_report = 0.0
 
-        def watch(progress: runner.Progress) -> None:
+        def watch(progress: loop.Progress) -> None:
             nonlocal last_report
             now = time.monotonic()
             if now - last_report >= _SECONDS_BETWEEN_REPORTS:
@@ -194,7 +194,7 @@ class _Train:
                 content = to_toml((self.config,)).encode()
                 write_atomically(self.directory / CONFIG, content)
                 problem = _load(self.config, self.data_dir)
-                runner.run(self.config, problem, self.minimum, self.directory, watch)
+                loop.run(self.config, problem, self.minimum, self.directory, watch)
         return read_summary(self.directory)
 
 

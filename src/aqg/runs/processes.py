@@ -20,7 +20,7 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.experiments.runner import Interrupted
+from aqg.runs.loop import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,11 +11,12 @@ import textwrap
 import pytest
 
 from aqg.errors import AqgError, ConfigError, DataError, RunError
-from aqg.experiments import runner
-from aqg.experiments.config import read_settings, resolve
-from aqg.experiments.rundir import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.experiments.setup import build_problem, find_minimum
-from aqg.experiments.sweep import (
+from aqg.runs import loop
+from aqg.runs.config import read_settings, resolve
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
+from aqg.runs.processes import Done, Failed, Reported, Started, Workers
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.sweep import (
     GRID,
     TABLE,
     collect,
@@ -25,8 +26,7 @@ from aqg.experiments.sweep import (
     unfinished,
     write_results,
 )
-from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
-from aqg.experiments.workers import Done, Failed, Reported, Started, Workers
+from aqg.runs.tasks import by_problem, prepare, run_all
 from aqg.weights import BEST, FINAL
 
 TEXT = """
@@ -150,8 +150,8 @@ def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
         assert resolve(read_settings(directory / CONFIG)) == (run.config,)
         alone = tmp_path / run.name
         problem = build_problem(run.config)
-        runner.create_run(alone, run.config)
-        runner.run(run.config, problem, find_minimum(run.config, problem), alone)
+        loop.create_run(alone, run.config)
+        loop.run(run.config, problem, find_minimum(run.config, problem), alone)
         assert contents(alone) == contents(directory)
 
 

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from aqg.cli.display import result_table
-from aqg.experiments.config import resolve
-from aqg.experiments.figure import draw_comparison
-from aqg.experiments.rundir import Line, read_lines
-from aqg.experiments.runner import create_run, run
 from aqg.objectives import Objective
 from aqg.report.results import curves_csv, result_of, summary_csv
 from aqg.report.runs import read_run
+from aqg.runs.config import resolve
+from aqg.runs.directory import Line, read_lines
+from aqg.runs.figure import draw_comparison
+from aqg.runs.loop import create_run, run
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import RoundRecord
 

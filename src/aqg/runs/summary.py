@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.experiments.rundir import finite_or_none, metric_fields
+from aqg.runs.directory import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aqg.experiments.rundir import Line
+    from aqg.runs.directory import Line
 
 _DIVERGED_LOSS = 1e20
 

@@ -27,9 +27,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.experiments import runner
-from aqg.experiments.config import SETTINGS, RunConfig, read_settings, resolve
-from aqg.experiments.rundir import CONFIG, SUMMARY, create_directory, write_atomically
+from aqg.runs import loop
+from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.directory import CONFIG, SUMMARY, create_directory, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -169,7 +169,7 @@ def unfinished(sweep: Sweep, directory: Path) -> list[SweepRun]:
 def _check_unchanged(directory: Path, config: RunConfig) -> None:
     if not (directory / CONFIG).exists():
         return
-    (stored,) = runner.read_configs(directory, {})
+    (stored,) = loop.read_configs(directory, {})
     if stored != config:
         before, after = asdict(stored), asdict(config)
         key = next(key for key in before if before[key] != after[key])
