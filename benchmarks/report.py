@@ -23,7 +23,8 @@ import numpy as np
 
 from aqg.report.write import Outputs, write_report
 from aqg.runs.config import RunConfig
-from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines
+from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run, slug
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord

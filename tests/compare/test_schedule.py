@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 
 import pytest
 
@@ -15,7 +14,6 @@ from aqg.compare.search import pending_settings
 from aqg.compare.tasks import select_tasks
 from aqg.compare.trial import Outcome, Setting
 from aqg.errors import RunError
-from aqg.runs.processes import Done, Failed, Started, Workers
 
 SOFTMAX, LOCAL = select_tasks(["digits-softmax", "digits-local"])
 BOTH = (SOFTMAX, LOCAL)
@@ -197,21 +195,3 @@ def test_what_failed_is_not_tried_twice_and_stops_its_own_search_only(tmp_path):
     assert schedule.most_left() == 0
     again = Schedule(comparison, ledger, {})
     assert again.next_trial() == failed
-
-
-def test_processes_ask_for_the_next_task_when_one_has_ended():
-    """A task that is known only after another, which may even take its process down."""
-    waiting = [callable, sys.exit, callable]  # each is called with one argument
-    events = []
-
-    def next_task():
-        ended = [event for event in events if isinstance(event, Done | Failed)]
-        started = [event for event in events if isinstance(event, Started)]
-        return waiting.pop(0) if waiting and len(ended) == len(started) else None
-
-    with Workers(2) as workers:
-        workers.serve(next_task, events.append)
-    assert waiting == []
-    assert [type(event) for event in events] == [Started, Done, Started, Failed, Started, Done]
-    assert [event.index for event in events] == [0, 0, 1, 1, 2, 2]
-    assert events[1].value is True

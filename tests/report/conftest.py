@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from aqg.runs.config import resolve
-from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines
+from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord

@@ -8,7 +8,8 @@ import pytest
 
 from aqg.errors import ConfigError
 from aqg.reproduce.paper import KINDS, SETTINGS, performance
-from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
+from aqg.reproduce.plan import FULL, QUICK, make_plan, parse_sections
+from aqg.reproduce.rounding import key_of
 from aqg.reproduce.settings import PARTITIONS
 
 
@@ -67,11 +68,11 @@ def test_dropouts_are_as_long_and_as_many_as_the_papers():
 
 
 def test_perturbed_runs_have_one_on_the_data_itself():
-    tasks = make_perturbed(FULL, None)
-    draws = Counter(task.key[:3] for task in tasks)
+    plan = make_plan(FULL, sections=("rounding",))
+    draws = Counter(key_of(one.run.config)[:3] for one in plan)
     assert set(draws.values()) == {FULL.perturbations + 1}
-    assert {task.config.seed for task in tasks} == {0}
-    assert make_perturbed(FULL, None, ("softmax",)) == ()
+    assert {one.run.config.seed for one in plan} == {0}
+    assert len({one.run.name for one in plan}) == len(plan)
 
 
 def test_parts_can_be_chosen():

@@ -22,7 +22,6 @@ from aqg.reproduce.execute import (
     adopt_devices,
     count_runs,
     keep_results,
-    still_to_do,
 )
 from aqg.reproduce.figures import all_figures, stack_curves
 from aqg.reproduce.markdown import refresh
@@ -40,9 +39,11 @@ from aqg.reproduce.outcomes import (
 )
 from aqg.reproduce.paper import performance
 from aqg.reproduce.passages import all_passages
-from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan
+from aqg.reproduce.plan import FULL, QUICK, make_plan
+from aqg.reproduce.rounding import key_of
 from aqg.reproduce.settings import of_setting
 from aqg.reproduce.tables import all_tables
+from aqg.runs.plan import unfinished
 from aqg.runs.summary import Cost
 
 from tests.reproduce.samples import make_outcome
@@ -76,7 +77,7 @@ def test_the_documents_pictures_exist_and_are_small():
 
 
 def test_the_stored_results_say_what_is_missing(stored):
-    plan = make_plan(FULL)
+    plan = [one for one in make_plan(FULL) if one.section != "rounding"]
     names = {outcome.name for outcome in stored.outcomes}
     missing = [p for p in plan if p.run.name not in names]
     assert names <= {p.run.name for p in plan}
@@ -95,9 +96,7 @@ def test_the_stored_results_say_what_is_missing(stored):
     goal = stored.about["dropout_seeds"]
     assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
     assert (f"{len(missing)} runs that are missing" in first_page) == bool(missing)
-    left, perturbed = missing_from(STORED, plan, make_perturbed(FULL, None))
-    assert list(left) == missing
-    assert perturbed == ()
+    assert list(missing_from(STORED, make_plan(FULL))) == missing
 
 
 def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored):
@@ -105,7 +104,9 @@ def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored)
     assert set(stored.curves) == {
         o.name for o in stored.outcomes if o.section != "logistic" or (o.scaling, o.alpha) == shown
     }
-    assert {one.key for one in stored.perturbed} == {t.key for t in make_perturbed(FULL, None)}
+    assert {one.key for one in stored.perturbed} == {
+        key_of(one.run.config) for one in make_plan(FULL, sections=("rounding",))
+    }
     assert sum(file.stat().st_size for file in STORED.rglob("*.csv")) < 4_000_000
 
 
@@ -233,11 +234,12 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     keep_other_machine(tmp_path)
 
     elsewhere = make_plan(SMALL, "cuda", ("logistic",))
-    assert still_to_do(adopt_devices(elsewhere, tmp_path), tmp_path) == []
+    adopted = [one.run for one in adopt_devices(elsewhere, tmp_path)]
+    assert unfinished(adopted, tmp_path / "runs") == []
     config = tmp_path / "runs" / plan[0].run.name / "config.toml"
     config.write_text(config.read_text().replace("bits = 4", "bits = 5"))
     with pytest.raises(ConfigError, match="the run has bits 5"):
-        still_to_do(plan, tmp_path)
+        unfinished([one.run for one in plan], tmp_path / "runs")
 
 
 def test_unfinished_runs_are_left_out(tmp_path):
@@ -268,7 +270,8 @@ def keep_other_machine(directory):
 
 def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     """Take the last dropout seed out of the stored results, and put it back."""
-    runs, plan = stored.select(section="dropouts"), make_plan(FULL)
+    runs = stored.select(section="dropouts")
+    plan = [one for one in make_plan(FULL) if one.section != "rounding"]
     last = max(o.seed for o in runs)
 
     def write(name, outcomes, **about):
@@ -281,7 +284,7 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
 
     without = write("without", [o for o in runs if o.seed != last])
     seed = [o for o in runs if o.seed == last]
-    left = {p.run.name for p in missing_from(without, plan, ())[0]}
+    left = {p.run.name for p in missing_from(without, plan)}
     assert left == {p.run.name for p in plan} - {o.name for o in runs if o.seed != last}
     before = read_results(without)
     with pytest.raises(RunError, match="no missing seed with all of its runs"):

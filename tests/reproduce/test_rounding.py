@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 
-from aqg.reproduce.rounding import (
-    JOURNAL,
-    PerturbedRun,
-    left_to_do,
-    perturb,
-    read_journal,
-    run_perturbed,
-)
+from aqg.reproduce.rounding import Perturbed
+from aqg.runs import loop
 from aqg.runs.config import resolve
-from aqg.runs.processes import Workers
+from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.perturbation import perturb
+from aqg.runs.setup import build_problem, find_minimum
 
 
 def test_features_move_by_one_unit_in_the_last_place():
@@ -29,21 +27,24 @@ def test_features_move_by_one_unit_in_the_last_place():
     assert perturb(features, 0) is features
 
 
-def test_runs_are_written_down_and_not_repeated(tmp_path, data_dir):
-    (config,) = resolve(
-        {"dataset": "heterogeneous", "scaling": "sum", "recipe": "laq", "rounds": 20}
-    )
-    tasks = [PerturbedRun(config, draw, data_dir) for draw in (0, 1)]
-    with Workers(1) as workers:
-        assert run_perturbed(workers, tasks[:1], tmp_path) == {}
-    text = (tmp_path / JOURNAL).read_text()
-    (tmp_path / JOURNAL).write_text(text + '{"partition": "so')  # a crash while writing
-    assert left_to_do(tasks, tmp_path) == tasks[1:]
-    with Workers(1) as workers:
-        assert run_perturbed(workers, tasks[1:], tmp_path) == {}
-    plain, moved = read_journal(tmp_path)
+def test_a_run_on_moved_data_is_an_ordinary_run(tmp_path, data_dir):
+    settings = {"dataset": "heterogeneous", "scaling": "sum", "recipe": "laq", "rounds": 20}
+    rows = []
+    for draw in (0, 1):
+        (config,) = resolve({**settings, "perturbation": draw})
+        problem = build_problem(config, data_dir)
+        minimum = find_minimum(config, build_problem(resolve(settings)[0], data_dir))
+        directory = tmp_path / str(draw)
+        loop.create_run(directory, config)
+        loop.run(config, problem, minimum, directory)
+        rows.append(Perturbed.of(config, read_lines(directory), read_summary(directory)))
+    plain, moved = rows
     assert (plain.draw, moved.draw) == (0, 1)
-    assert plain.uploads > 0
+    assert plain.uploads == plain.uploads_before > 0
     # Twenty rounds are too few for the last bit to grow.
     assert abs(plain.residual - moved.residual) < 1e-9
-    assert left_to_do(tasks, tmp_path) == []
+    assert (
+        problem.clients[0].features
+        != build_problem(resolve(settings)[0], data_dir).clients[0].features
+    ).any()
+    assert plain == Perturbed.from_row({k: str(v) for k, v in asdict(plain).items()})

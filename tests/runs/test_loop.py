@@ -11,6 +11,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.summary import Cost, Trace
 from aqg.weights import BEST, FINAL
@@ -32,12 +33,13 @@ class StopAfter(Exception):  # noqa: N818
     """Stands for a crash."""
 
 
-def crash_after(number):
-    def watch(progress):
-        if progress.round == number:
-            raise StopAfter
+class CrashAfter(Contact):
+    def __init__(self, number):
+        self._number = number
 
-    return watch
+    def tell(self, value):
+        if value.round == self._number:
+            raise StopAfter
 
 
 def run_whole(config, problem, directory):
@@ -68,7 +70,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     directory = tmp_path / "broken"
     loop.create_run(directory, config)
     with pytest.raises(StopAfter):
-        loop.run(config, problem, None, directory, crash_after(crash))
+        loop.run(config, problem, None, directory, CrashAfter(crash))
     # The crash came after the line was written and before the checkpoint: cut it mid-line too.
     text = (directory / ROUNDS).read_text()
     (directory / ROUNDS).write_text(text[:-7])

@@ -13,8 +13,10 @@ import pytest
 from aqg.errors import AqgError, ConfigError, DataError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.runs.processes import Done, Failed, Reported, Started, Workers
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary
+from aqg.runs.executor import Done, Failed, Reported, Started, carry_out, run_tasks
+from aqg.runs.plan import Batch, unfinished
+from aqg.runs.processes import Processes
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.sweep import (
     GRID,
@@ -23,10 +25,9 @@ from aqg.runs.sweep import (
     create_sweep,
     expand,
     open_sweep,
-    unfinished,
     write_results,
 )
-from aqg.runs.tasks import by_problem, prepare, run_all
+from aqg.runs.tasks import prepare, train
 from aqg.weights import BEST, FINAL
 
 TEXT = """
@@ -44,20 +45,25 @@ FILES = {CONFIG, ROUNDS, CHECKPOINT, SUMMARY, BEST, FINAL}
 
 @pytest.fixture(scope="module")
 def workers():
-    with Workers(2) as pool:
+    with Processes(2) as pool:
         yield pool
 
 
 def go_on(workers, directory):
     """Do what is unfinished; return the events, and what failed."""
     sweep = open_sweep(directory)
-    runs = by_problem(unfinished(sweep, directory))
+    batch = Batch(sweep.runs, directory)
     events = []
-    minima = prepare(workers, runs, None, lambda event, total: None)
-    failures = run_all(workers, runs, minima, directory, None, events.append)
-    rows = collect(sweep, directory, failures)
+    minima = prepare(workers, [job.config for job in batch.left], None)
+    carry_out(
+        batch,
+        lambda job: train(job.config, minima, directory / job.name, None),
+        workers,
+        lambda job, event: events.append(event),
+    )
+    rows = collect(sweep, directory, batch.failures)
     write_results(directory, rows)
-    return runs, events, failures
+    return batch.left, events, batch.failures
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +77,8 @@ def finished(workers, tmp_path_factory):
 
 
 def contents(directory):
-    """Return every file's bytes but the checkpoints', which hold the time of writing."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != CHECKPOINT)
+    """Return every file's bytes."""
+    files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
@@ -143,7 +149,7 @@ def test_a_bad_grid_is_refused_in_one_line(document, message):
 def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
-    assert unfinished(sweep, finished) == []
+    assert unfinished(sweep.runs, finished) == []
     for run in sweep.runs[::3]:
         directory = finished / run.name
         assert {path.name for path in directory.iterdir()} == FILES
@@ -162,7 +168,7 @@ def test_the_summaries_hold_a_row_per_run(finished):
     assert [row["name"] for row in runs] == [row["name"] for row in table]
     assert len(runs) == 8
     for row, flat in zip(runs, table, strict=True):
-        own = json.loads((finished / row["name"] / SUMMARY).read_text())
+        own = read_summary(finished / row["name"])
         assert {key: row[key] for key in own} == own
         assert row["settings"].keys() == {"recipe", "partition", "seed", "dropout"}
         assert float(flat["dropout"]) == row["settings"]["dropout"]
@@ -214,7 +220,7 @@ def test_another_grid_is_refused(finished, tmp_path):
     shutil.copytree(finished, edited)
     (edited / GRID).write_text(TEXT.replace("rounds = 12", "rounds = 15"))
     with pytest.raises(ConfigError, match=r"with rounds 15: the run has rounds 12"):
-        unfinished(open_sweep(edited), edited)
+        unfinished(open_sweep(edited).runs, edited)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +233,7 @@ def test_another_grid_is_refused(finished, tmp_path):
 def test_a_run_that_cannot_start_stops_all_before_the_first(workers, settings, kind, message):
     sweep = expand({"partition": "label", **settings, "grid": {"recipe": ["gd", "lean"]}})
     with pytest.raises(kind, match=message):
-        prepare(workers, sweep.runs, None, lambda event, total: None)
+        prepare(workers, [run.config for run in sweep.runs], None)
 
 
 PLUGIN = """
@@ -289,12 +295,10 @@ def test_failures_cost_only_themselves(workers, tmp_path):
 
 
 def test_workers_compute_with_one_thread(workers):
-    events = []
-    workers.run([_threads], events.append)
-    assert [event.value for event in events if isinstance(event, Done)] == [("1", "1")]
+    assert run_tasks([_threads], workers) == [("1", "1")]
     with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
-        Workers(0)
+        Processes(0)
 
 
-def _threads(report):
+def _threads(contact):
     return os.environ["OMP_NUM_THREADS"], os.environ["NUMBA_NUM_THREADS"]

@@ -19,7 +19,7 @@ from aqg.cli.reproduce import reproduce
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.theory import theory
 from aqg.errors import AqgError
-from aqg.runs.loop import Interrupted
+from aqg.runs.executor import Interrupted
 
 app = typer.Typer(
     name="aqg",

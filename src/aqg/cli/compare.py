@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aqg.compare.tasks import Target, Task
     from aqg.compare.trial import Trial
     from aqg.errors import AqgError
-    from aqg.runs.processes import Workers
+    from aqg.runs.processes import Processes
 
 
 _OWN = "A task of your own"
@@ -198,7 +198,7 @@ def compare(
     from aqg.errors import ConfigError
     from aqg.runs.config import parse_assignment
     from aqg.runs.directory import output_directory
-    from aqg.runs.processes import Workers, default_jobs
+    from aqg.runs.processes import Processes, default_jobs
     from aqg.sim.backends import check_device
 
     console = Console(stderr=as_json)
@@ -214,7 +214,7 @@ def compare(
     own = _Own(named, goal, data_dir, allow_code)
     check_device(device)
     settings = read_tuned(tuned)
-    workers = Workers(default_jobs() if jobs is None else jobs)
+    workers = Processes(default_jobs() if jobs is None else jobs)
 
     def carry_out(work: _Work) -> int:
         failures = _run(console, work, workers, settings, device, data_dir)
@@ -280,7 +280,7 @@ def _go_on(
 def _run(
     console: Console,
     work: _Work,
-    workers: Workers,
+    workers: Processes,
     tuned: Tuned,
     device: str,
     data_dir: Path | None,
@@ -292,7 +292,7 @@ def _run(
     from aqg.compare.plan import create_comparison, write_comparison
     from aqg.compare.schedule import Schedule, prepare, run_comparison
     from aqg.compare.work import RunTrial
-    from aqg.runs.loop import Interrupted
+    from aqg.runs.executor import Interrupted
 
     part, directory = work.part, work.directory
     ledger = Ledger(directory)

@@ -37,7 +37,7 @@ def format_bytes(count: int) -> str:
 @contextmanager
 def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
-) -> Iterator[Callable[[str], loop.Watcher]]:
+) -> Iterator[Callable[[str], Callable[[loop.Progress], None]]]:
     """Show one bar per run; yields a function that gives the watcher of a run by name."""
     with Progress(
         TextColumn("{task.description}", style="bold"),
@@ -57,7 +57,7 @@ def progress_bars(
             for name in names
         }
 
-        def watcher(name: str) -> loop.Watcher:
+        def watcher(name: str) -> Callable[[loop.Progress], None]:
             task = tasks[name]
             bars.start_task(task)
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from aqg.reproduce.cells import Table
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import PlannedRun
-    from aqg.reproduce.rounding import PerturbedRun
-    from aqg.runs.sweep import SweepRun
 
 
 def reproduce(
@@ -74,7 +72,7 @@ def reproduce(
     from aqg.reproduce.execute import keep_results
     from aqg.reproduce.merge import keep_beside, missing_from
     from aqg.reproduce.outcomes import read_results
-    from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
+    from aqg.reproduce.plan import FULL, QUICK, make_plan, parse_sections
 
     console = Console()
     if saved is not None:
@@ -92,10 +90,9 @@ def reproduce(
     scale = QUICK if quick else FULL
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), sections)
-    perturbed = make_perturbed(scale, data_dir, sections)
     if missing is not None:
-        plan, perturbed = missing_from(missing, plan, perturbed)
-    failures = run_plan(console, plan, directory, jobs, data_dir, perturbed)
+        plan = missing_from(missing, plan)
+    failures = run_plan(console, plan, directory, jobs, data_dir)
     results = keep_results(plan, scale, directory)
     show_results(console, results)
     console.print(f"Tables, pictures and data: {directory}", highlight=False, soft_wrap=True)
@@ -116,67 +113,60 @@ def run_plan(
     directory: Path,
     jobs: int | None,
     data_dir: Path | None,
-    perturbed: tuple[PerturbedRun, ...] = (),
 ) -> int:
     """Do what is unfinished; return how many runs failed."""
     from aqg.cli.sweep_display import Overview
-    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, find_minima, still_to_do
-    from aqg.reproduce.rounding import left_to_do, run_perturbed
-    from aqg.runs import loop
-    from aqg.runs.processes import Workers, default_jobs
-    from aqg.runs.sweep import read_summary
-    from aqg.runs.tasks import by_problem, run_all
+    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices
+    from aqg.runs.directory import read_summary
+    from aqg.runs.executor import Interrupted, carry_out
+    from aqg.runs.files import locked
+    from aqg.runs.plan import Batch
+    from aqg.runs.processes import Processes, default_jobs
+    from aqg.runs.tasks import prepare, train
 
     plan = adopt_devices(plan, directory)
-    left: list[SweepRun] = by_problem(still_to_do(plan, directory))
-    workers = Workers(default_jobs() if jobs is None else jobs)
+    runs = directory / RUN_DIRECTORY
+    batch = Batch((planned.run for planned in plan), runs)
+    place = Processes(default_jobs() if jobs is None else jobs)
+    num_before = len(plan) - len(batch.left)
     console.print(
-        f"{len(plan)} runs, {len(plan) - len(left)} finished before, "
-        f"{workers.jobs} at a time, in {directory}",
+        f"{len(plan)} runs, {num_before} finished before, {place.jobs} at a time, in {directory}",
         highlight=False,
         soft_wrap=True,
     )
-    tasks = left_to_do(perturbed, directory)
-    if perturbed:
-        console.print(
-            f"{len(perturbed)} runs on data changed in the last bit, "
-            f"{len(perturbed) - len(tasks)} finished before",
-            highlight=False,
-        )
-    if not left and not tasks:
+    if not batch.left:
         return 0
-    waiting = {run.name for run in left}
-    runs = directory / RUN_DIRECTORY
+    left = {job.name for job in batch.left}
     try:
-        with workers:
+        with place:
             text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
             with console.status(text):
-                minima = find_minima(workers, left, data_dir) if left else {}
+                minima = prepare(place, [job.config for job in batch.left], data_dir)
             runs.mkdir(parents=True, exist_ok=True)
             spent = sum(
-                read_summary(runs / planned.run.name)["upload_bytes"]
+                (read_summary(runs / planned.run.name) or {})["upload_bytes"]
                 for planned in plan
-                if planned.run.name not in waiting
+                if planned.run.name not in left
             )
-            failures = {}
-            if left:
-                with Overview(console, left, len(plan), spent) as overview:
-                    failures = run_all(workers, left, minima, runs, data_dir, overview.show)
-            if tasks:
-                with console.status("Logistic runs on data changed in the last bit ..."):
-                    failures |= run_perturbed(workers, tasks, directory)
-    except loop.Interrupted:
-        raise loop.Interrupted(
-            f"stopped with {len(plan) - len(still_to_do(plan, directory))} of {len(plan)} runs "
-            "finished; everything is saved, and the same command goes on"
+            with locked(runs), Overview(console, batch, len(plan), spent) as overview:
+                carry_out(
+                    batch,
+                    lambda job: train(job.config, minima, runs / job.name, data_dir),
+                    place,
+                    overview.show,
+                )
+    except Interrupted:
+        raise Interrupted(
+            f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
+            "everything is saved, and the same command goes on"
         ) from None
-    if failures:
+    if batch.failures:
         print(
-            f"aqg: error: {len(failures)} of {len(plan) + len(perturbed)} runs failed: "
-            f"{', '.join(failures)}; the same command tries them again",
+            f"aqg: error: {len(batch.failures)} of {len(plan)} runs failed: "
+            f"{', '.join(batch.failures)}; the same command tries them again",
             file=sys.stderr,
         )
-    return len(failures)
+    return len(batch.failures)
 
 
 def show_results(console: Console, results: Results) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,11 @@ from aqg.runs.directory import (
     SUMMARY,
     create_directory,
     output_directory,
-    write_atomically,
 )
+from aqg.runs.executor import Interrupted, Reported, run_tasks
 from aqg.runs.figure import draw_comparison
+from aqg.runs.files import locked, write_atomically
+from aqg.runs.processes import ThisProcess
 from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
@@ -37,6 +39,9 @@ from aqg.weights import BEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from aqg.runs.executor import Contact, Event
+    from aqg.sim.problem import Problem
 
 FIGURE = "comparison.png"
 CLIENTS = "clients.txt"
@@ -65,6 +70,28 @@ class _Plan:
     is_batch: bool
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One of the runs, as a task."""
+
+    config: RunConfig
+    problem: Problem
+    minimum: float | None
+    directory: Path
+
+    def __call__(self, contact: Contact) -> loop.Result:
+        try:
+            return loop.run(self.config, self.problem, self.minimum, self.directory, contact)
+        except (AqgError, Interrupted):
+            raise
+        except Exception as error:  # of the user's own model, as far as we know
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(
+                f"{self.config.recipe} on {self.config.title} failed: {text}; what it did so far "
+                f"is in {self.directory}"
+            ) from error
+
+
 def run_command(options: RunOptions) -> None:
     """Run the recipes one after the other, then show and save the comparison."""
     with _planned(options) as plan:
@@ -85,25 +112,22 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
-    results = []
     names = [run_config.recipe for run_config, _ in plan.runs]
-    with progress_bars(console, names, config.rounds) as watcher:
-        for run_config, directory in plan.runs:
-            watch = watcher(run_config.recipe)
-            try:
-                results.append(loop.run(run_config, problem, minimum, directory, watch))
-            except loop.Interrupted:
-                raise loop.Interrupted(
-                    f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
-                ) from None
-            except AqgError:
-                raise
-            except Exception as error:  # of the user's own model, as far as we know
-                text = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RunError(
-                    f"{run_config.recipe} on {run_config.title} failed: {text}; what it did so "
-                    f"far is in {directory}"
-                ) from error
+    tasks = [_Run(run_config, problem, minimum, place) for run_config, place in plan.runs]
+    # A single run's directory is locked by the run itself.
+    lock = locked(plan.directory) if plan.is_batch else nullcontext()
+    with lock, progress_bars(console, names, config.rounds) as watcher:
+
+        def show(event: Event) -> None:
+            if isinstance(event, Reported):
+                watcher(names[event.index])(event.value)
+
+        try:
+            results = run_tasks(tasks, ThisProcess(), show)
+        except Interrupted:
+            raise Interrupted(
+                f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
+            ) from None
 
     summaries = [result.summary for result in results]
     write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))

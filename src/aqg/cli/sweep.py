@@ -12,30 +12,27 @@ from rich.console import Console
 
 from aqg.cli.sweep_display import Overview, sweep_table
 from aqg.errors import ConfigError
-from aqg.runs import loop
 from aqg.runs.config import located, read_settings, refuse_unnamed_code
-from aqg.runs.directory import output_directory
-from aqg.runs.processes import Done, Event, Workers, default_jobs
+from aqg.runs.directory import output_directory, read_summary
+from aqg.runs.executor import Interrupted, carry_out
+from aqg.runs.files import locked
+from aqg.runs.plan import Batch, unfinished
+from aqg.runs.processes import Processes, default_jobs
 from aqg.runs.sweep import (
     GRID,
     TABLE,
     Sweep,
-    SweepRun,
     collect,
     create_sweep,
     expand,
     open_sweep,
-    read_summary,
-    unfinished,
     write_results,
 )
-from aqg.runs.tasks import by_problem, prepare, run_all
+from aqg.runs.tasks import prepare, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-
-    from aqg.errors import AqgError
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,12 @@ def sweep_command(options: SweepOptions) -> int:
 
 def _carry_out(plan: _Plan, options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
-    workers = Workers(default_jobs() if options.jobs is None else options.jobs)
-    runs = by_problem(unfinished(plan.sweep, plan.directory))
-    console.print(_announce(plan, len(runs), workers.jobs), highlight=False, soft_wrap=True)
-    failures = _run(console, plan, runs, workers, options.data_dir) if runs else {}
+    place = Processes(default_jobs() if options.jobs is None else options.jobs)
+    batch = Batch(plan.sweep.runs, plan.directory)
+    console.print(_announce(plan, len(batch.left), place.jobs), highlight=False, soft_wrap=True)
+    if batch.left:
+        _run(console, plan, batch, place, options.data_dir)
+    failures = batch.failures
 
     rows = collect(plan.sweep, plan.directory, failures)
     write_results(plan.directory, rows)
@@ -159,51 +158,47 @@ def _announce(plan: _Plan, num_left: int, jobs: int) -> str:
 
 
 def _run(
-    console: Console,
-    plan: _Plan,
-    runs: list[SweepRun],
-    workers: Workers,
-    data_dir: Path | None,
-) -> dict[str, AqgError]:
+    console: Console, plan: _Plan, batch: Batch, place: Processes, data_dir: Path | None
+) -> None:
     directory = plan.directory
     try:
-        with workers:
+        with place:
             with _preparation(console) as show:
-                minima = prepare(workers, runs, data_dir, show)
+                minima = prepare(place, [job.config for job in batch.left], data_dir, show)
             if plan.grid_file is not None:
                 create_sweep(directory, plan.grid_file)
-            left = {run.name for run in runs}
+            left = {job.name for job in batch.left}
             bytes_before = sum(
-                read_summary(directory / run.name)["upload_bytes"]
+                (read_summary(directory / run.name) or {})["upload_bytes"]
                 for run in plan.sweep.runs
                 if run.name not in left
             )
-            with Overview(console, runs, len(plan.sweep.runs), bytes_before) as overview:
-                return run_all(workers, runs, minima, directory, data_dir, overview.show)
-    except loop.Interrupted:
-        raise loop.Interrupted(_how_to_go_on(plan)) from None
+            with (
+                locked(directory),
+                Overview(console, batch, len(plan.sweep.runs), bytes_before) as overview,
+            ):
+                carry_out(
+                    batch,
+                    lambda job: train(job.config, minima, directory / job.name, data_dir),
+                    place,
+                    overview.show,
+                )
+    except Interrupted:
+        raise Interrupted(_how_to_go_on(plan)) from None
 
 
 @contextmanager
-def _preparation(console: Console) -> Iterator[Callable[[Event, int], None]]:
+def _preparation(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show how far the preparations are."""
     text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
-    num_done = 0
     with console.status(text) as status:
-
-        def show(event: Event, num_tasks: int) -> None:
-            nonlocal num_done
-            if isinstance(event, Done):
-                num_done += 1
-                status.update(f"{text} {num_done} of {num_tasks}")
-
-        yield show
+        yield lambda done, total: status.update(f"{text} {done} of {total}")
 
 
 def _how_to_go_on(plan: _Plan) -> str:
     if not (plan.directory / GRID).exists():
         return "stopped before the first run; nothing was written"
-    num_left = len(unfinished(plan.sweep, plan.directory))
+    num_left = len(unfinished(plan.sweep.runs, plan.directory))
     total = len(plan.sweep.runs)
     return (
         f"stopped with {total - num_left} of {total} runs finished; everything is saved. "

@@ -13,7 +13,7 @@ from rich.table import Column
 from aqg.cli.display import format_bytes, measured, metric_title
 from aqg.cli.live import LiveDisplay, plain_table
 from aqg.runs.directory import read_metrics
-from aqg.runs.processes import Done, Event, Failed, Reported, Started, Stopping
+from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,26 +23,31 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aqg.objectives.metrics import Metric
-    from aqg.runs.sweep import SweepRun
+    from aqg.runs.plan import Batch, Job
 
     Row = Mapping[str, Any]
 
 
 class Overview(LiveDisplay):
-    """Shows what happens to ``runs``, the part of a sweep of ``total`` that was left to do.
+    """Shows what happens to the jobs of a plan.
 
-    On a terminal: one bar for the sweep, and a line per run under way. Elsewhere: a line per run
-    that has ended.
+    On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
+    ended.
+
+    Args:
+        console: where to draw.
+        plan: says how many jobs are left.
+        total: how many there are in all, those that were finished before among them.
+        bytes_before: what these uploaded.
+
     """
 
-    def __init__(
-        self, console: Console, runs: Sequence[SweepRun], total: int, bytes_before: int
-    ) -> None:
-        self._runs = runs
+    def __init__(self, console: Console, plan: Batch, total: int, bytes_before: int) -> None:
         self._total = total
-        self._num_ended = total - len(runs)
+        self._num_ended = total - plan.most_left()
         self._bytes_before = bytes_before
         self._bytes: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
         self._sweep_bar = Progress(
             TextColumn("{task.description}", style="bold"),
@@ -66,13 +71,13 @@ class Overview(LiveDisplay):
         )
         super().__init__(console, Live(Group(self._sweep_bar, self._run_lines), console=console))
 
-    def show(self, event: Event) -> None:
+    def show(self, job: Job | None, event: Event) -> None:
         """Bring the picture up to date."""
         match event:
-            case Started(index):
-                config = self._runs[index].config
+            case Started(index) if job is not None:
+                self._names[index] = job.name
                 self._lines[index] = self._run_lines.add_task(
-                    self._runs[index].name, total=config.rounds, loss="-", size="-"
+                    job.name, total=job.config.rounds, loss="-", size="-"
                 )
             case Reported(index, progress):
                 loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
@@ -99,7 +104,7 @@ class Overview(LiveDisplay):
         self._sweep_bar.update(self._sweep, completed=self._num_ended)
         self._run_lines.remove_task(self._lines.pop(index))
         if failed or not self._console.is_terminal:
-            self._say(f"[{self._num_ended}/{self._total}] {self._runs[index].name}: {result}")
+            self._say(f"[{self._num_ended}/{self._total}] {self._names[index]}: {result}")
 
 
 def _in_one_line(summary: Row) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aqg.compare.search import SEARCH_SEED
 from aqg.compare.trial import CEILING, Limits, Outcome
 from aqg.errors import RunError
-from aqg.runs.directory import write_atomically
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Collection

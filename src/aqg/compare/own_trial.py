@@ -14,7 +14,8 @@ from urllib.parse import quote
 
 from aqg.compare.own import trial_config
 from aqg.compare.trial import Limits, Meter, follow
-from aqg.runs.directory import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines
+from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run, slug
 from aqg.runs.setup import make_simulation
 from aqg.runs.summary import summarize

@@ -10,7 +10,8 @@ from aqg.compare.own import from_row, to_row
 from aqg.compare.search import applies, parse_recipes
 from aqg.compare.tasks import Task, in_order, parse_tasks, select_tasks
 from aqg.errors import ConfigError, RunError
-from aqg.runs.directory import create_directory, write_atomically
+from aqg.runs.directory import create_directory
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -28,7 +28,7 @@ from aqg.compare.plan import open_comparison
 from aqg.compare.search import TUNED, collect_tuned, write_tuned
 from aqg.compare.table import Cell, as_tables, make_cells, settings_table
 from aqg.reproduce.markdown import refresh, to_markdown
-from aqg.runs.directory import write_atomically
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from aqg.compare.plan import Comparison

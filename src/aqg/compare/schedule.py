@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from aqg.compare.pending import Finished, pending_trials
 from aqg.compare.work import Prepare, RunTrial, compile_kernels
-from aqg.runs.processes import Done, Failed
+from aqg.errors import AqgError
+from aqg.runs.executor import carry_out, run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from aqg.compare.search import Tuned
     from aqg.compare.tasks import Task
     from aqg.compare.trial import Outcome, Trial
-    from aqg.errors import AqgError
-    from aqg.runs.processes import Event, Workers
+    from aqg.runs.executor import Place
 
     Handle = Callable[[Outcome | AqgError, Trial, int], None]
 
@@ -91,8 +91,24 @@ class Schedule:
         return sum((t.recipe, t.task) == (recipe, task.name) for t in self._under_way)
 
 
+class _Asked:
+    """The schedule as a plan for the executor."""
+
+    def __init__(self, schedule: Schedule, handle: Handle) -> None:
+        self._schedule = schedule
+        self._handle = handle
+        self.next = schedule.next_trial
+
+    def take(self, job: Trial, result: Outcome | AqgError) -> None:
+        self._schedule.end(job, result if isinstance(result, AqgError) else None)
+        self._handle(result, job, self._schedule.most_left())
+
+    def note(self, job: Trial) -> None:
+        """Say nothing: trials read the ledger."""
+
+
 def run_comparison(
-    workers: Workers,
+    place: Place,
     schedule: Schedule,
     run: Callable[[Trial], RunTrial],
     handle: Handle,
@@ -105,37 +121,14 @@ def run_comparison(
         Interrupted: on Ctrl-C; finished trials are saved, those under way are not.
 
     """
-    handed_out: list[Trial] = []
-
-    def next_task() -> RunTrial | None:
-        trial = schedule.next_trial()
-        if trial is None:
-            return None
-        handed_out.append(trial)
-        return run(trial)
-
-    def take(event: Event) -> None:
-        match event:
-            case Failed(index, error):
-                schedule.end(handed_out[index], error)
-                handle(error, handed_out[index], schedule.most_left())
-            case Done(index, outcome):
-                schedule.end(handed_out[index])
-                handle(outcome, handed_out[index], schedule.most_left())
-
-    workers.serve(next_task, take)
+    carry_out(_Asked(schedule, handle), run, place, lambda *_: None)
     return schedule.failures
 
 
-def prepare(workers: Workers, comparison: Comparison, data_dir: Path | None) -> None:
+def prepare(place: Place, comparison: Comparison, data_dir: Path | None) -> None:
     """Compile the kernels, make sure of all data, and find every minimum before it is needed."""
-
-    def take(event: Event) -> None:
-        if isinstance(event, Failed):
-            raise event.error
-
-    workers.run([compile_kernels], take)
-    workers.run([Prepare(task, 0, data_dir) for task in comparison.tasks], take)
+    run_tasks([compile_kernels], place)
+    run_tasks([Prepare(task, 0, data_dir) for task in comparison.tasks], place)
     # Only now: seeds may share a minimum, which is cached once the first one has it.
     others = [
         Prepare(task, seed, data_dir)
@@ -143,4 +136,4 @@ def prepare(workers: Workers, comparison: Comparison, data_dir: Path | None) -> 
         if task.target.kind == "residual"
         for seed in range(1, comparison.seeds)
     ]
-    workers.run(others, take)
+    run_tasks(others, place)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from aqg.compare.tasks import Task
     from aqg.compare.trial import Outcome, Trial
-    from aqg.runs.processes import Report
+    from aqg.runs.executor import Contact
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def compile_kernels(report: Report) -> None:  # noqa: ARG001
+def compile_kernels(contact: Contact) -> None:  # noqa: ARG001
     """Compile what all trials use, so that they find it on disk."""
     warm_up()
 
@@ -37,7 +37,7 @@ class Prepare:
     seed: int
     data_dir: Path | None
 
-    def __call__(self, report: Report) -> None:  # noqa: ARG002
+    def __call__(self, contact: Contact) -> None:  # noqa: ARG002
         """Leave the minimum in the cache."""
         workshop = _workshop(self.data_dir)
         problem = workshop.problem(self.task, self.seed)
@@ -61,7 +61,7 @@ class RunTrial:
     data_dir: Path | None
     is_search: bool
 
-    def __call__(self, report: Report) -> Outcome:  # noqa: ARG002
+    def __call__(self, contact: Contact) -> Outcome:  # noqa: ARG002
         """Return the outcome as well."""
         workshop = _workshop(self.data_dir)
         ledger = Ledger(self.directory)

@@ -24,7 +24,7 @@ from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.errors import RunError
 from aqg.flower.messages import Stamp
 from aqg.flower.protocol import ClientMirror, Snapshot
-from aqg.runs.directory import write_atomically
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from aqg.report.groups import compare
 from aqg.report.page import make_page
 from aqg.report.results import curves_csv, summary_csv
 from aqg.report.runs import read_runs
-from aqg.runs.directory import write_atomically
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

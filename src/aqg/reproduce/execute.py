@@ -13,15 +13,12 @@ import numpy as np
 from aqg import __version__
 from aqg.reproduce.figures import all_figures
 from aqg.reproduce.markdown import to_markdown
-from aqg.reproduce.outcomes import collect, loss_key, write_results
+from aqg.reproduce.outcomes import ROUNDING_SECTION, collect, write_results
 from aqg.reproduce.plan import PlannedRun
-from aqg.reproduce.rounding import read_journal
 from aqg.reproduce.tables import all_tables
-from aqg.runs.config import read_settings, resolve
-from aqg.runs.directory import CONFIG, write_atomically
-from aqg.runs.setup import minimum_key
-from aqg.runs.sweep import Sweep, SweepRun, unfinished
-from aqg.runs.tasks import prepare
+from aqg.runs.directory import CONFIG, read_config
+from aqg.runs.files import write_atomically
+from aqg.runs.plan import Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
 
     from aqg.reproduce.outcomes import Outcome, Results
     from aqg.reproduce.plan import Scale
-    from aqg.runs.processes import Workers
 
 RUN_DIRECTORY = "runs"
 FIGURE_DIRECTORY = "figures"
@@ -41,41 +37,18 @@ def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedR
     return tuple(PlannedRun(planned.section, _adopt(planned.run, directory)) for planned in plan)
 
 
-def _adopt(run: SweepRun, directory: Path) -> SweepRun:
-    stored = directory / RUN_DIRECTORY / run.name / CONFIG
-    if not stored.exists():
+def _adopt(run: Job, directory: Path) -> Job:
+    place = directory / RUN_DIRECTORY / run.name
+    if not (place / CONFIG).exists():
         return run
-    (config,) = resolve(read_settings(stored))
-    return SweepRun(run.name, replace(run.config, device=config.device))
-
-
-def still_to_do(plan: Sequence[PlannedRun], directory: Path) -> list[SweepRun]:
-    """Return the runs without results; those begun with other settings raise `ConfigError`."""
-    sweep = Sweep((), tuple(planned.run for planned in plan))
-    return unfinished(sweep, directory / RUN_DIRECTORY)
-
-
-def find_minima(
-    workers: Workers, runs: Sequence[SweepRun], data_dir: Path | None
-) -> dict[tuple[tuple[str, Any], ...], float | None]:
-    """Check that the runs can start, and find each distinct minimum ``f*`` once."""
-    first: dict[str, SweepRun] = {}
-    for run in runs:
-        first.setdefault(f"{loss_key(run.config)} {run.config.device}", run)
-    found = prepare(workers, list(first.values()), data_dir, lambda *_: None)
-    by_loss = {
-        loss_key(run.config): found[tuple(minimum_key(run.config).items())]
-        for run in first.values()
-    }
-    return {tuple(minimum_key(run.config).items()): by_loss[loss_key(run.config)] for run in runs}
+    return Job(run.name, replace(run.config, device=read_config(place).get("device", "cpu")))
 
 
 def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
     """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
-    about = {**results.about, **count_runs(plan, results.outcomes)}
-    results = replace(results, about=about, perturbed=tuple(read_journal(directory)))
+    results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
     write_results(directory, results)
     write_views(directory, results)
     return results
@@ -83,7 +56,7 @@ def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> R
 
 def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return how many runs of each section are finished, of how many, and what made them."""
-    planned = Counter(one.section for one in plan)
+    planned = Counter(one.section for one in plan if one.section != ROUNDING_SECTION)
     finished = Counter(outcome.section for outcome in outcomes)
     return {
         "finished": {section: [finished[section], planned[section]] for section in planned},

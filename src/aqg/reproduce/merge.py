@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from aqg.errors import RunError
 from aqg.reproduce.execute import count_runs
-from aqg.reproduce.outcomes import read_results, write_results
+from aqg.reproduce.outcomes import ROUNDING_SECTION, read_results, write_results
 from aqg.reproduce.plan import Scale, make_plan
+from aqg.reproduce.rounding import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import PlannedRun
-    from aqg.reproduce.rounding import PerturbedRun
 
 
-def missing_from(
-    directory: Path, plan: Sequence[PlannedRun], perturbed: Sequence[PerturbedRun]
-) -> tuple[tuple[PlannedRun, ...], tuple[PerturbedRun, ...]]:
+def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
     """Return what of a plan the results in ``directory`` do not have."""
     results = read_results(directory)
     names = {outcome.name for outcome in results.outcomes}
     keys = {one.key for one in results.perturbed}
-    return (
-        tuple(planned for planned in plan if planned.run.name not in names),
-        tuple(task for task in perturbed if task.key not in keys),
-    )
+
+    def is_here(planned: PlannedRun) -> bool:
+        if planned.section == ROUNDING_SECTION:
+            return key_of(planned.run.config) in keys
+        return planned.run.name in names
+
+    return tuple(planned for planned in plan if not is_here(planned))
 
 
 def keep_beside(directory: Path, other: Path) -> None:
@@ -59,7 +60,8 @@ def _with_missing(here: Results, there: Results) -> Results:
 
     Logistic runs are never mixed: their counts depend on the machine.
     """
-    plan = make_plan(Scale(**{field.name: here.about[field.name] for field in fields(Scale)}))
+    scale = Scale(**{field.name: here.about[field.name] for field in fields(Scale)})
+    plan = [one for one in make_plan(scale) if one.section != ROUNDING_SECTION]
     new = {o.name: o for o in there.outcomes}
     if here.select(section="logistic"):
         new = {name: o for name, o in new.items() if o.section != "logistic"}

@@ -19,23 +19,23 @@ import numpy as np
 
 from aqg.errors import RunError
 from aqg.reproduce.rounding import PERTURBED, Perturbed
-from aqg.runs.directory import SUMMARY, read_lines, write_atomically
+from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
 from aqg.runs.summary import Cost, Trace, has_diverged
-from aqg.runs.sweep import read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from aqg.reproduce.plan import PlannedRun
-    from aqg.runs.config import RunConfig
 
 RUNS = "runs.csv"
 CURVES = "curves.csv"
 META = "about.json"
 OTHER_MACHINES = "other-machines"
-MNIST_SAMPLES = 60_000
+ROUNDING_SECTION = "rounding"
+"""Of runs whose data differ in the last bit."""
 RESIDUALS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 CONVERGED = 1e-6
 CURVE_POINTS = 48
@@ -150,40 +150,28 @@ class Results:
         ]
 
 
-def loss_key(config: RunConfig) -> str:
-    """Return what tells losses, and so their minima, apart.
-
-    Dealt out evenly, samples make the same mean loss in whatever order they are dealt.
-
-    >>> from aqg.runs.config import resolve
-    >>> first, second = (resolve({"dataset": "mnist", "partition": "iid", "seed": seed})[0]
-    ...                  for seed in (0, 1))
-    >>> loss_key(first) == loss_key(second)
-    True
-    """
-    key = minimum_key(config)
-    is_even = config.dataset == "mnist" and MNIST_SAMPLES % config.clients == 0
-    if is_even and config.partition == "iid" and config.scaling == "mean":
-        key["seed"] = 0
-    return json.dumps(key)
-
-
 def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
     """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
-    finished = [p for p in plan if (directory / p.run.name / SUMMARY).exists()]
-    summaries = {p.run.name: read_summary(directory / p.run.name) for p in finished}
+    found = {p.run.name: read_summary(directory / p.run.name) for p in plan}
+    summaries = {name: summary for name, summary in found.items() if summary is not None}
+    finished = [p for p in plan if p.run.name in summaries]
     minima: dict[str, float] = {}
     for planned in finished:
         summary = summaries[planned.run.name]
         if summary["residual"] is not None:
-            minima[loss_key(planned.run.config)] = summary["final_loss"] - summary["residual"]
-    outcomes, curves = [], {}
+            minima[_loss_key(planned)] = summary["final_loss"] - summary["residual"]
+    outcomes, curves, perturbed = [], {}, []
     for planned in finished:
+        if planned.section == ROUNDING_SECTION:
+            lines = read_lines(directory / planned.run.name)
+            row = Perturbed.of(planned.run.config, lines, summaries[planned.run.name])
+            perturbed.append(row)
+            continue
         config, name = planned.run.config, planned.run.name
         summary = summaries[name]
         final = np.inf if summary["final_loss"] is None else summary["final_loss"]
         trace = Trace.of(read_lines(directory / name), final)
-        minimum = minima.get(loss_key(config))
+        minimum = minima.get(_loss_key(planned))
         outcomes.append(
             Outcome(
                 name=name,
@@ -211,7 +199,13 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
     for outcome in kept:
         if outcome.section == "logistic" and (outcome.scaling, outcome.alpha) != shown:
             del curves[outcome.name]
-    return Results(kept, curves, {**about, "versions": _versions(finished, summaries)})
+    about = {**about, "versions": _versions(finished, summaries)}
+    return Results(kept, curves, about, perturbed=tuple(perturbed))
+
+
+def _loss_key(planned: PlannedRun) -> str:
+    """Return what tells losses, and so their minima, apart."""
+    return json.dumps(minimum_key(planned.run.config))
 
 
 def _versions(
@@ -220,6 +214,8 @@ def _versions(
     """Return the versions that made the runs of each section on each kind of processor."""
     found: dict[str, dict[str, set[str]]] = {}
     for planned in finished:
+        if planned.section == ROUNDING_SECTION:
+            continue
         versions = dict(summaries[planned.run.name].get("versions", {}))
         place = found.setdefault(f"{planned.section}: {versions.pop('machine', '')}", {})
         for name, version in versions.items():

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError
-from aqg.reproduce.rounding import PerturbedRun
 from aqg.runs.config import resolve
-from aqg.runs.sweep import SweepRun
+from aqg.runs.plan import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 SECTIONS = ("logistic", "rounding", "softmax", "dropouts", "network")
 CHOICES = {
@@ -141,7 +139,7 @@ class PlannedRun:
     """A run and the section of the results that it belongs to."""
 
     section: str
-    run: SweepRun
+    run: Job
 
 
 def parse_sections(text: str | None) -> tuple[str, ...]:
@@ -172,6 +170,7 @@ def make_plan(
         "network": _network(scale, device),
         "dropouts": _dropouts(scale, device),
         "logistic": _logistic(scale, scale.logistic_seeds, scale.readings),
+        "rounding": _rounding(scale),
     }
     runs = [
         _planned(section, settings)
@@ -182,28 +181,17 @@ def make_plan(
     return tuple(runs)
 
 
-def make_perturbed(
-    scale: Scale, data_dir: Path | None, sections: Sequence[str] = SECTIONS
-) -> tuple[PerturbedRun, ...]:
-    """Return the logistic runs on perturbed data, and for each the one on the data itself."""
-    if "rounding" not in sections:
-        return ()
-    return tuple(
-        PerturbedRun(_planned("logistic", settings).run.config, draw, data_dir)
-        for settings in _logistic(scale, 1, (("sum", alpha) for alpha in scale.perturbed_alphas))
-        if settings["recipe"] in PERTURBED_RECIPES
-        for draw in range(scale.perturbations + 1)
-    )
-
-
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
     (config,) = resolve(settings)
     name = f"{section}_{config.partition.replace(':', '-')}"
-    if section == "logistic":
+    if section in ("logistic", "rounding"):
         name += f"_{config.scaling}-{config.alpha:g}"
     if section == "dropouts":
         name += f"_p{config.dropout:g}"
-    return PlannedRun(section, SweepRun(f"{name}_{config.recipe}_seed{config.seed}", config))
+    name += f"_{config.recipe}_seed{config.seed}"
+    if section == "rounding":
+        name += f"_draw{config.perturbation}"
+    return PlannedRun(section, Job(name, config))
 
 
 def _logistic(
@@ -223,6 +211,14 @@ def _logistic(
                         "alpha": alpha,
                         "rounds": scale.logistic_rounds,
                     }
+
+
+def _rounding(scale: Scale) -> Iterator[dict[str, Any]]:
+    """Yield the logistic runs on perturbed data, and for each the one on the data itself."""
+    for settings in _logistic(scale, 1, (("sum", alpha) for alpha in scale.perturbed_alphas)):
+        if settings["recipe"] in PERTURBED_RECIPES:
+            for draw in range(scale.perturbations + 1):
+                yield {**settings, "perturbation": draw}
 
 
 def _softmax(scale: Scale, device: str) -> Iterator[dict[str, Any]]:

@@ -84,6 +84,7 @@ class RunConfig:
     problem: str | None = None
     init: str | None = None
     files: tuple[tuple[str, str], ...] = ()
+    perturbation: int = 0
 
     def __post_init__(self) -> None:
         if self.problem is None and not is_dataset_file(self.dataset):
@@ -99,6 +100,7 @@ class RunConfig:
         _require("l2", self.l2, math.isfinite(self.l2) and self.l2 >= 0, "at least 0")
         _require("dropout", self.dropout, 0 <= self.dropout < 1, "at least 0 and below 1")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
+        _require("perturbation", self.perturbation, self.perturbation >= 0, "at least 0")
         if self.target is not None:
             _require("target", self.target, 0 < self.target < math.inf, "above 0")
         make_recipe(self.recipe, self.bits, self.max_staleness)

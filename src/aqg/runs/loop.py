@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import signal
-import threading
 import time
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
-from aqg.runs.directory import (
-    CONFIG,
-    ROUNDS,
-    SUMMARY,
-    Line,
-    create_directory,
-    read_checkpoint,
-    read_lines,
-    rewrite_lines,
-    write_atomically,
-    write_checkpoint,
-)
+from aqg.runs.directory import CONFIG, Line, RunFiles, create_directory
+from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.files import locked, write_atomically
 from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
 from aqg.runs.setup import make_simulation
 from aqg.runs.summary import Summary, Trace, has_diverged, summarize
@@ -32,7 +21,7 @@ from aqg.runs.versions import installed_versions
 from aqg.sim.state import SimulationState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -40,12 +29,10 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.reference import ReferenceSimulation
 
+_SECONDS_FOR_ORPHANS = 60.0
+"""How long to wait for a process in the same directory, such as one left by a killed parent."""
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _METRIC_POINTS = 50
-
-
-class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for it)
-    """The run was stopped at a round's end, with everything saved."""
 
 
 @dataclass
@@ -64,13 +51,6 @@ class Progress:
             self.loss = line.record.loss
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
-
-
-class Watcher(Protocol):
-    """Is told after every round."""
-
-    def __call__(self, progress: Progress) -> None:
-        """Show it."""
 
 
 @dataclass(frozen=True)
@@ -114,60 +94,95 @@ def read_configs(
     return configs
 
 
+def identity(config: RunConfig) -> str:
+    """Return what tells a run from others: a digest of its settings that are not the defaults.
+
+    >>> from aqg.runs.config import resolve
+    >>> first, second = (identity(resolve({"recipe": name})[0]) for name in ("lean", "gd"))
+    >>> first == second
+    False
+    """
+    defaults = {field.name: field.default for field in fields(RunConfig)}
+    settings = {k: v for k, v in asdict(config).items() if v != defaults[k]}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 def run(
     config: RunConfig,
     problem: Problem,
     minimum: float | None,
     directory: Path,
-    watch: Watcher | None = None,
+    contact: Contact | None = None,
 ) -> Result:
     """Run to the last round, from the directory's checkpoint if it has one.
 
+    Args:
+        config: of the run.
+        problem: that the config describes.
+        minimum: ``f*`` where it is known.
+        directory: of the run; it exists and holds the config.
+        contact: is told `Progress` after every round, and when to stop.
+
     Raises:
-        Interrupted: on Ctrl-C, after the round in progress was finished and saved.
+        Interrupted: when asked to stop, after the round in progress was finished and saved.
 
     """
+    with locked(directory, _SECONDS_FOR_ORPHANS):
+        files = RunFiles(directory, identity(config))
+        try:
+            return _run(config, problem, minimum, files, contact or Contact())
+        finally:
+            files.close()
+
+
+def _run(
+    config: RunConfig,
+    problem: Problem,
+    minimum: float | None,
+    files: RunFiles,
+    contact: Contact,
+) -> Result:
     simulation = make_simulation(config, problem)
-    arrays = read_checkpoint(directory)
+    arrays, lines = files.restore()
     if arrays is not None:
         simulation.restore(SimulationState.from_arrays(arrays))
-    lines = read_lines(directory, before_round=simulation.next_round)
-    rewrite_lines(directory, lines)
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
-    models = ModelFiles(directory, directions, simulation.next_round)
+    models = ModelFiles(files.path, directions, simulation.next_round)
     progress = Progress()
     for line in lines:
         progress.add(line)
 
     last_saved = time.monotonic()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
-    diverged = bool(lines) and has_diverged(progress.loss)
-    with _stop_requests() as stop, (directory / ROUNDS).open("a", encoding="utf-8") as file:
-        while simulation.next_round <= config.rounds and not diverged:
-            number = simulation.next_round
-            metrics: dict[str, float] = {}
-            is_measured = (number - 1) % measured_every == 0
-            if is_measured:
-                model = _snapshot(simulation)
-                metrics = simulation.problem.measure(simulation.parameters)
-            record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
-            if is_measured:
-                models.consider(number - 1, metrics, record.loss, model)
-            line = Line(record, metrics)
-            lines.append(line)
-            progress.add(line)
-            file.write(line.to_json() + "\n")
-            diverged = record.loss is not None and has_diverged(record.loss)
-            if watch is not None:
-                watch(progress)
-            if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
-                file.flush()
-                models.save()
-                write_checkpoint(directory, simulation.state().to_arrays())
-                last_saved = time.monotonic()
-            if stop.is_set():
-                raise Interrupted
-    write_checkpoint(directory, simulation.state().to_arrays())
+    diverged = _ended_beyond_numbers(lines, config.eval_every)
+
+    def save() -> None:
+        models.save()
+        files.checkpoint(simulation.state().to_arrays(), len(lines))
+
+    while simulation.next_round <= config.rounds and not diverged:
+        number = simulation.next_round
+        metrics: dict[str, float] = {}
+        is_measured = (number - 1) % measured_every == 0
+        if is_measured:
+            model = _snapshot(simulation)
+            metrics = simulation.problem.measure(simulation.parameters)
+        record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+        if is_measured:
+            models.consider(number - 1, metrics, record.loss, model)
+        line = Line(record, metrics)
+        lines.append(line)
+        progress.add(line)
+        files.add(line)
+        diverged = record.loss is not None and has_diverged(record.loss)
+        contact.tell(progress)
+        is_stop_asked = contact.is_stop_asked()
+        if is_stop_asked or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
+            save()
+            last_saved = time.monotonic()
+        if is_stop_asked:
+            raise Interrupted
+    save()
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.parameters)
@@ -176,10 +191,24 @@ def run(
     models.finish(len(lines), model)
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.target)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
-    row = summary.to_json() | {"metrics": described, "versions": installed_versions()}
-    text = json.dumps(row, indent=2, allow_nan=False) + "\n"
-    write_atomically(directory / SUMMARY, text.encode())
+    files.finish(
+        summary.to_json()
+        | {
+            "metrics": described,
+            "versions": installed_versions(),
+            "run": identity(config),
+        }
+    )
     return Result(config, summary, Trace.of(lines, final_loss, metrics))
+
+
+def _ended_beyond_numbers(lines: Sequence[Line], eval_every: int) -> bool:
+    """Tell whether the last loss on record has diverged; one beyond all numbers reads as None."""
+    measured = [line.record for line in lines if (line.record.round - 1) % eval_every == 0]
+    if not measured:
+        return False
+    loss = measured[-1].loss
+    return loss is None or has_diverged(loss)
 
 
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
@@ -192,24 +221,3 @@ def batch_summary(summaries: Sequence[Summary]) -> str:
     """Return all runs' results as one JSON object."""
     runs = [summary.to_json() for summary in summaries]
     return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into a request to stop after the round; the second stops at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def ask(signum: int, frame: object) -> None:  # noqa: ARG001
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)

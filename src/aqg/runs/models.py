@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.errors import ConfigError
-from aqg.runs.directory import write_atomically
+from aqg.runs.files import write_atomically
 from aqg.weights import BEST, FINAL, check_names, fill_module, read_notes, to_bytes
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""Processes that work off tasks, each one task at a time.
+"""Places on this machine: processes that do one task at a time each, or this very process.
 
 A task that fails, or takes its process down with it, costs nothing but itself: every process has a
 pipe of its own, so a killed one leaves no lock behind, and the next task gets a new process.
 
-Every process lives in a process group of its own. A Ctrl-C in the terminal therefore reaches only
-the parent, which passes on exactly one SIGINT, the one that lets a run finish its round and save.
+Processes do not hear Ctrl-C: a terminal sends it to all, and only the executor shall decide what it
+means. They are asked to stop through their pipes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.loop import Interrupted
+from aqg.runs.executor import Contact, Done, Event, Failed, Interrupted, Reported, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-    Report = Callable[[Any], None]
+    from aqg.runs.executor import Handle, Task
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -35,53 +34,10 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
-_SECONDS_BETWEEN_LOOKS = 0.05
-
-
-class Task(Protocol):
-    """Work that can be pickled; what it reports and returns can be, too."""
-
-    def __call__(self, report: Report) -> Any:
-        """Do it in the worker process."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A task was handed to a process."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A task passed ``value`` to its ``report``."""
-
-    index: int
-    value: Any
-
-
-@dataclass(frozen=True)
-class Done:
-    """A task returned ``value``."""
-
-    index: int
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A task raised ``error``, or its process died."""
-
-    index: int
-    error: AqgError
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """Ctrl-C came: no further task is started, and those under way are asked to stop."""
-
-
-Event = Started | Reported | Done | Failed | Stopping
+_GPUS = "CUDA_VISIBLE_DEVICES"
+ONE_THREAD = dict.fromkeys(_THREAD_VARIABLES, "1")
+"""Environment of a process that computes with one thread: the cores are shared out already."""
+_STOP, _NOTE = "stop", "note"
 
 
 def default_jobs() -> int:
@@ -91,24 +47,37 @@ def default_jobs() -> int:
     return os.cpu_count() or 1
 
 
-class Workers:
+def visible_gpus() -> tuple[str, ...]:
+    """Return the names of the GPUs that processes may use, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    if os.environ.get(_GPUS):
+        return tuple(name.strip() for name in os.environ[_GPUS].split(","))
+    import torch
+
+    return tuple(map(str, range(torch.cuda.device_count())))
+
+
+class Processes:
     """Up to ``jobs`` processes with one compute thread each, started when there is work.
 
-    A context manager: on leaving it, all processes are gone. While it is open, the first Ctrl-C
-    stops `run` as told there, and the second kills the processes and raises KeyboardInterrupt.
+    A context manager: on leaving it, all processes are gone.
+
+    Args:
+        jobs: how many tasks run at a time.
+        gpus: each process sees one of them, in turn; with more jobs than GPUs, several share one.
+
     """
 
-    def __init__(self, jobs: int) -> None:
+    retries = 0
+
+    def __init__(self, jobs: int, gpus: Sequence[str] = ()) -> None:
         if jobs < 1:
             raise ConfigError(f"jobs is {jobs}; it must be at least 1")
         self.jobs = jobs
+        self.stop = threading.Event()
+        self._gpus = tuple(gpus)
         self._workers: list[_Worker] = []
-        self._stop_asked = False
-        self._previous_handler: Any = None
 
-    def __enter__(self) -> Workers:
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGINT, self._ask_to_stop)
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(
@@ -117,94 +86,46 @@ class Workers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            for worker in self._workers:
-                worker.end()
-        finally:
-            self._workers.clear()
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGINT, self._previous_handler)
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
 
-    def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002
-        if self._stop_asked:
-            raise KeyboardInterrupt
-        self._stop_asked = True
-
-    def run(self, tasks: Sequence[Task], handle: Callable[[Event], None]) -> None:
-        """Work off ``tasks``, in order as far as several at a time allow; tell what happens.
-
-        Raises:
-            Interrupted: on Ctrl-C, after every task under way has stopped.
-
-        """
-        waiting = iter(tasks)
-        self.serve(lambda: next(waiting, None), handle)
-
-    def serve(self, next_task: Callable[[], Task | None], handle: Callable[[Event], None]) -> None:
-        """Ask for a task whenever a process is free; tell what happens.
-
-        ``next_task`` may answer None while there is nothing to do; it is asked again when a task
-        under way has ended. Tasks are numbered from 0 in the order they are asked for. It is over
-        when there is nothing to do and nothing under way.
-
-        Raises:
-            Interrupted: on Ctrl-C, after every task under way has stopped.
-
-        """
-        try:
-            self._work_off(next_task, handle)
-        finally:
-            for worker in self._busy():  # only where a function of the caller's raised
-                self._drop(worker)
-
-    def _work_off(
-        self, next_task: Callable[[], Task | None], handle: Callable[[Event], None]
-    ) -> None:
-        num_started = 0
-        stopping, starved = False, False
-        while True:
-            if self._stop_asked and not stopping:
-                stopping = True
-                for worker in self._workers:
-                    worker.interrupt()
-                handle(Stopping())
-            while not (stopping or starved) and len(self._busy()) < self.jobs:
-                task = next_task()
-                if task is None:
-                    starved = True
-                    break
-                self._hand_over(num_started, task)
-                handle(Started(num_started))
-                num_started += 1
-            busy = self._busy()
-            if not busy:
-                break
-            ready = pipes.wait([worker.connection for worker in busy], _SECONDS_BETWEEN_LOOKS)
-            for worker in busy:
-                if worker.connection not in ready:
-                    continue
-                event = worker.receive()
-                if not worker.is_open:
-                    self._drop(worker)
-                if worker.is_open or not stopping:
-                    handle(event)
-                starved = starved and isinstance(event, Reported)
-        if stopping:
-            raise Interrupted
-
-    def _hand_over(self, index: int, task: Task) -> None:
+    def start(self, index: int, task: Task) -> None:
         """Give a task to a free process, or to a new one; those found dead are replaced."""
         while not (worker := self._free_worker()).accept(index, task):
             self._drop(worker)
 
-    def _busy(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.is_busy]
+    def wait(self, seconds: float, receive: Handle) -> None:
+        """Say what the processes say, and which of them died."""
+        busy = {worker.connection: worker for worker in self._workers if worker.index is not None}
+        for ready in pipes.wait(list(busy), seconds):
+            worker = busy[ready]  # type: ignore[index]
+            event = worker.receive()
+            if not worker.is_open:
+                self._drop(worker)
+            receive(event)
+
+    def pass_on(self, index: int, note: Any) -> None:
+        """Send a note to the process that does the task."""
+        for worker in self._workers:
+            if worker.index == index:
+                worker.send(_NOTE, note)
+
+    def ask_to_stop(self) -> None:
+        """Ask tasks that save to do so, and end the others; what is lost can be done again."""
+        for worker in self._workers:
+            worker.ask_to_stop()
 
     def _free_worker(self) -> _Worker:
         for worker in self._workers:
-            if not worker.is_busy:
+            if worker.index is None:
                 return worker
-        self._workers.append(_Worker())
+        environment = dict(ONE_THREAD)
+        if self._gpus:
+            taken = [worker.gpu for worker in self._workers]
+            gpu = min(self._gpus, key=taken.count)
+            environment[_GPUS] = gpu
+        self._workers.append(_Worker(environment))
         return self._workers[-1]
 
     def _drop(self, worker: _Worker) -> None:
@@ -213,37 +134,49 @@ class Workers:
 
 
 class _Worker:
-    """The parent's end of one process, and the index of its last task."""
+    """The parent's end of one process, and the index of the task it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, far_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(far_end,), daemon=True)
-        self.index = -1
-        self.is_busy = False
+        self.index: int | None = None
         self.is_open = True
-        with _one_thread(), _without_interrupts():
+        self.gpu = environment.get(_GPUS)
+        self._saves = False
+        self._is_stopped = False
+        with _environment(environment), _without_interrupts():
             self.process.start()
         far_end.close()
 
     def accept(self, index: int, task: Task) -> bool:
         """Hand over a task; False if the process is gone."""
-        try:
-            self.connection.send((index, task))
-        except OSError:
+        if not self.send(index, task):
             return False
         self.index = index
-        self.is_busy = True
+        self._saves = getattr(task, "saves", False)
+        return True
+
+    def send(self, kind: object, value: Any = None) -> bool:
+        """Send a message; False if the process is gone."""
+        try:
+            self.connection.send((kind, value))
+        except OSError:
+            return False
         return True
 
     def receive(self) -> Event:
         """Take the next message about the task; without one, the process has died."""
+        assert self.index is not None
         try:
             event: Event = self.connection.recv()
         except (EOFError, OSError):
             self.is_open = False
-            return Failed(self.index, RunError(self._cause_of_death()))
-        self.is_busy = isinstance(event, Reported)
+            if self._is_stopped:
+                return Stopped(self.index)
+            return Failed(self.index, RunError(self._cause_of_death()), died=True)
+        if not isinstance(event, Reported):
+            self.index = None
         return event
 
     def _cause_of_death(self) -> str:
@@ -255,11 +188,13 @@ class _Worker:
             return f"its process was killed ({signal.Signals(-code).name})"
         return f"its process ended with exit code {code} before the run did"
 
-    def interrupt(self) -> None:
-        """Ask the task under way to stop."""
-        if self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGINT)
+    def ask_to_stop(self) -> None:
+        """Ask the task under way to stop, or end the process where that would be of no use."""
+        if self.index is None:
+            return
+        self._is_stopped = True
+        if not (self._saves and self.send(_STOP)):
+            self.process.kill()
 
     def end(self) -> None:
         """End the process at once; a task under way is lost, and an idle process loses nothing."""
@@ -270,34 +205,132 @@ class _Worker:
 
 
 def _serve(connection: pipes.Connection) -> None:
-    """Be a worker process: do tasks until Ctrl-C, or until the parent hangs up or is gone."""
+    """Be a worker process: do tasks until the parent hangs up or is gone."""
     os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while True:
             index, task = connection.recv()
-            connection.send(_attempt(index, task, connection.send))
-    except (EOFError, OSError, KeyboardInterrupt, Interrupted):
+            if isinstance(index, int):  # else a message that came after its task had ended
+                connection.send(attempt(index, task, _PipeContact(index, connection)))
+    except (EOFError, OSError, _ParentIsGone):
         return
 
 
-def _attempt(index: int, task: Task, send: Callable[[Event], None]) -> Done | Failed:
+class _ParentIsGone(Exception):  # noqa: N818  (nobody is left to see it)
+    """The pipe's other end is closed."""
+
+
+def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped:
+    """Do a task, and say what came of it in terms that any process can read."""
     try:
-        return Done(index, task(lambda value: send(Reported(index, value))))
+        return Done(index, task(contact))
     except Interrupted:
+        return Stopped(index)
+    except (_ParentIsGone, BrokenPipeError):
         raise
     except Exception as error:
-        # The parent can load the package's own errors, but not those of a plugin.
-        if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
-            return Failed(index, error)
-        return Failed(index, RunError(" ".join(f"{type(error).__name__}: {error}".split())))
+        return Failed(index, in_our_terms(error))
+
+
+def in_our_terms(error: Exception) -> AqgError:
+    """Return an error that can be pickled: other processes may not know a plugin's own ones."""
+    if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
+        return error
+    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+class _PipeContact(Contact):
+    """Talks to the parent through a pipe; raises `_ParentIsGone` once the parent is gone."""
+
+    def __init__(self, index: int, connection: pipes.Connection) -> None:
+        self._index = index
+        self._connection = connection
+        self._is_stop_asked = False
+        self._note: Any = None
+
+    def tell(self, value: Any) -> None:
+        self._connection.send(Reported(self._index, value))
+
+    def is_stop_asked(self) -> bool:
+        self._listen()
+        return self._is_stop_asked
+
+    def note(self) -> Any:
+        self._listen()
+        return self._note
+
+    def _listen(self) -> None:
+        try:
+            messages = []
+            while self._connection.poll():
+                messages.append(self._connection.recv())
+        except EOFError:
+            raise _ParentIsGone from None
+        for kind, value in messages:
+            if kind == _STOP:
+                self._is_stop_asked = True
+            elif kind == _NOTE:
+                self._note = value
+
+
+class ThisProcess:
+    """Does tasks right here, one after the other, with all threads."""
+
+    jobs = 1
+    retries = 0
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._waiting: tuple[int, Task] | None = None
+
+    def __enter__(self) -> ThisProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Do nothing: no task is under way."""
+
+    def start(self, index: int, task: Task) -> None:
+        """Keep the task until `wait`."""
+        self._waiting = index, task
+
+    def wait(self, seconds: float, receive: Handle) -> None:  # noqa: ARG002
+        """Do the task."""
+        assert self._waiting is not None
+        index, task = self._waiting
+        receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
+
+    def pass_on(self, index: int, note: Any) -> None:
+        """Do nothing: no other task ends while one is under way."""
+
+    def ask_to_stop(self) -> None:
+        """Do nothing: tasks look at ``stop`` themselves."""
+
+
+class _DirectContact(Contact):
+    def __init__(self, index: int, receive: Handle, stop: threading.Event) -> None:
+        self._index = index
+        self._receive = receive
+        self._stop = stop
+
+    def tell(self, value: Any) -> None:
+        self._receive(Reported(self._index, value))
+
+    def is_stop_asked(self) -> bool:
+        return self._stop.is_set()
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let processes started here compute with one thread: the cores are shared out already."""
-    before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Let processes started here have these variables."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
@@ -310,7 +343,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Start a process deaf to Ctrl-C until it is in a group of its own and says otherwise."""
+    """Start a process deaf to Ctrl-C until it is in a group of its own."""
     resource_tracker.ensure_running()  # starting it would lift the block
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -17,6 +17,7 @@ from aqg.objectives import Objective, make_objective
 from aqg.runs.config import check_files
 from aqg.runs.models import start_from
 from aqg.runs.own import make_own_problem
+from aqg.runs.perturbation import perturb_problem
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aqg.runs.config import RunConfig
 
 _TRIED_SAMPLES = 8
+_NUM_SAMPLES = {"mnist": 60_000}
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
@@ -115,6 +117,7 @@ def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
     """Return the problem, starting from the model that the config names."""
+    problem = perturb_problem(problem, config.perturbation)
     if config.init is None:
         return problem
     return start_from(problem, read_tensors(Path(config.init)), config.init)
@@ -188,6 +191,9 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
+    num_samples = _NUM_SAMPLES.get(config.dataset)
+    if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
+        key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
     if config.weighting == "samples":
         key["weighting"] = config.weighting
     if config.problem is not None:

@@ -22,14 +22,15 @@ import io
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs import loop
 from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
-from aqg.runs.directory import CONFIG, SUMMARY, create_directory, write_atomically
+from aqg.runs.directory import SUMMARY, create_directory, read_summary
+from aqg.runs.files import write_atomically
+from aqg.runs.plan import Job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,21 +42,13 @@ _MAX_NAME_LENGTH = 120
 
 
 @dataclass(frozen=True)
-class SweepRun:
-    """One combination: its directory's name and its config."""
-
-    name: str
-    config: RunConfig
-
-
-@dataclass(frozen=True)
 class Sweep:
     """All combinations, in the order of the grid: the last setting changes fastest."""
 
     varying: tuple[str, ...]
-    runs: tuple[SweepRun, ...]
+    runs: tuple[Job, ...]
 
-    def settings_of(self, run: SweepRun) -> dict[str, Any]:
+    def settings_of(self, run: Job) -> dict[str, Any]:
         """Return the values of the settings that vary."""
         return {name: getattr(run.config, name) for name in self.varying}
 
@@ -84,7 +77,7 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     ]
     varying = tuple(grid)
     names = _names([{key: getattr(config, key) for key in varying} for config in configs])
-    return Sweep(varying, tuple(map(SweepRun, names, configs)))
+    return Sweep(varying, tuple(map(Job, names, configs)))
 
 
 def _check_values(key: str, values: object) -> None:
@@ -159,36 +152,6 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**top, **{f"grid.{key}": value for key, value in grid.items()}}
 
 
-def unfinished(sweep: Sweep, directory: Path) -> list[SweepRun]:
-    """Return the runs that are still to do; those that were begun must match their config."""
-    for run in sweep.runs:
-        _check_unchanged(directory / run.name, run.config)
-    return [run for run in sweep.runs if not (directory / run.name / SUMMARY).exists()]
-
-
-def _check_unchanged(directory: Path, config: RunConfig) -> None:
-    if not (directory / CONFIG).exists():
-        return
-    (stored,) = loop.read_configs(directory, {})
-    if stored != config:
-        before, after = asdict(stored), asdict(config)
-        key = next(key for key in before if before[key] != after[key])
-        raise ConfigError(
-            f"cannot resume {str(directory)!r} with {key} {after[key]}: "
-            f"the run has {key} {before[key]}; start a new sweep"
-        )
-
-
-def read_summary(directory: Path) -> dict[str, Any]:
-    """Return a finished run's results."""
-    path = directory / SUMMARY
-    try:
-        summary: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{str(path)!r} is damaged ({error}); delete it and resume") from None
-    return summary
-
-
 def collect(
     sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
 ) -> list[dict[str, Any]]:
@@ -199,7 +162,7 @@ def collect(
         if run.name in failures:
             row["error"] = str(failures[run.name])
         else:
-            row.update(read_summary(directory / run.name))
+            row.update(read_summary(directory / run.name) or {})
         rows.append(row)
     return rows
 
