@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from aqg.cli.overview import sweep_table
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.sweep import SweepOptions, sweep_command
-from aqg.cli.sweep_display import sweep_table
 from aqg.errors import AqgError
 from aqg.runs import loop
 from aqg.runs.setup import build_problem, find_minimum

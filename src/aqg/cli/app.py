@@ -350,6 +350,9 @@ def sweep(
         bool,
         typer.Option("--allow-code", help="Run Python files that only the grid or --resume names."),
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
+    ] = None,
 ) -> int:
     """Run every combination of the settings listed in a grid file, across cores.
 
@@ -360,7 +363,7 @@ def sweep(
     given = {"dataset": dataset, "model": model, "problem": problem, "init": init}
     flags = {name: value for name, value in given.items() if value is not None}
     return sweep_command(
-        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code)
+        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code, cluster)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from aqg.cli.study import Where
     from aqg.reproduce.cells import Table
     from aqg.reproduce.outcomes import Results
     from aqg.reproduce.plan import PlannedRun
@@ -59,6 +59,9 @@ def reproduce(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
+    ] = None,
 ) -> int:
     """Run the paper's experiments again and print its figures beside ours.
 
@@ -68,6 +71,7 @@ def reproduce(
     """
     from rich.console import Console
 
+    from aqg.cli.study import Where
     from aqg.errors import ConfigError
     from aqg.reproduce.execute import keep_results
     from aqg.reproduce.merge import keep_beside, missing_from
@@ -92,11 +96,11 @@ def reproduce(
     plan = make_plan(scale, device or _best_device(), sections)
     if missing is not None:
         plan = missing_from(missing, plan)
-    failures = run_plan(console, plan, directory, jobs, data_dir)
+    code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
     results = keep_results(plan, scale, directory)
     show_results(console, results)
     console.print(f"Tables, pictures and data: {directory}", highlight=False, soft_wrap=True)
-    return 1 if failures else 0
+    return code
 
 
 def _best_device() -> str:
@@ -111,62 +115,46 @@ def run_plan(
     console: Console,
     plan: tuple[PlannedRun, ...],
     directory: Path,
-    jobs: int | None,
-    data_dir: Path | None,
+    where: Where,
 ) -> int:
-    """Do what is unfinished; return how many runs failed."""
-    from aqg.cli.sweep_display import Overview
+    """Do what is unfinished; return the exit code."""
+    from aqg.cli.overview import Overview
+    from aqg.cli.study import lock, report_failures, run_study
     from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices
     from aqg.runs.directory import read_summary
-    from aqg.runs.executor import Interrupted, carry_out
-    from aqg.runs.files import locked
     from aqg.runs.plan import Batch
-    from aqg.runs.processes import Processes, default_jobs
-    from aqg.runs.tasks import prepare, train
 
     plan = adopt_devices(plan, directory)
     runs = directory / RUN_DIRECTORY
-    batch = Batch((planned.run for planned in plan), runs)
-    place = Processes(default_jobs() if jobs is None else jobs)
-    num_before = len(plan) - len(batch.left)
-    console.print(
-        f"{len(plan)} runs, {num_before} finished before, {place.jobs} at a time, in {directory}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if not batch.left:
-        return 0
-    left = {job.name for job in batch.left}
-    try:
-        with place:
-            text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
-            with console.status(text):
-                minima = prepare(place, [job.config for job in batch.left], data_dir)
-            runs.mkdir(parents=True, exist_ok=True)
-            spent = sum(
-                (read_summary(runs / planned.run.name) or {})["upload_bytes"]
-                for planned in plan
-                if planned.run.name not in left
-            )
-            with locked(runs), Overview(console, batch, len(plan), spent) as overview:
-                carry_out(
-                    batch,
-                    lambda job: train(job.config, minima, runs / job.name, data_dir),
-                    place,
-                    overview.show,
-                )
-    except Interrupted:
-        raise Interrupted(
-            f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
-            "everything is saved, and the same command goes on"
-        ) from None
-    if batch.failures:
-        print(
-            f"aqg: error: {len(batch.failures)} of {len(plan)} runs failed: "
-            f"{', '.join(batch.failures)}; the same command tries them again",
-            file=sys.stderr,
+    with lock(runs):
+        batch = Batch((planned.run for planned in plan), runs)
+        left = {job.name for job in batch.left}
+        console.print(
+            f"{len(plan)} runs, {len(plan) - len(left)} finished before, "
+            f"{where.describe(len(left))}, in {directory}",
+            highlight=False,
+            soft_wrap=True,
         )
-    return len(batch.failures)
+        if not left:
+            return 0
+        spent = sum(
+            (read_summary(runs / planned.run.name) or {})["upload_bytes"]
+            for planned in plan
+            if planned.run.name not in left
+        )
+        run_study(
+            console,
+            batch,
+            runs,
+            where,
+            lambda: Overview(console, batch, len(plan), spent),
+            lambda: runs.mkdir(parents=True, exist_ok=True),
+            lambda: (
+                f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
+                "everything is saved, and the same command goes on"
+            ),
+        )
+        return report_failures(batch, len(plan), "the same command tries them again")
 
 
 def show_results(console: Console, results: Results) -> None:

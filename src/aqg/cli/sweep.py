@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from aqg.cli.sweep_display import Overview, sweep_table
+from aqg.cli.overview import Overview, sweep_table
+from aqg.cli.study import Where, lock, report_failures, run_study
 from aqg.errors import ConfigError
 from aqg.runs.config import located, read_settings, refuse_unnamed_code
 from aqg.runs.directory import output_directory, read_summary
-from aqg.runs.executor import Interrupted, carry_out
-from aqg.runs.files import locked
 from aqg.runs.plan import Batch, unfinished
-from aqg.runs.processes import Processes, default_jobs
 from aqg.runs.sweep import (
     GRID,
     TABLE,
@@ -28,10 +26,9 @@ from aqg.runs.sweep import (
     open_sweep,
     write_results,
 )
-from aqg.runs.tasks import prepare, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
@@ -47,6 +44,7 @@ class SweepOptions:
     as_json: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
     allow_code: bool = False
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,37 @@ def sweep_command(options: SweepOptions) -> int:
 
 def _carry_out(plan: _Plan, options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
-    place = Processes(default_jobs() if options.jobs is None else options.jobs)
-    batch = Batch(plan.sweep.runs, plan.directory)
-    console.print(_announce(plan, len(batch.left), place.jobs), highlight=False, soft_wrap=True)
-    if batch.left:
-        _run(console, plan, batch, place, options.data_dir)
-    failures = batch.failures
+    where = Where(options.jobs, options.cluster, options.data_dir)
+    directory, runs = plan.directory, plan.sweep.runs
+    with lock(directory):
+        batch = Batch(runs, directory)
+        console.print(_announce(plan, len(batch.left), where), highlight=False, soft_wrap=True)
+        if batch.left:
 
-    rows = collect(plan.sweep, plan.directory, failures)
+            def create() -> None:
+                if plan.grid_file is not None:
+                    create_sweep(directory, plan.grid_file)
+
+            left = {job.name for job in batch.left}
+            spent = sum(
+                (read_summary(directory / run.name) or {})["upload_bytes"]
+                for run in runs
+                if run.name not in left
+            )
+            run_study(
+                console,
+                batch,
+                directory,
+                where,
+                lambda: Overview(console, batch, len(runs), spent),
+                create,
+                lambda: _how_to_go_on(plan),
+            )
+        return _show(console, plan, batch, options)
+
+
+def _show(console: Console, plan: _Plan, batch: Batch, options: SweepOptions) -> int:
+    rows = collect(plan.sweep, plan.directory, batch.failures)
     write_results(plan.directory, rows)
     if options.as_json:
         sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
@@ -86,14 +107,9 @@ def _carry_out(plan: _Plan, options: SweepOptions) -> int:
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
         console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
         console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
-    if failures:
-        print(
-            f"aqg: error: {len(failures)} of {len(rows)} runs failed: {', '.join(failures)}; "
-            f"try them again with: aqg sweep --resume {plan.directory}",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    return report_failures(
+        batch, len(rows), f"try them again with: aqg sweep --resume {plan.directory}"
+    )
 
 
 @contextmanager
@@ -147,52 +163,14 @@ def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> No
             refuse_unnamed_code({key: value}, options.flags, allowed=allowed, where=where)
 
 
-def _announce(plan: _Plan, num_left: int, jobs: int) -> str:
+def _announce(plan: _Plan, num_left: int, where: Where) -> str:
     total = len(plan.sweep.runs)
     text = f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(plan.sweep.varying)})"
     if num_left < total:
         text += f", {total - num_left} finished before"
     if num_left:
-        text += f", {min(jobs, num_left)} at a time"
+        text += f", {where.describe(num_left)}"
     return f"{text}, in {plan.directory}"
-
-
-def _run(
-    console: Console, plan: _Plan, batch: Batch, place: Processes, data_dir: Path | None
-) -> None:
-    directory = plan.directory
-    try:
-        with place:
-            with _preparation(console) as show:
-                minima = prepare(place, [job.config for job in batch.left], data_dir, show)
-            if plan.grid_file is not None:
-                create_sweep(directory, plan.grid_file)
-            left = {job.name for job in batch.left}
-            bytes_before = sum(
-                (read_summary(directory / run.name) or {})["upload_bytes"]
-                for run in plan.sweep.runs
-                if run.name not in left
-            )
-            with (
-                locked(directory),
-                Overview(console, batch, len(plan.sweep.runs), bytes_before) as overview,
-            ):
-                carry_out(
-                    batch,
-                    lambda job: train(job.config, minima, directory / job.name, data_dir),
-                    place,
-                    overview.show,
-                )
-    except Interrupted:
-        raise Interrupted(_how_to_go_on(plan)) from None
-
-
-@contextmanager
-def _preparation(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show how far the preparations are."""
-    text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
-    with console.status(text) as status:
-        yield lambda done, total: status.update(f"{text} {done} of {total}")
 
 
 def _how_to_go_on(plan: _Plan) -> str:

@@ -13,7 +13,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from aqg.errors import AqgError
 
@@ -43,6 +43,9 @@ class Contact:
     def note(self) -> Any:
         """Return what the plan last had to say to this task; None if nothing."""
         return None
+
+    def saved(self) -> None:
+        """Say that the files of a run are such that it can go on from them."""
 
 
 class Task(Protocol):
@@ -107,15 +110,17 @@ class Place(Protocol):
     """Where tasks run.
 
     Attributes:
-        jobs: how many at a time.
         retries: how often a task is started again whose worker died.
         stop: is set by the first Ctrl-C.
 
     """
 
-    jobs: int
     retries: int
     stop: threading.Event
+
+    @property
+    def jobs(self) -> int:
+        """How many tasks there can be at a time."""
 
     def start(self, index: int, task: Task) -> None:
         """Hand a task to a worker; there are fewer than ``jobs`` under way."""
@@ -129,7 +134,7 @@ class Place(Protocol):
     def ask_to_stop(self) -> None:
         """Ask every task under way to save and stop."""
 
-    def __enter__(self) -> Place: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(
         self,

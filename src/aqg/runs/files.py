@@ -220,6 +220,20 @@ def _end_of_lines(path: Path) -> int:
     return 0
 
 
+def append_at(path: Path, offset: int, content: bytes) -> None:
+    """Let ``content`` follow the first ``offset`` bytes of a file; it is on disk afterwards."""
+    try:
+        with path.open("ab") as file:
+            if file.tell() < offset:
+                raise RunError(f"{str(path)!r} has {file.tell()} bytes; {offset} are needed")
+            file.truncate(offset)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
     """Save named arrays as ``.npz``, and facts about them; equal content makes equal files."""
     buffer = io.BytesIO()

@@ -159,6 +159,7 @@ def _run(
     def save() -> None:
         models.save()
         files.checkpoint(simulation.state().to_arrays(), len(lines))
+        contact.saved()
 
     while simulation.next_round <= config.rounds and not diverged:
         number = simulation.next_round
@@ -199,6 +200,7 @@ def _run(
             "run": identity(config),
         }
     )
+    contact.saved()
     return Result(config, summary, Trace.of(lines, final_loss, metrics))
 
 

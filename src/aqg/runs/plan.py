@@ -11,7 +11,7 @@ from aqg.runs.directory import CONFIG, read_config, read_summary
 from aqg.runs.tasks import problem_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from aqg.runs.config import RunConfig
@@ -44,6 +44,10 @@ class Batch:
         self._waiting = iter(self.left)
         self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
+
+    def problems(self) -> Iterator[RunConfig]:
+        """Yield the configs of all jobs."""
+        return (job.config for job in self.left)
 
     def next(self) -> Job | None:
         """Return the next job; None after the last."""

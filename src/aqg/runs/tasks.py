@@ -163,6 +163,7 @@ class _Seldom(Contact):
         self._last_report = 0.0
         self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
         self.note = contact.note  # type: ignore[method-assign]
+        self.saved = contact.saved  # type: ignore[method-assign]
 
     def tell(self, value: Any) -> None:
         now = time.monotonic()
