@@ -176,9 +176,17 @@ class FastSimulation:
         traffic = self.statistics.finish_round(present)
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
-        downloads = len(present) * full_download_bytes(self.problem.initial_params)
+        received = np.zeros(num_clients, np.int64)
+        received[present] = full_download_bytes(self.problem.initial_params)
         return OpenRound(
-            number, loss, tuple(widths.tolist()), tuple(faults), sizes, downloads, traffic
+            number,
+            loss,
+            tuple(widths.tolist()),
+            tuple(faults),
+            sizes,
+            int(received.sum()),
+            traffic,
+            received,
         )
 
     def _present(self) -> IntArray:

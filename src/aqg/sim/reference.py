@@ -173,7 +173,7 @@ class ReferenceSimulation:
         away = dropped | self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
-        upload_bytes = 0
+        sent = [0] * num_clients
         for client in self.clients:
             if away[client.index]:
                 widths.append(DROPPED)
@@ -181,7 +181,7 @@ class ReferenceSimulation:
             frame = client.step(broadcast)
             message = self.server.receive(client.index, frame)
             widths.append(message.width)
-            upload_bytes += len(frame)
+            sent[client.index] = len(frame)
             if client.fault is not None:
                 faults.append((client.index, client.fault))
         loss = None
@@ -195,18 +195,21 @@ class ReferenceSimulation:
             )
         self.server.step()
         traffic = self.statistics.finish_round(np.flatnonzero(~away))
-        upload_bytes += traffic.upload_bytes
         faults += traffic.faults
-        num_present = int(np.count_nonzero(~away))
-        downloads = num_present * full_download_bytes(broadcast.parameters)
+        for index, size in traffic.client_uploads:
+            sent[index] += size
+        download = full_download_bytes(broadcast.parameters) + traffic.client_download_bytes
+        received = [0 if gone else download for gone in away.tolist()]
         return RoundRecord(
             broadcast.round,
             loss,
             tuple(widths),
-            upload_bytes,
+            sum(sent),
             tuple(faults),
             *traffic[:2],
-            downloads + traffic.download_bytes,
+            sum(received),
+            tuple(sent),
+            tuple(received),
         )
 
     def loss(self) -> float:
