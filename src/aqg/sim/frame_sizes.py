@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from aqg.core.messages import AnyUpload, Skip, Upload
@@ -13,6 +12,7 @@ from aqg.wire import Known, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from aqg.core.links import Link
     from aqg.core.space import Space
