@@ -84,7 +84,7 @@ class Line:
             row.get("statistics_upload_bytes", 0),
             row.get("statistics_download_bytes", 0),
             row.get("download_bytes"),
-            tuple(row.get("client_upload_bytes", ())),
+            tuple(row.get("client_upload_bytes", row.get("client_bytes", ()))),  # the older name
             tuple(row.get("client_download_bytes", ())),
         )
         return Line(record, read_metrics(row))
