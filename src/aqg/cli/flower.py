@@ -77,8 +77,8 @@ def demo(
     console.print(_byte_table(table))
     console.print(
         "up, down: frames and models, and both (total); sent, received: bytes on the node's "
-        "connection,\nwith all that Flower adds and its polling; as float32: what plain gradients "
-        "and models would take\nin total, without either.",
+        "connection, with all that Flower adds and its polling; as float32: what plain gradients "
+        "and models would take in total, without either.",
         style="dim",
     )
     for name, path in (("Results", options.run_directory), ("Logs", running.deployment.logs)):
