@@ -19,7 +19,7 @@ from aqg.core.grids import Grid, num_levels
 from aqg.core.links import Link, Memory, direction_of
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import GridQuantizer, NormOnly, Request
+from aqg.core.quantizers import GridQuantizer, NormOnly, Request, Verbatim
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, settle, speak
 from aqg.core.selection import largest
@@ -164,6 +164,19 @@ def make_downlink(spec: str) -> Downlink:
                 f"option {key} of downlink {name!r} is {value!r}, not a number"
             ) from None
     return DOWNLINKS[name](**chosen)
+
+
+AUTO = "auto"
+
+
+def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
+    """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
+
+    A recipe that sends 32 bits per coordinate is a baseline: its clients receive whole models.
+    """
+    if spec != AUTO:
+        return make_downlink(spec)
+    return Full() if isinstance(recipe.quantizer, Verbatim) else Condensed()
 
 
 def init_downlink(downlink: Downlink, recipe: Recipe, num_params: int) -> DownlinkState | None:

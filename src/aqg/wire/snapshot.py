@@ -58,8 +58,7 @@ def encode_snapshot(public: Public, start: FloatArray | None, threads: int | Non
     vectors.append(
         encode_planes([Plane(directions, _DIRECTIONS)], threads) if len(directions) else b""
     )
-    for vector in public.optimizer:
-        vectors.append(encode_vector(vector, np.zeros_like(vector), threads))
+    vectors += [encode_vector(v, np.zeros_like(v), threads) for v in public.optimizer]
     for payload in vectors:
         parts += [write_varint(len(payload)), payload]
     body = b"".join(parts)
