@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import map_messages
+from aqg.protocol.log import Content, length
 from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.statistics import StatisticsTraffic
 from aqg.wire import Known, encoded_size
@@ -69,10 +72,9 @@ class OpenRound(NamedTuple):
         widths: see there.
         faults: see there, but for those of statistics.
         frame_sizes: of all frames that clients sent, those of statistics excepted.
-        download_bytes: what all clients received, statistics excepted.
+        downloads: frames, or their lengths, and the clients that received each; statistics
+            excepted.
         statistics: what these cost.
-        client_downloads: of ``download_bytes``, what each client received; None where only the
-            total is known.
 
     """
 
@@ -81,26 +83,22 @@ class OpenRound(NamedTuple):
     widths: tuple[int, ...]
     faults: tuple[tuple[int, str], ...]
     frame_sizes: list[FrameSize]
-    download_bytes: int
+    downloads: Sequence[tuple[IntArray, Content]]
     statistics: StatisticsTraffic = StatisticsTraffic()
-    client_downloads: IntArray | None = None
 
     def close(self) -> RoundRecord:
         """Wait for the sizes."""
         sent = [0 if width == DROPPED else SKIP_BYTES for width in self.widths]
         for frame in self.frame_sizes:
             if isinstance(frame, ClientFrame):
-                size = frame.size
-                sent[frame.client] = size if isinstance(size, int) else size.result()
+                sent[frame.client] = length(frame.size)
         statistics = self.statistics
         for client, size in statistics.client_uploads:
             sent[client] += size
-        received: tuple[int, ...] = ()
-        if self.client_downloads is not None:
-            extra = statistics.client_download_bytes
-            away = [width == DROPPED for width in self.widths]
-            pairs = zip(self.client_downloads.tolist(), away, strict=True)
-            received = tuple(size if gone else size + extra for size, gone in pairs)
+        here = np.array(self.widths) != DROPPED
+        received = np.where(here, statistics.client_download_bytes, 0)
+        for clients, content in self.downloads:
+            received[clients] += length(content)
         return RoundRecord(
             self.number,
             self.loss,
@@ -109,7 +107,7 @@ class OpenRound(NamedTuple):
             (*self.faults, *statistics.faults),
             statistics.upload_bytes,
             statistics.download_bytes,
-            self.download_bytes + statistics.download_bytes,
+            int(received.sum()),
             tuple(sent),
-            received,
+            tuple(received.tolist()),
         )
