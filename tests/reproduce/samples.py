@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from aqg.reproduce.outcomes import Curve, Outcome, Results
 from aqg.reproduce.plan import FULL
-from aqg.runs.summary import Cost
+from aqg.runs.cost import Cost
 
 START = Cost(0, 0, 0, 0)
 

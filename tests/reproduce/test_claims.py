@@ -11,7 +11,7 @@ from aqg.reproduce.outcomes import main_reading
 from aqg.reproduce.passages import all_passages
 from aqg.reproduce.plan import BY_SOURCE
 from aqg.reproduce.tables import all_tables
-from aqg.runs.summary import Cost
+from aqg.runs.cost import Cost
 
 from tests.reproduce.samples import dropout_run, logistic_run, make_outcome, make_results
 

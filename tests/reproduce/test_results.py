@@ -43,8 +43,8 @@ from aqg.reproduce.plan import FULL, QUICK, make_plan
 from aqg.reproduce.rounding import key_of
 from aqg.reproduce.settings import of_setting
 from aqg.reproduce.tables import all_tables
+from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.runs.summary import Cost
 
 from tests.reproduce.samples import make_outcome
 

@@ -7,13 +7,24 @@ import json
 import numpy as np
 import pytest
 
+from aqg.cli.display import result_table
 from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.runs.cost import Cost
+from aqg.runs.directory import (
+    CHECKPOINT,
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    Line,
+    create_directory,
+    read_lines,
+)
 from aqg.runs.executor import Contact
+from aqg.runs.figure import draw_comparison
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.summary import Cost, Trace
+from aqg.runs.summary import Trace, summarize
 from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
@@ -54,7 +65,12 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, 31))
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
-    assert summary["upload_bytes"] == sum(line["upload_bytes"] for line in lines)
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert summary[name] == sum(line[name] for line in lines)
+    assert summary["total_bytes"] == summary["upload_bytes"] + summary["download_bytes"]
+    assert sum(summary["client_upload_bytes"]) == summary["upload_bytes"]
+    assert sum(summary["client_download_bytes"]) == summary["download_bytes"]
+    assert not any(name.startswith("client_") for name in lines[0])
     assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
     minimum = find_minimum(config, problem)
     assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
@@ -77,6 +93,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     minimum = find_minimum(config, problem)
     resumed = loop.run(config, problem, minimum, directory)
     assert resumed.summary == whole.summary
+    assert (directory / SUMMARY).read_text() == (tmp_path / "whole" / SUMMARY).read_text()
     for name in (BEST, FINAL):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
@@ -85,6 +102,32 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
         np.load(tmp_path / "whole" / CHECKPOINT) as right,
     ):
         assert all(np.array_equal(left[key], right[key]) for key in right)
+
+
+def test_rounds_from_before_downloads_were_counted(config, problem, tmp_path):
+    result = run_whole(config, problem, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
+    for row in rows[:8]:
+        del row["download_bytes"], row["total_bytes"], row["crc32"]
+    (tmp_path / "run" / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+    lines = [*read_lines(tmp_path / "run"), *result_lines(rows[8:])]
+    assert [line.record.download_bytes is None for line in lines] == [True] * 8 + [False] * 22
+    minimum = find_minimum(config, problem)
+    loss, metrics = result.summary.final_loss, result.summary.metrics
+    summary = summarize(config.recipe, lines, loss, metrics, minimum, config.target)
+    row = summary.to_json()
+    assert (row["download_bytes"], row["total_bytes"]) == (None, None)
+    assert row["upload_bytes"] == result.summary.upload_bytes
+    assert row["target"]["upload_bytes"] > 0
+    assert row["target"]["total_bytes"] is None
+    columns = {c.header: list(c.cells) for c in result_table([summary]).columns}
+    assert (columns["down"], columns["total"]) == (["unknown"], ["unknown"])
+    shown = loop.Result(config, summary, Trace.of(lines, loss, metrics))
+    assert draw_comparison([shown], minimum).startswith(b"\x89PNG")
+
+
+def result_lines(rows):
+    return [Line.of(row) for row in rows]
 
 
 def test_resume_refuses_another_config(config, problem, tmp_path):

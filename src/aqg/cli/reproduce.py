@@ -121,6 +121,7 @@ def run_plan(
     from aqg.cli.overview import Overview
     from aqg.cli.study import lock, report_failures, run_study
     from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices
+    from aqg.runs.cost import add_bytes
     from aqg.runs.directory import read_summary
     from aqg.runs.plan import Batch
 
@@ -137,11 +138,9 @@ def run_plan(
         )
         if not left:
             return 0
-        spent = sum(
-            (read_summary(runs / planned.run.name) or {})["upload_bytes"]
-            for planned in plan
-            if planned.run.name not in left
-        )
+        done = [planned.run for planned in plan if planned.run.name not in left]
+        summaries = [read_summary(runs / run.name) or {} for run in done]
+        spent = add_bytes(*(summary.get("total_bytes") for summary in summaries))
         run_study(
             console,
             batch,

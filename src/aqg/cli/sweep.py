@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from aqg.cli.display import DIRECTIONS_NOTE
 from aqg.cli.overview import Overview, sweep_table
 from aqg.cli.study import Where, lock, report_failures, run_study
 from aqg.errors import ConfigError
 from aqg.runs.config import located, read_settings, refuse_unnamed_code
+from aqg.runs.cost import add_bytes
 from aqg.runs.directory import output_directory, read_summary
 from aqg.runs.plan import Batch, unfinished
 from aqg.runs.sweep import (
@@ -76,11 +78,10 @@ def _carry_out(plan: _Plan, options: SweepOptions) -> int:
                     create_sweep(directory, plan.grid_file)
 
             left = {job.name for job in batch.left}
-            spent = sum(
-                (read_summary(directory / run.name) or {})["upload_bytes"]
-                for run in runs
-                if run.name not in left
-            )
+            done = [
+                read_summary(directory / run.name) or {} for run in runs if run.name not in left
+            ]
+            spent = add_bytes(*(summary.get("total_bytes") for summary in done))
             run_study(
                 console,
                 batch,
@@ -102,8 +103,8 @@ def _show(console: Console, plan: _Plan, batch: Batch, options: SweepOptions) ->
         if not console.is_terminal:
             console.width = max(console.width, 160)  # a file has no edge to wrap at
         console.print(sweep_table(plan.sweep.varying, rows))
-        if "seed" in plan.sweep.varying:
-            console.print("Means over seeds, and smallest..largest.\n", style="dim")
+        seeds = " Means over seeds, and smallest..largest." if "seed" in plan.sweep.varying else ""
+        console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
         console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
         console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)

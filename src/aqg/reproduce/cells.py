@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aqg.reproduce.outcomes import Outcome
-    from aqg.runs.summary import Cost
+    from aqg.runs.cost import Cost
 
 SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
 

@@ -19,10 +19,12 @@ import numpy as np
 
 from aqg.errors import RunError
 from aqg.reproduce.rounding import PERTURBED, Perturbed
+from aqg.runs.cost import Cost
 from aqg.runs.directory import read_lines, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
-from aqg.runs.summary import Cost, Trace, has_diverged
+from aqg.runs.stopping import has_diverged
+from aqg.runs.summary import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

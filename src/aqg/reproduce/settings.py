@@ -10,7 +10,7 @@ from aqg.reproduce.plan import ALWAYS_SEND, BY_SOURCE
 
 if TYPE_CHECKING:
     from aqg.reproduce.outcomes import Outcome, Results
-    from aqg.runs.summary import Cost
+    from aqg.runs.cost import Cost
 
 PARTITIONS = {
     "logistic-iid": ("logistic", "iid"),

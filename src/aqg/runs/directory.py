@@ -61,7 +61,11 @@ class Line:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Write as one line; a loss beyond all numbers becomes null."""
+        """Write as one line; a loss beyond all numbers becomes null, and so do unknown downloads.
+
+        What each client sent and received is not in it: over thousands of rounds with thousands of
+        clients that would be most of the file, and the run's totals are in the summary.
+        """
         record = self.record
         row: dict[str, Any] = {
             "round": record.round,
@@ -97,7 +101,9 @@ class Line:
             _faults(row),
             _count(row, "statistics_upload_bytes", 0),
             _count(row, "statistics_download_bytes", 0),
-            _count(row, "download_bytes", 0),
+            None if row.get("download_bytes") is None else _count(row, "download_bytes"),
+            _counts(row, "client_upload_bytes") or _counts(row, "client_bytes"),  # the older name
+            _counts(row, "client_download_bytes"),
         )
         return Line(record, read_metrics(row))
 
@@ -116,11 +122,17 @@ def _number(row: Mapping[str, Any], name: str) -> float:
     return value
 
 
+def _counts(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = row.get(name, [])
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"{name} is {values!r}; it must be a list of whole numbers")
+    return tuple(values)
+
+
 def _widths(row: Mapping[str, Any]) -> tuple[int, ...]:
-    widths = row.get("widths")
-    if not isinstance(widths, list) or not all(type(width) is int for width in widths):
-        raise ValueError(f"widths is {widths!r}; it must be a list of whole numbers")
-    return tuple(widths)
+    if "widths" not in row:
+        raise ValueError("it has no widths")
+    return _counts(row, "widths")
 
 
 def _faults(row: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:

@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from aqg.errors import ConfigError, RunError
+from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
+from aqg.runs.cost import add_bytes
 from aqg.runs.directory import CONFIG, Line, RunFiles, create_directory
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
 from aqg.runs.setup import make_simulation
-from aqg.runs.summary import Summary, Trace, has_diverged, summarize
+from aqg.runs.stopping import has_diverged
+from aqg.runs.summary import Summary, Trace, summarize
 from aqg.runs.versions import installed_versions
 from aqg.sim.state import SimulationState
 
@@ -43,6 +46,12 @@ class Progress:
     loss: float = math.nan
     uploads: int = 0
     upload_bytes: int = 0
+    download_bytes: int | None = 0
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received; None where the latter is not on record."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
 
     def add(self, line: Line) -> None:
         """Count one more round."""
@@ -51,6 +60,7 @@ class Progress:
             self.loss = line.record.loss
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
+        self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,10 @@ def _run(
 ) -> Result:
     simulation = make_simulation(config, problem)
     arrays, lines = files.restore()
+    client_bytes = ClientBytes.first(problem.num_clients)
     if arrays is not None:
         simulation.restore(SimulationState.from_arrays(arrays))
+        client_bytes = ClientBytes.from_arrays(arrays)
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round)
     progress = Progress()
@@ -158,7 +170,8 @@ def _run(
 
     def save() -> None:
         models.save()
-        files.checkpoint(simulation.state().to_arrays(), len(lines))
+        arrays = simulation.state().to_arrays() | client_bytes.to_arrays()
+        files.checkpoint(arrays, len(lines))
         contact.saved()
 
     while simulation.next_round <= config.rounds and not diverged:
@@ -171,7 +184,8 @@ def _run(
         record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
         if is_measured:
             models.consider(number - 1, metrics, record.loss, model)
-        line = Line(record, metrics)
+        client_bytes.add(record)
+        line = Line(record.without_clients(), metrics)
         lines.append(line)
         progress.add(line)
         files.add(line)
@@ -199,6 +213,7 @@ def _run(
             "versions": installed_versions(),
             "run": identity(config),
         }
+        | client_bytes.to_json()
     )
     contact.saved()
     return Result(config, summary, Trace.of(lines, final_loss, metrics))

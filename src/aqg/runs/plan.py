@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError
-from aqg.runs.config import read_stored
+from aqg.runs.config import check_files, read_stored
 from aqg.runs.directory import CONFIG, read_config, read_summary
 from aqg.runs.tasks import problem_key
 
@@ -83,6 +83,7 @@ def _check_unchanged(directory: Path, config: RunConfig) -> None:
     """Refuse to go on with a run that was begun with other settings; no code of it is run."""
     stored = read_stored(read_config(directory))
     if stored != config:
+        check_files(stored)
         before, after = asdict(stored), asdict(config)
         key = next(key for key in before if before[key] != after[key])
         raise ConfigError(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aqg.errors import ConfigError
+from aqg.runs.cost import Cost
 
 if TYPE_CHECKING:
     from aqg.sim.record import RoundRecord
@@ -113,11 +114,14 @@ class Limits:
     Attributes:
         own: what another setting of the same recipe needed.
         ceiling: a multiple of what the best recipe needed.
+        uploads_only: whether these are uploads alone, as in comparisons from before downloads were
+            counted; else both directions.
 
     """
 
     own: float = math.inf
     ceiling: float = math.inf
+    uploads_only: bool = False
 
 
 NO_LIMITS = Limits()
@@ -128,23 +132,20 @@ class Judge:
 
     Attributes:
         value: what was looked at last; NaN before the first look.
-        num_rounds: paid for so far.
 
     """
 
     def __init__(self, target: Target, num_rounds: int) -> None:
         self._target = target
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
-        self._bytes = self.num_rounds = 0
+        self._costs = self._candidate = Cost(0, 0, 0, 0, 0)
         self._streak = 0
         self._first_value = math.nan
-        self._candidate = (0, 0)
         self.value = math.nan
 
     def pay(self, record: RoundRecord) -> None:
         """Count what a round cost."""
-        self.num_rounds += 1
-        self._bytes += record.total_bytes
+        self._costs = self._costs.plus(record)
 
     def look(self, value: float, limits: Limits = NO_LIMITS) -> Ending | None:
         """Take the value that the rounds paid for so far have led to."""
@@ -153,7 +154,7 @@ class Judge:
             self._first_value = value
         self._streak = self._streak + 1 if self._target.is_met(value) else 0
         if self._streak == 1:
-            self._candidate = self.num_rounds, self._bytes
+            self._candidate = self._costs
         if 0 < self._target.hold <= self._streak:
             return "reached"
         if has_diverged(abs(value)):
@@ -161,15 +162,16 @@ class Judge:
         is_loss = self._target.kind != "accuracy"
         if is_loss and value > _HOPELESS * self._first_value:
             return "hopeless"
-        share = self._milestones.get(self.num_rounds, 0.0)
+        share = self._milestones.get(self._costs.rounds, 0.0)
         if share and self._target.progress(self._first_value, value) < share:
             return "hopeless"
-        spent = self._candidate[1] if self._streak else self._bytes
+        costs = self._candidate if self._streak else self._costs
+        total = costs.total_bytes
+        spent = costs.upload_bytes if limits.uploads_only or total is None else total
         if spent > limits.own:
             return "costlier"
         return "beyond" if spent > limits.ceiling else None
 
-    @property
-    def rounds_to_target(self) -> int:
-        """After how many rounds the target was first met of those it is now met in."""
-        return self._candidate[0]
+    def costs(self, ending: Ending) -> Cost:
+        """Return what the rounds cost until the target was reached, or else all of them."""
+        return self._candidate if ending == "reached" else self._costs

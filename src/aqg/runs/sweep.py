@@ -27,6 +27,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
 from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
@@ -155,14 +156,18 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 def collect(
     sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
 ) -> list[dict[str, Any]]:
-    """Return one object per run: name, settings that vary, and results or the error."""
+    """Return one object per run: name, settings that vary, and results or the error.
+
+    What each client sent and received stays in the run's own summary.
+    """
     rows = []
     for run in sweep.runs:
         row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
         if run.name in failures:
             row["error"] = str(failures[run.name])
         else:
-            row.update(read_summary(directory / run.name) or {})
+            summary = read_summary(directory / run.name) or {}
+            row.update((key, summary[key]) for key in summary if key not in (UPLOADS, DOWNLOADS))
         rows.append(row)
     return rows
 

@@ -114,7 +114,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     message.validate()
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
-        mode, payload = _encode_levels(message, hints, threads)
+        mode, payload = encode_levels(message, hints, threads)
         head = _upload_head(mode, message)
     else:
         hints = None
@@ -141,7 +141,7 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     message.validate()
     length = len(message)
     if isinstance(message, Upload):
-        payload = _levels_size(message, known)
+        payload = levels_size(message, known)
         head_bytes = UPLOAD_HEAD_BYTES
     elif isinstance(message, DenseUpload):
         payload = min(4 * length, planes_size(split_dense(message.dense)))
@@ -152,7 +152,8 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     return head_bytes + varint_size(length) + payload + CRC_BYTES
 
 
-def _levels_size(upload: Upload, known: Known | None) -> int:
+def levels_size(upload: Upload, known: Known | None) -> int:
+    """Return the length of the payload that `encode_levels` makes."""
     length = len(upload)
     places = gaps.few_places(upload)
     if places is not None and gaps.is_best(places):
@@ -277,7 +278,7 @@ def _decode_hints(
     return hints
 
 
-def _encode_levels(
+def encode_levels(
     upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
@@ -320,21 +321,32 @@ def _decode_upload(
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
     payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
-    levels: Levels
-    if mode is Mode.RAW:
-        levels = unpack(payload, width, length, threads=threads)
-    elif mode is Mode.CODED:
-        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
-        levels = join_levels(planes, width)
-    elif mode is Mode.GAPS:
-        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
-            raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
-        levels = gaps.decode_gaps(payload, length)
-    else:
-        levels = context.decode(payload, length, num_levels(grid, width), hints=hints)
+    levels = decode_levels(mode, payload, width, grid, length, threads, hints)
     upload = Upload(levels, step, width, grid, lasting=not shape & PASSING_BIT)
     upload.validate()
     return upload
+
+
+def decode_levels(
+    mode: Mode,
+    payload: NDArray[np.uint8],
+    width: int,
+    grid: Grid,
+    length: int,
+    threads: int | None,
+    hints: NDArray[np.int8] | None = None,
+) -> Levels:
+    """Undo `encode_levels`; levels may be beyond the grid."""
+    if mode is Mode.RAW:
+        return unpack(payload, width, length, threads=threads)
+    if mode is Mode.CODED:
+        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
+        return join_levels(planes, width)
+    if mode is Mode.GAPS:
+        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
+            raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
+        return gaps.decode_gaps(payload, length)
+    return context.decode(payload, length, num_levels(grid, width), hints=hints)
 
 
 def _decode_dense(
