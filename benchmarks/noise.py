@@ -13,11 +13,11 @@ import argparse
 
 import numpy as np
 
-from aqg.compare.problems import Workshop
-from aqg.compare.tasks import TASKS, select_tasks
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.sim.engine import FastSimulation
+from aqg.studies.compare.problems import Workshop
+from aqg.studies.compare.tasks import TASKS, select_tasks
 
 
 def notes_of(simulation):

@@ -14,9 +14,9 @@ import argparse
 from pathlib import Path
 
 from aqg.cli.display import format_bytes
-from aqg.compare.problems import Workshop
-from aqg.compare.tasks import TASKS
-from aqg.compare.trial import Outcome, Setting, Trial, run_trial
+from aqg.studies.compare.problems import Workshop
+from aqg.studies.compare.tasks import TASKS
+from aqg.studies.compare.trial import Outcome, Setting, Trial, run_trial
 
 NAMES = ("local-iid", "local-dirichlet")
 

@@ -23,7 +23,7 @@ import typer
 
 from aqg.cli.app import app, run_app
 from aqg.runs.config import SETTINGS, resolve
-from aqg.runs.sweep import expand
+from aqg.studies.sweep import expand
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

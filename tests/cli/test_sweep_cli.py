@@ -19,7 +19,7 @@ from aqg.cli.sweep import SweepOptions, sweep_command
 from aqg.errors import AqgError
 from aqg.runs import loop
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.sweep import create_sweep, open_sweep
+from aqg.studies.sweep import create_sweep, open_sweep
 
 TEXT = """
 rounds = 200

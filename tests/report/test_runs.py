@@ -10,7 +10,7 @@ import pytest
 from aqg.errors import RunError
 from aqg.report.runs import find_runs, read_run, read_runs
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
-from aqg.runs.sweep import GRID
+from aqg.studies.sweep import GRID
 
 
 def change_lines(directory, change):

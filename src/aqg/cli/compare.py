@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aqg.compare.plan import Comparison
-    from aqg.compare.search import Tuned
-    from aqg.compare.tasks import Target, Task
-    from aqg.compare.trial import Trial
     from aqg.errors import AqgError
     from aqg.runs.processes import Processes
+    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.search import Tuned
+    from aqg.studies.compare.tasks import Target, Task
+    from aqg.studies.compare.trial import Trial
 
 
 _OWN = "A task of your own"
@@ -37,8 +37,8 @@ class _Own:
 
     def tasks(self, before: tuple[Task, ...] = ()) -> tuple[Task, ...]:
         """Return the task, if there is one; a comparison's tasks ``before`` may hold it."""
-        from aqg.compare.own import make_own_task
         from aqg.errors import ConfigError
+        from aqg.studies.compare.own import make_own_task
 
         if self.settings:
             return (make_own_task(self.settings, self.target, self.data_dir, before),)
@@ -191,15 +191,15 @@ def compare(
     """
     from rich.console import Console
 
-    from aqg.compare.own import parse_target
-    from aqg.compare.plan import Comparison, open_comparison
-    from aqg.compare.search import parse_recipes, read_tuned
-    from aqg.compare.tasks import in_order, parse_tasks
     from aqg.errors import ConfigError
     from aqg.runs.config import parse_assignment
     from aqg.runs.directory import output_directory
     from aqg.runs.processes import Processes, default_jobs
     from aqg.sim.backends import check_device
+    from aqg.studies.compare.own import parse_target
+    from aqg.studies.compare.plan import Comparison, open_comparison
+    from aqg.studies.compare.search import parse_recipes, read_tuned
+    from aqg.studies.compare.tasks import in_order, parse_tasks
 
     console = Console(stderr=as_json)
     if saved is not None:
@@ -262,9 +262,9 @@ def _go_on(
     own: _Own,
 ) -> _Work:
     """Return what to do in a directory that exists: all of its comparison, or what is named."""
-    from aqg.compare.own import check_code_and_files
-    from aqg.compare.plan import PLAN, open_comparison
-    from aqg.compare.search import parse_recipes
+    from aqg.studies.compare.own import check_code_and_files
+    from aqg.studies.compare.plan import PLAN, open_comparison
+    from aqg.studies.compare.search import parse_recipes
 
     before = open_comparison(directory)
     tasks = (*(before.parse_tasks(task) if task else ()), *own.tasks(before.tasks))
@@ -287,12 +287,12 @@ def _run(
 ) -> dict[Trial, AqgError]:
     """Run what is left, with a bar and the time left, or a line for each where no one looks."""
     from aqg.cli.compare_display import Overview
-    from aqg.compare.ledger import Ledger
-    from aqg.compare.own_trial import forget_runs
-    from aqg.compare.plan import create_comparison, write_comparison
-    from aqg.compare.schedule import Schedule, prepare, run_comparison
-    from aqg.compare.work import RunTrial
     from aqg.runs.executor import Interrupted
+    from aqg.studies.compare.ledger import Ledger
+    from aqg.studies.compare.own_trial import forget_runs
+    from aqg.studies.compare.plan import create_comparison, write_comparison
+    from aqg.studies.compare.schedule import Schedule, prepare, run_comparison
+    from aqg.studies.compare.work import RunTrial
 
     part, directory = work.part, work.directory
     ledger = Ledger(directory)
@@ -331,8 +331,8 @@ def _run(
 
 
 def _how_to_go_on(directory: Path) -> str:
-    from aqg.compare.ledger import Ledger
-    from aqg.compare.plan import PLAN
+    from aqg.studies.compare.ledger import Ledger
+    from aqg.studies.compare.plan import PLAN
 
     if not (directory / PLAN).exists():
         return "stopped before the first run; nothing was written"
@@ -343,9 +343,9 @@ def _how_to_go_on(directory: Path) -> str:
 def _show(console: Console, comparison: Comparison, directory: Path, as_json: bool) -> None:
     """Write results, tables, picture and the settings found; print the table."""
     from aqg.cli.compare_display import comparison_tables
-    from aqg.compare.results import PICTURE, write_results
-    from aqg.compare.table import counts_uploads_only, summary
-    from aqg.compare.trial import CEILING
+    from aqg.studies.compare.results import PICTURE, write_results
+    from aqg.studies.compare.table import counts_uploads_only, summary
+    from aqg.studies.compare.trial import CEILING
 
     cells = write_results(comparison, directory)
     if as_json:

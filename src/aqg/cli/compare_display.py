@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from aqg.cli.live import LiveDisplay, plain_table
-from aqg.compare.table import cell_text, counts_uploads_only, upload_text
 from aqg.errors import AqgError
-from aqg.reproduce.cells import size
+from aqg.studies.compare.table import cell_text, counts_uploads_only, upload_text
+from aqg.studies.paper.cells import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from aqg.compare.plan import Comparison
-    from aqg.compare.table import Cell
-    from aqg.compare.trial import Outcome, Trial
+    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.table import Cell
+    from aqg.studies.compare.trial import Outcome, Trial
 
 _FIRST_COLUMN = 16
 _COLUMN = 24

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aqg.cli.study import Where
-    from aqg.reproduce.cells import Table
-    from aqg.reproduce.outcomes import Results
-    from aqg.reproduce.plan import PlannedRun
+    from aqg.studies.paper.cells import Table
+    from aqg.studies.paper.outcomes import Results
+    from aqg.studies.paper.plan import PlannedRun
 
 
 def reproduce(
@@ -73,10 +73,10 @@ def reproduce(
 
     from aqg.cli.study import Where
     from aqg.errors import ConfigError
-    from aqg.reproduce.execute import keep_results
-    from aqg.reproduce.merge import keep_beside, missing_from
-    from aqg.reproduce.outcomes import read_results
-    from aqg.reproduce.plan import FULL, QUICK, make_plan, parse_sections
+    from aqg.studies.paper.execute import keep_results
+    from aqg.studies.paper.merge import keep_beside, missing_from
+    from aqg.studies.paper.outcomes import read_results
+    from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
 
     console = Console()
     if saved is not None:
@@ -120,10 +120,10 @@ def run_plan(
     """Do what is unfinished; return the exit code."""
     from aqg.cli.overview import Overview
     from aqg.cli.study import lock, report_failures, run_study
-    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices
     from aqg.runs.cost import add_bytes
     from aqg.runs.directory import read_summary
     from aqg.runs.plan import Batch
+    from aqg.studies.paper.execute import RUN_DIRECTORY, adopt_devices
 
     plan = adopt_devices(plan, directory)
     runs = directory / RUN_DIRECTORY
@@ -158,7 +158,7 @@ def run_plan(
 
 def show_results(console: Console, results: Results) -> None:
     """Print every table, and what was shortened."""
-    from aqg.reproduce.tables import all_tables
+    from aqg.studies.paper.tables import all_tables
 
     if not console.is_terminal:
         console.width = max(console.width, 200)  # a file has no edge to wrap at

@@ -18,7 +18,7 @@ from aqg.runs.config import located, read_settings, refuse_unnamed_code
 from aqg.runs.cost import add_bytes
 from aqg.runs.directory import output_directory, read_summary
 from aqg.runs.plan import Batch, unfinished
-from aqg.runs.sweep import (
+from aqg.studies.sweep import (
     GRID,
     TABLE,
     Sweep,

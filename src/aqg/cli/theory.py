@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from aqg.runs.config import RunConfig
     from aqg.sim.problem import Problem
-    from aqg.theory.constants import Curvature
-    from aqg.theory.lyapunov import LyapunovTrace
+    from aqg.studies.theory.constants import Curvature
+    from aqg.studies.theory.lyapunov import LyapunovTrace
 
 
 def theory(
@@ -73,7 +73,7 @@ def theory(
     from aqg.runs.directory import CONFIG
     from aqg.runs.loop import read_configs
     from aqg.runs.setup import build_problem
-    from aqg.theory.advice import advise, sentences, survey
+    from aqg.studies.theory.advice import advise, sentences, survey
 
     given = {
         "recipe": recipe,
@@ -126,8 +126,8 @@ def _follow(
     from aqg.core.recipes import make_recipe
     from aqg.core.stages.wider_tolerance import widest_weights
     from aqg.runs.setup import find_minimum, make_simulation
-    from aqg.theory.constants import local_curvature
-    from aqg.theory.lyapunov import watch_run
+    from aqg.studies.theory.constants import local_curvature
+    from aqg.studies.theory.lyapunov import watch_run
 
     minimum = find_minimum(config, problem)
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)

@@ -14,8 +14,8 @@ import numpy as np
 from aqg.errors import RunError
 from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
 from aqg.runs.directory import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
-from aqg.runs.sweep import GRID
 from aqg.sim.record import DROPPED
+from aqg.studies.sweep import GRID
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
