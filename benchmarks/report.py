@@ -77,7 +77,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             lines = make_lines(index, seed, rounds, clients)
             rewrite_lines(directory, lines)
             summary = summarize(
-                recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.target
+                recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.goal
             )
             write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
 

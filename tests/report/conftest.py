@@ -60,7 +60,7 @@ def make_run():
         if finished:
             final = lines[-1].record.loss
             metrics = {"accuracy": 0.9, "perplexity": 1.8}
-            summary = summarize(recipe, lines, final, metrics, MINIMUM, config.target)
+            summary = summarize(recipe, lines, final, metrics, MINIMUM, config.goal)
             client_bytes = ClientBytes.first(config.clients)
             for line in lines:
                 client_bytes.add(line.record)

@@ -24,6 +24,7 @@ from aqg.runs.directory import (
 from aqg.runs.executor import Contact
 from aqg.runs.figure import draw_comparison
 from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.stopping import Target
 from aqg.runs.summary import Trace, summarize
 from aqg.weights import BEST, FINAL
 
@@ -114,7 +115,7 @@ def test_rounds_from_before_downloads_were_counted(config, problem, tmp_path):
     assert [line.record.download_bytes is None for line in lines] == [True] * 8 + [False] * 22
     minimum = find_minimum(config, problem)
     loss, metrics = result.summary.final_loss, result.summary.metrics
-    summary = summarize(config.recipe, lines, loss, metrics, minimum, config.target)
+    summary = summarize(config.recipe, lines, loss, metrics, minimum, config.goal)
     row = summary.to_json()
     assert (row["download_bytes"], row["total_bytes"]) == (None, None)
     assert row["upload_bytes"] == result.summary.upload_bytes
@@ -176,12 +177,12 @@ def test_a_diverging_run_ends_early_and_says_so(tmp_path):
 def test_a_target_counts_only_when_the_loss_stays():
     costs = tuple(Cost(k, 10 * k, 20 * k, 30 * k) for k in range(6))
     trace = Trace(costs, (5.0, 0.9, 2.0, 0.8, 1.0, 0.7), (None,) * 6)
-    assert trace.cost_to_stay_below(1.0) == costs[3]
-    assert trace.cost_to_stay_below(0.75) == costs[5]
-    assert trace.cost_to_stay_below(0.5) is None
-    assert trace.cost_to_stay_below(9.0) == costs[0]
-    lost = Trace(costs[:2], (0.5, float("nan")), (None,) * 2)
-    assert lost.cost_to_stay_below(1.0) is None
+    assert trace.cost_to(Target("loss", 1.0)) == costs[3]
+    assert trace.cost_to(Target("loss", 0.75)) == costs[5]
+    assert trace.cost_to(Target("loss", 0.5)) is None
+    assert trace.cost_to(Target("loss", 9.0)) == costs[0]
+    lost = Trace(costs[:2], (0.5, float("nan")), ({},) * 2)
+    assert lost.cost_to(Target("loss", 1.0)) is None
 
 
 def test_a_target_needs_a_known_minimum():

@@ -2,91 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from aqg.cli.live import LiveDisplay, plain_table
-from aqg.errors import AqgError
+from aqg.cli.live import plain_table
 from aqg.studies.compare.table import cell_text, counts_uploads_only, upload_text
-from aqg.studies.paper.cells import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rich.console import Console
     from rich.table import Table
 
-    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.comparison import Comparison
     from aqg.studies.compare.table import Cell
-    from aqg.studies.compare.trial import Outcome, Trial
 
 _FIRST_COLUMN = 16
 _COLUMN = 24
 """A task's column in a table, at its widest."""
 _UPLOADS_COLUMN = 12
-
-
-class Overview(LiveDisplay):
-    """Shows how many trials have ended, of how many there are at most, and the time left.
-
-    On a terminal: a bar. Elsewhere: a line per trial.
-    """
-
-    def __init__(self, console: Console, most: int) -> None:
-        self._num_ended = 0
-        self._started = time.monotonic()
-        self._bar = Progress(
-            TextColumn("compare", style="bold"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TextColumn("{task.description}", style="cyan"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("", total=most)
-        super().__init__(console, self._bar)
-
-    def show(self, result: Outcome | AqgError, trial: Trial, most_left: int) -> None:
-        """Count one more trial; the total falls when trials prove needless."""
-        self._num_ended += 1
-        total = self._num_ended + most_left
-        what = f"{trial.task}: {trial.setting}, seed {trial.seed}"
-        self._bar.update(self._task, completed=self._num_ended, total=total, description=what)
-        elapsed = time.monotonic() - self._started
-        left = elapsed / self._num_ended * most_left
-        head = f"[{self._num_ended}/{total}, {_clock(elapsed)}, {_clock(left)} left] {what}"
-        if isinstance(result, AqgError):
-            self._say(f"{head}: failed: {result}")
-        elif not self._console.is_terminal:
-            self._say(f"{head}: {_in_one_line(result)}")
-
-
-def _clock(seconds: float) -> str:
-    """Write a time.
-
-    >>> _clock(75), _clock(3723)
-    ('1:15', '1:02:03')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _in_one_line(outcome: Outcome) -> str:
-    value = "" if outcome.value is None else f" at {outcome.value:.4g}"
-    return (
-        f"{outcome.ending}{value}, {outcome.rounds} rounds, {_costs(outcome)}, "
-        f"{outcome.seconds:.1f} s"
-    )
-
-
-def _costs(outcome: Outcome) -> str:
-    if outcome.download_bytes is None:
-        return f"{size(outcome.upload_bytes)} up"
-    return f"{size(outcome.upload_bytes)} up, {size(outcome.download_bytes)} down"
 
 
 def comparison_tables(comparison: Comparison, cells: Sequence[Cell], width: int) -> Iterator[Table]:

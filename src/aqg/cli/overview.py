@@ -1,13 +1,21 @@
-"""A sweep as people see it: the live overview, and the table at the end."""
+"""A study as people see it: what is under way and how far it is; and the table of a sweep."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from aqg.cli.display import both_directions, format_bytes, measured, metric_title
@@ -23,8 +31,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
+    from aqg.cli.study import StudyPlan
     from aqg.objectives.metrics import Metric
-    from aqg.runs.plan import Batch, Job
+    from aqg.runs.plan import Job
 
     Row = Mapping[str, Any]
 
@@ -40,30 +49,44 @@ class Overview(LiveDisplay):
 
     Args:
         console: where to draw.
-        plan: says how many jobs are left.
-        total: how many there are in all, those that were finished before among them.
-        bytes_before: what these uploaded.
+        plan: says how many jobs are left, at most; that may fall as jobs prove needless.
+        name: of the study.
+        num_before: how many jobs were finished before.
+        bytes_before: what these sent and received.
 
     """
 
-    def __init__(self, console: Console, plan: Batch, total: int, bytes_before: int | None) -> None:
-        self._total = total
-        self._num_ended = total - plan.most_left()
+    def __init__(
+        self,
+        console: Console,
+        plan: StudyPlan,
+        name: str,
+        num_before: int = 0,
+        bytes_before: int | None = 0,
+    ) -> None:
+        self._plan = plan
+        self._num_before = num_before
+        self._num_ended = 0
         self._bytes_before = bytes_before
+        self._started = time.monotonic()
         self._bytes: dict[int, int | None] = {}
         self._names: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
-        self._sweep_bar = Progress(
+        self._bar = Progress(
             TextColumn("{task.description}", style="bold"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TextColumn("runs"),
             TextColumn("{task.fields[size]}", style="cyan"),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
         )
-        self._sweep = self._sweep_bar.add_task(
-            "sweep", total=total, completed=self._num_ended, size=_total_size(bytes_before)
+        self._study = self._bar.add_task(
+            name,
+            total=num_before + plan.most_left(),
+            completed=num_before,
+            size=_total_size(bytes_before),
         )
         self._run_lines = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
@@ -73,7 +96,7 @@ class Overview(LiveDisplay):
             TextColumn("{task.fields[size]}", style="cyan"),
             console=console,
         )
-        super().__init__(console, Live(Group(self._sweep_bar, self._run_lines), console=console))
+        super().__init__(console, Live(Group(self._bar, self._run_lines), console=console))
 
     def show(self, job: Job | None, event: Event) -> None:
         """Bring the picture up to date."""
@@ -101,17 +124,37 @@ class Overview(LiveDisplay):
     def _count_bytes(self, index: int, total_bytes: int | None) -> None:
         self._bytes[index] = total_bytes
         size = _total_size(add_bytes(self._bytes_before, *self._bytes.values()))
-        self._sweep_bar.update(self._sweep, size=size)
+        self._bar.update(self._study, size=size)
 
     def _end(self, index: int, result: str, failed: bool = False) -> None:
         self._num_ended += 1
-        self._sweep_bar.update(self._sweep, completed=self._num_ended)
+        num_left = self._plan.most_left()
+        done = self._num_before + self._num_ended
+        self._bar.update(self._study, completed=done, total=done + num_left)
         self._run_lines.remove_task(self._lines.pop(index))
         if failed or not self._console.is_terminal:
-            self._say(f"[{self._num_ended}/{self._total}] {self._names[index]}: {result}")
+            elapsed = time.monotonic() - self._started
+            left = clock(elapsed / self._num_ended * num_left)
+            head = f"[{done}/{done + num_left}, {clock(elapsed)}, {left} left]"
+            self._say(f"{head} {self._names[index]}: {result}")
+
+
+def clock(seconds: float) -> str:
+    """Write a time.
+
+    >>> clock(75), clock(3723)
+    ('1:15', '1:02:03')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _in_one_line(summary: Row) -> str:
+    if (outcome := summary.get("outcome")) is not None:
+        value = "" if outcome["value"] is None else f" at {outcome['value']:.4g}"
+        up, down = (format_bytes(outcome[name]) for name in _BYTES[:2])
+        return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {up} up, {down} down"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
     up, down = (format_bytes(summary.get(name)) for name in _BYTES[:2])
     return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"

@@ -146,7 +146,7 @@ def run_plan(
             batch,
             runs,
             where,
-            lambda: Overview(console, batch, len(plan), spent),
+            lambda: Overview(console, batch, "reproduce", len(plan) - len(left), spent),
             lambda: runs.mkdir(parents=True, exist_ok=True),
             lambda: (
                 f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "

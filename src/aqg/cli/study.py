@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from aqg.errors import ConfigError
 from aqg.runs.executor import Interrupted, Plan, carry_out
 from aqg.runs.files import locked
 from aqg.runs.plan import Job
 from aqg.runs.processes import Processes, default_jobs, visible_gpus
-from aqg.runs.tasks import prepare, train
+from aqg.runs.tasks import Train, prepare, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +40,11 @@ class Where:
     jobs: int | None = None
     cluster: str | None = None
     data_dir: Path | None = None
+
+    def check(self) -> None:
+        """Refuse a number of jobs that is none."""
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
     def processes(self, configs: Iterable[RunConfig]) -> Processes:
         """Return processes on this machine; with CUDA, each sees one GPU."""
@@ -84,6 +90,7 @@ def run_study(
     overview: Callable[[], Overview],
     create: Callable[[], None] = lambda: None,
     how_to_go_on: Callable[[], str] = str,
+    keeps_models: bool = True,
 ) -> None:
     """Run what a plan wants.
 
@@ -95,6 +102,7 @@ def run_study(
         overview: makes the display, once everything is prepared.
         create: makes the study's directory; called when everything is prepared.
         how_to_go_on: what to say after Ctrl-C.
+        keeps_models: leave models and checkpoints of finished runs.
 
     Raises:
         Interrupted: on Ctrl-C, with everything saved.
@@ -123,12 +131,12 @@ def run_study(
                 cluster = RayCluster(where.cluster, where.jobs, uses_gpus)
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(overview())
-            carry_out(
-                plan,
-                lambda job: train(job.config, minima, directory / job.name, where.data_dir),
-                place,
-                shown.show,
-            )
+
+            def make_task(job: Job) -> Train:
+                folder, limits = directory / job.name, plan.note(job)
+                return train(job.config, minima, folder, where.data_dir, limits, keeps_models)
+
+            carry_out(plan, make_task, place, shown.show)
         except Interrupted:
             raise Interrupted(how_to_go_on()) from None
 

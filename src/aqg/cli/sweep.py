@@ -67,6 +67,7 @@ def sweep_command(options: SweepOptions) -> int:
 def _carry_out(plan: _Plan, options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
     where = Where(options.jobs, options.cluster, options.data_dir)
+    where.check()
     directory, runs = plan.directory, plan.sweep.runs
     with lock(directory):
         batch = Batch(runs, directory)
@@ -87,7 +88,7 @@ def _carry_out(plan: _Plan, options: SweepOptions) -> int:
                 batch,
                 directory,
                 where,
-                lambda: Overview(console, batch, len(runs), spent),
+                lambda: Overview(console, batch, "sweep", len(runs) - len(left), spent),
                 create,
                 lambda: _how_to_go_on(plan),
             )

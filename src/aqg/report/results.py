@@ -63,13 +63,18 @@ def result_of(run: Run) -> Result:
         final_loss=_last(run, "loss"),
         residual=_last(run, "residual"),
         metrics={name: _last(run, name) for name in run.metrics},
-        target=_number(run.config.get("target")),
+        target=_number(run.config.get("target")) if _is_residual(run) else None,
         target_rounds=_number(target.get("reached_round")),
         target_upload_bytes=_number(target.get("upload_bytes")),
         target_download_bytes=_number(target.get("download_bytes")),
         target_total_bytes=_number(target.get("total_bytes")),
         faults=len(run.faults),
     )
+
+
+def _is_residual(run: Run) -> bool:
+    """Tell whether the run's target is a distance from the minimum."""
+    return bool(run.config.get("target_kind", "residual") == "residual")
 
 
 def _last(run: Run, metric: str) -> float | None:

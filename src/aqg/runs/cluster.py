@@ -48,6 +48,7 @@ class _Files:
 
     content: Mapping[str, bytes]
     offset: int
+    removed: tuple[str, ...] = ()
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,6 +57,8 @@ class _Files:
                 append_at(directory / name, self.offset, self.content[name])
             elif name in self.content:
                 write_atomically(directory / name, self.content[name])
+        for name in self.removed:
+            (directory / name).unlink(missing_ok=True)
 
 
 class RayCluster:
@@ -309,4 +312,5 @@ class _SendingFiles(Contact):
         if ROUNDS in content:
             self._num_sent = len(content[ROUNDS])
             content[ROUNDS] = content[ROUNDS][offset:]
-        self.tell(_Files(content, offset))
+        removed = tuple(name for name in self._sent if not (self._directory / name).exists())
+        self.tell(_Files(content, offset, removed))

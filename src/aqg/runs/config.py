@@ -12,7 +12,7 @@ import tomllib
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
@@ -22,6 +22,7 @@ from aqg.errors import ConfigError
 from aqg.models import is_module
 from aqg.runs.code import Code, file_digest
 from aqg.runs.own import file_facts, problem_facts, problem_settings
+from aqg.runs.stopping import KINDS, Kind, Target
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training
 
@@ -68,6 +69,8 @@ class RunConfig:
     dropout: float = 0.0
     absences: tuple[tuple[int, int, int], ...] = ()
     target: float | None = None
+    target_kind: str = "residual"
+    hold: int = 0
     seed: int = 0
     dtype: str = "float64"
     engine: str = "fast"
@@ -85,6 +88,8 @@ class RunConfig:
     init: str | None = None
     files: tuple[tuple[str, str], ...] = ()
     perturbation: int = 0
+    samples: int | None = None
+    reset: bool = False
 
     def __post_init__(self) -> None:
         if self.problem is None and not is_dataset_file(self.dataset):
@@ -101,8 +106,9 @@ class RunConfig:
         _require("dropout", self.dropout, 0 <= self.dropout < 1, "at least 0 and below 1")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
         _require("perturbation", self.perturbation, self.perturbation >= 0, "at least 0")
-        if self.target is not None:
-            _require("target", self.target, 0 < self.target < math.inf, "above 0")
+        if self.samples is not None:
+            _require("samples", self.samples, self.samples >= 1, "at least 1")
+        self._check_target()
         make_recipe(self.recipe, self.bits, self.max_staleness)
         if self.problem is None:
             parse_partition(self.partition)
@@ -118,6 +124,30 @@ class RunConfig:
                 "weighting is samples with scaling sum, which weights clients by their samples "
                 "already; use scaling mean or weighting equal"
             )
+
+    def _check_target(self) -> None:
+        goal = self.goal
+        if goal is None:
+            _require("hold", self.hold, self.hold == 0, "0 without a target")
+            return
+        if goal.hold and self.rounds <= goal.hold:
+            raise ConfigError(
+                f"rounds is {self.rounds}; a target counts once it is met {goal.hold} rounds in a "
+                f"row, so there must be more than {goal.hold}"
+            )
+        if goal.hold and goal.kind != "accuracy" and self.eval_every > 1:
+            raise ConfigError(
+                f"eval_every is {self.eval_every} with hold {goal.hold}; a {goal.kind} that ends "
+                "the run must be measured in every round"
+            )
+
+    @property
+    def goal(self) -> Target | None:
+        """When the model is good enough."""
+        if self.target is None:
+            return None
+        _require_choice("target_kind", self.target_kind, KINDS)
+        return Target(cast("Kind", self.target_kind), self.target, self.hold)
 
     @property
     def title(self) -> str:
@@ -434,6 +464,8 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
 def _typed(name: str, value: Any) -> Any:
     """Check a value's type, letting whole numbers stand for floats."""
     hint = _type_hints()[name]
+    if hint is bool and isinstance(value, bool):
+        return value
     if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
         return value
     if hint in (float, float | None) and isinstance(value, int | float) and value is not True:
@@ -455,6 +487,7 @@ def _typed(name: str, value: Any) -> Any:
             return rows
         raise ConfigError(f"absences is {value!r}; each must be [client, first round, last round]")
     wanted = {
+        bool: "true or false",
         int: "a whole number",
         int | None: "a whole number",
         str: "a text",

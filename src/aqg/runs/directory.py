@@ -371,6 +371,10 @@ class RunFiles:
         """Write the results: the run is complete."""
         write_atomically(self.path / SUMMARY, to_json(summary).encode())
 
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint of a run that is complete."""
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let go of ``rounds.jsonl``; what was not put on disk by a checkpoint may be lost."""
         if self._rounds is not None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _TRIED_SAMPLES = 8
 _NUM_SAMPLES = {"mnist": 60_000}
+_STREAM = 0xC0DE
+"""Keeps the choice of samples apart from other draws that use the same seed."""
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
@@ -44,7 +46,7 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
     """Return the problem, and a table of what every client holds."""
     check_files(config)
     if config.problem is None:
-        dataset = load_dataset(config.dataset, data_dir)
+        dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
         return make_problem(config, dataset), describe_clients(config, dataset)
     problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
     if problem.num_clients != config.clients:
@@ -57,6 +59,24 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
         for client, samples in enumerate(problem.clients)
     ]
     return _started(config, problem), _table(rows)
+
+
+def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
+    """Return the dataset with so many of its training samples, drawn at random; all by default."""
+    if num_samples is None:
+        return dataset
+    if num_samples > len(dataset):
+        raise ConfigError(
+            f"samples is {num_samples}; {dataset.name} has {len(dataset)}, so at most that"
+        )
+    random = np.random.default_rng([_STREAM, num_samples])
+    chosen = np.sort(random.permutation(len(dataset))[:num_samples])
+    return replace(
+        dataset,
+        features=dataset.features[chosen],
+        labels=dataset.labels[chosen],
+        sources=None if dataset.sources is None else dataset.sources[chosen],
+    )
 
 
 def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
@@ -84,11 +104,15 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     """Make the objective that the model's name or function stands for."""
     scaling: Scaling = "sum" if config.scaling == "sum" else "mean"
     if is_module(config.model):
-        module = make_module(config.model, DataShape.of(dataset), config.seed)
+        # With reset, the parameters are drawn anew, in whatever way the module draws them.
+        module_seed = 0 if config.reset else config.seed
+        module = make_module(config.model, DataShape.of(dataset), module_seed)
         from aqg.models.losses import default_loss  # needs torch
 
         loss = default_loss(dataset.labels)
-        return Objective.from_module(module, loss, l2=config.l2, scaling=scaling, name=config.model)
+        return Objective.from_module(
+            module, loss, l2=config.l2, scaling=scaling, name=config.model, reset=config.reset
+        )
     if not dataset.num_classes:
         raise ConfigError(
             f"model {config.model!r} needs one class per sample, and dataset {dataset.name!r} has "
@@ -151,6 +175,30 @@ def try_out(config: RunConfig, problem: Problem) -> None:
         ) from error
 
 
+def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> None:
+    """Raise where a target that ends the run cannot be measured, or is met at the start."""
+    goal = config.goal
+    if goal is None or not goal.hold:
+        return
+    simulation = make_simulation(config, problem)
+    if goal.kind == "accuracy":
+        measured = simulation.problem.measure(simulation.parameters)
+        if "accuracy" not in measured:
+            found = f"only {', '.join(measured)}" if measured else "nothing"
+            raise ConfigError(
+                f"the target of {config.title} is an accuracy, and on its test set {found} is "
+                "measured; ask for a loss"
+            )
+        start = measured["accuracy"]
+    else:
+        start = simulation.loss() - (minimum or 0.0)
+    if goal.is_met(start):
+        raise ConfigError(
+            f"the target of {config.title}, {goal}, is met before the first round ({start:.4g}); "
+            "ask for more"
+        )
+
+
 def describe_clients(config: RunConfig, dataset: Dataset) -> str:
     """Return a table of what every client holds, as text."""
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
@@ -167,7 +215,7 @@ def _table(rows: list[PartitionRow]) -> str:
 def find_minimum(config: RunConfig, problem: Problem) -> float | None:
     """Return ``f*``, computed once and cached; None where the objective is not convex."""
     if not problem.objective.convex:
-        if config.target is not None:
+        if config.target is not None and config.target_kind == "residual":
             raise ConfigError(
                 f"target is {config.target}, a residual against f*, but f* is unknown for "
                 f"{config.model} with l2 {config.l2}; use logistic or softmax with l2 above 0"
@@ -191,13 +239,15 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
-    num_samples = _NUM_SAMPLES.get(config.dataset)
+    num_samples = config.samples or _NUM_SAMPLES.get(config.dataset)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
     if config.weighting == "samples":
         key["weighting"] = config.weighting
     if config.problem is not None:
         key["problem"] = config.problem
+    if config.samples is not None:
+        key["samples"] = config.samples
     if config.files:
         key["files"] = " ".join(digest for _, digest in config.files)
     return key

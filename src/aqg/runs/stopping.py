@@ -24,6 +24,8 @@ from aqg.errors import ConfigError
 from aqg.runs.cost import Cost
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -82,6 +84,21 @@ class Target:
         (True, False)
         """
         return value >= self.value if self.kind == "accuracy" else value <= self.value
+
+    def first_reached(self, values: Sequence[float]) -> int | None:
+        """Return the position from which the target counts as reached; None if it does not.
+
+        >>> Target("loss", 1.0).first_reached([5, 0.9, 2, 0.8, 1, 0.7])
+        3
+        >>> Target("loss", 1.0, hold=2).first_reached([5, 0.9, 2, 0.8, 1, 7])
+        3
+        """
+        streak = 0
+        for position, value in enumerate(values):
+            streak = streak + 1 if self.is_met(value) else 0
+            if 0 < self.hold <= streak:
+                return position + 1 - streak
+        return None if self.hold or not streak else len(values) - streak
 
     def progress(self, start: float, value: float) -> float:
         """Return which share of the way from ``start`` to the target lies behind.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from aqg.runs.cost import Cost, add_bytes
 from aqg.runs.directory import finite_or_none, metric_fields
 from aqg.runs.stopping import has_diverged
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aqg.runs.directory import Line
+    from aqg.runs.stopping import Target
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,18 @@ class Trace:
             kept.append(measured[k])
         return Trace(tuple(costs), tuple(losses), tuple(kept))
 
-    def cost_to_stay_below(self, loss: float) -> Cost | None:
-        """Return the cost of the first point from which the loss stays at or under ``loss``."""
-        above = np.flatnonzero(~(np.array(self.losses) <= loss))
-        first = int(above[-1]) + 1 if len(above) else 0
-        return self.costs[first] if first < len(self.costs) else None
+    def cost_to(self, target: Target, minimum: float | None = None) -> Cost | None:
+        """Return the cost of the first point from which a target counts as reached."""
+        if target.kind == "accuracy":
+            values = [metrics.get("accuracy") for metrics in self.metrics]
+        elif target.kind == "residual" and minimum is None:
+            return None
+        else:
+            start = minimum if target.kind == "residual" and minimum is not None else 0.0
+            values = [loss - start for loss in self.losses]
+        known = [(v, cost) for v, cost in zip(values, self.costs, strict=True) if v is not None]
+        first = target.first_reached([value for value, _ in known])
+        return None if first is None else known[first][1]
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Summary:
     residual: float | None
     metrics: Mapping[str, float]
     faults: int
-    target: float | None
+    target: Target | None
     target_cost: Cost | None
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
@@ -117,7 +123,7 @@ class Summary:
         if self.target is not None:
             cost = self.target_cost
             row["target"] = {
-                "residual": self.target,
+                self.target.kind: self.target.value,
                 "reached_round": cost.rounds if cost else None,
                 "uploads": cost.uploads if cost else None,
                 "bits_per_param": cost.bits_per_param if cost else None,
@@ -134,13 +140,13 @@ def summarize(
     final_loss: float,
     metrics: Mapping[str, float],
     minimum: float | None,
-    target: float | None,
+    target: Target | None,
 ) -> Summary:
-    """Sum up a finished run; ``minimum`` is ``f*`` and ``target`` a residual against it."""
+    """Sum up a finished run; ``minimum`` is ``f*`` where it is known."""
     records = [line.record for line in lines]
     cost = None
-    if target is not None and minimum is not None:
-        cost = Trace.of(lines, final_loss).cost_to_stay_below(minimum + target)
+    if target is not None:
+        cost = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
     return Summary(
         recipe=recipe,
         rounds=len(records),

@@ -6,6 +6,7 @@ Then come the runs, each a task of its own.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +16,8 @@ from aqg.runs.config import load_plugins, to_toml
 from aqg.runs.directory import CONFIG, read_summary
 from aqg.runs.executor import Contact, Done, run_tasks
 from aqg.runs.files import write_atomically
-from aqg.runs.setup import build_problem, find_minimum, minimum_key, try_out
+from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
+from aqg.runs.stopping import NO_LIMITS, Limits
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     Minima = Mapping[Key, float | None]
 
 _SECONDS_BETWEEN_REPORTS = 0.2
+_MOST_KEPT_BYTES = 1 << 30
+"""Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = frozenset(
     {
         "recipe",
@@ -40,6 +44,8 @@ _NOT_OF_THE_PROBLEM = frozenset(
         "dropout",
         "absences",
         "target",
+        "target_kind",
+        "hold",
         "engine",
         "device",
         "eval_every",
@@ -110,10 +116,11 @@ class _Prepare:
         for config in self.configs:
             load_plugins(config.plugins)
             try_out(config, load(config, self.data_dir))
-            if minimum is None:
+            if minimum is None and (not config.hold or config.target_kind == "residual"):
                 # That of the data as they are: perturbed ones are measured against it.
                 plain = replace(config, perturbation=0)
                 minimum = find_minimum(plain, load(plain, self.data_dir))
+            check_target(config, load(config, self.data_dir), minimum)
             contact.tell(None)
         return minimum
 
@@ -122,7 +129,7 @@ class _Prepare:
 class Train:
     """Run one config in its directory, from its checkpoint if it has one; return its results.
 
-    What it tells is `loop.Progress`.
+    What it tells is `loop.Progress`, and a note it takes is `Limits`.
     """
 
     saves: ClassVar[bool] = True
@@ -131,6 +138,8 @@ class Train:
     minimum: float | None
     directory: Path
     data_dir: Path | None
+    limits: Limits = NO_LIMITS
+    keeps_models: bool = True
 
     def __call__(self, contact: Contact) -> dict[str, Any]:
         """Run it."""
@@ -144,15 +153,32 @@ class Train:
         if summary is None:
             write_atomically(self.directory / CONFIG, to_toml((self.config,)).encode())
             problem = make_problem()
-            loop.run(self.config, problem, self.minimum, self.directory, _Seldom(contact))
+            loop.run(
+                self.config,
+                problem,
+                self.minimum,
+                self.directory,
+                _Seldom(contact),
+                self.limits,
+                self.keeps_models,
+            )
+            gc.collect()  # graphs on a GPU hold on to each other, and to its memory
             summary = read_summary(self.directory)
             assert summary is not None, "a run that was not stopped leaves its results"
         return summary
 
 
-def train(config: RunConfig, minima: Minima, directory: Path, data_dir: Path | None) -> Train:
+def train(
+    config: RunConfig,
+    minima: Minima,
+    directory: Path,
+    data_dir: Path | None,
+    limits: Limits | None = None,
+    keeps_models: bool = True,
+) -> Train:
     """Return the task of a run; ``minima`` come from `prepare`."""
-    return Train(config, minima.get(_minimum_key(config)), directory, data_dir)
+    minimum = minima.get(_minimum_key(config))
+    return Train(config, minimum, directory, data_dir, limits or NO_LIMITS, keeps_models)
 
 
 class _Seldom(Contact):
@@ -173,13 +199,18 @@ class _Seldom(Contact):
 
 
 _loaded: dict[Key, Problem] = {}
-"""The worker's last problem."""
+"""The worker's last problems."""
 
 
 def load(config: RunConfig, data_dir: Path | None) -> Problem:
-    """Build the problem, or return the last one if it is the same."""
+    """Build the problem, or return it if it is one of the last."""
     key = problem_key(config)
     if key not in _loaded:
-        _loaded.clear()  # before the next one takes memory
+        while sum(map(_size, _loaded.values())) > _MOST_KEPT_BYTES:
+            del _loaded[next(iter(_loaded))]  # before the next one takes memory
         _loaded[key] = build_problem(config, data_dir)
     return _loaded[key]
+
+
+def _size(problem: Problem) -> int:
+    return sum(samples.features.nbytes for samples in problem.clients)

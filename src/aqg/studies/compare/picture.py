@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.comparison import Comparison
     from aqg.studies.compare.table import Cell
 
 _BEYOND = "#3b2333"

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aqg.runs.files import write_atomically
-from aqg.studies.compare.ledger import Ledger
+from aqg.studies.compare.comparison import open_comparison
 from aqg.studies.compare.picture import draw
-from aqg.studies.compare.plan import open_comparison
+from aqg.studies.compare.plan import comparable, read_outcomes
 from aqg.studies.compare.search import TUNED, collect_tuned, write_tuned
 from aqg.studies.compare.table import Cell, as_tables, make_cells, settings_table
 from aqg.studies.paper.markdown import refresh, to_markdown
 
 if TYPE_CHECKING:
-    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.comparison import Comparison
     from aqg.studies.paper.cells import Table
 
 RESULTS = "results.json"
@@ -41,7 +41,7 @@ PICTURE = "comparison.png"
 
 def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
     """Write every view of what is finished, and return the cells."""
-    outcomes = Ledger(directory).outcomes()
+    outcomes = comparable(read_outcomes(directory))
     cells = make_cells(comparison, outcomes)
     text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)
     write_atomically(directory / RESULTS, (text + "\n").encode())
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
     """Refresh the document named first from the comparison named second."""
     document, directory = map(Path, arguments)
     comparison = open_comparison(directory)
-    tables = _all_tables(comparison, make_cells(comparison, Ledger(directory).outcomes()))
+    tables = _all_tables(comparison, make_cells(comparison, comparable(read_outcomes(directory))))
     text = refresh(document.read_text(encoding="utf-8"), [table for table, _ in tables])
     for table, line in tables:
         text = text.replace(to_markdown(table), _with_line(table, line))

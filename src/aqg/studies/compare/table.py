@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aqg.studies.compare.pending import Finished, pending_trials
+from aqg.studies.compare.plan import Finished, pending_trials
 from aqg.studies.compare.search import SEARCH_SEED, leading_setting, winning_setting
 from aqg.studies.compare.trial import CEILING
 from aqg.studies.paper.cells import Table, size
@@ -15,7 +15,7 @@ from aqg.studies.paper.cells import Table, size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aqg.studies.compare.plan import Comparison
+    from aqg.studies.compare.comparison import Comparison
     from aqg.studies.compare.tasks import Task
     from aqg.studies.compare.trial import Outcome, Setting, Trial
 

@@ -22,7 +22,7 @@ from aqg.runs.cost import Cost
 from aqg.runs.directory import read_lines, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
-from aqg.runs.stopping import has_diverged
+from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.studies.paper.rounding import PERTURBED, Perturbed
 
@@ -255,7 +255,7 @@ def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
 def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
     if minimum is None:
         return {}
-    costs = {r: trace.cost_to_stay_below(minimum + r) for r in RESIDUALS}
+    costs = {r: trace.cost_to(Target("residual", r), minimum) for r in RESIDUALS}
     return {residual: cost for residual, cost in costs.items() if cost is not None}
 
 
