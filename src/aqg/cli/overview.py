@@ -59,7 +59,7 @@ class Overview(LiveDisplay):
     def __init__(
         self,
         console: Console,
-        plan: StudyPlan,
+        plan: StudyPlan[Any],
         name: str,
         num_before: int = 0,
         bytes_before: int | None = 0,

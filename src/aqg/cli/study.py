@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aqg.errors import ConfigError
 from aqg.runs.executor import Interrupted, Plan, carry_out
@@ -60,7 +60,10 @@ class Where:
         return f"{min(jobs, num_left)} at a time"
 
 
-class StudyPlan(Plan[Job], Protocol):
+JobType = TypeVar("JobType", bound=Job)
+
+
+class StudyPlan(Plan[JobType], Protocol[JobType]):
     """A plan that can be shown."""
 
     @property
@@ -84,7 +87,7 @@ def lock(directory: Path) -> ExitStack:
 
 def run_study(
     console: Console,
-    plan: StudyPlan,
+    plan: StudyPlan[JobType],
     directory: Path,
     where: Where,
     overview: Callable[[], Overview],
@@ -132,7 +135,7 @@ def run_study(
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(overview())
 
-            def make_task(job: Job) -> Train:
+            def make_task(job: JobType) -> Train:
                 folder, limits = directory / job.name, plan.note(job)
                 return train(job.config, minima, folder, where.data_dir, limits, keeps_models)
 
@@ -141,7 +144,7 @@ def run_study(
             raise Interrupted(how_to_go_on()) from None
 
 
-def report_failures(plan: StudyPlan, total: int, how_to_try_again: str) -> int:
+def report_failures(plan: StudyPlan[Any], total: int, how_to_try_again: str) -> int:
     """Name what failed on standard error; return the exit code."""
     if not plan.failures:
         return 0

@@ -13,11 +13,11 @@ from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
 from aqg.runs.directory import read_lines, read_summary
-from aqg.runs.setup import build_problem, make_simulation
-from aqg.studies.compare.ledger import TRIALS, Ledger
-from aqg.studies.compare.own import check_problem, make_own_task, trial_config
-from aqg.studies.compare.plan import PLAN, open_comparison
-from aqg.studies.compare.tasks import TASKS, Target, in_order
+from aqg.runs.setup import build_problem, check_target, make_simulation
+from aqg.runs.stopping import Target
+from aqg.studies.compare.comparison import PLAN, open_comparison
+from aqg.studies.compare.plan import TRIALS, read_outcomes
+from aqg.studies.compare.tasks import TASKS, in_order, make_own_task, with_target
 
 pytest.importorskip("torch")
 
@@ -92,12 +92,11 @@ def refuse(capsys, *arguments, message):
 def test_the_task_is_what_aqg_run_would_run(home):
     (task,) = open_comparison(home / "c").tasks
     (config,) = resolve({"problem": str(home / NAME), "recipe": "gd", "seed": 0})
-    assert task.config == config
-    assert (task.name, task.clients, task.rounds) == (NAME, 5, 40)
-    assert task.training == config.training()
-    assert task.training.participation == 0.75
+    assert task.config == with_target(config, "accuracy", 0.8)
+    assert (task.name, task.config.clients, task.config.rounds) == (NAME, 5, 40)
+    assert task.config.participation == 0.75
     assert task.dropout == 0.1
-    assert task.target == Target("accuracy", 0.8)
+    assert task.target == Target("accuracy", 0.8, 3)
     assert task.is_local
     assert task.describe() == f"{NAME}, 5 clients, 2 local steps of 8, 75% sampled, dropout 0.1"
 
@@ -105,13 +104,13 @@ def test_the_task_is_what_aqg_run_would_run(home):
 def test_outcomes_are_those_of_runs(home):
     """A run with the trial's settings meets the target in the round, with the bytes, on record."""
     (task,) = open_comparison(home / "c").tasks
-    outcomes = Ledger(home / "c").outcomes()
+    outcomes = read_outcomes(home / "c")
     assert {(trial.recipe, trial.seed) for trial in outcomes} == {
         (recipe, seed) for recipe in ("onebit", "gd") for seed in (0, 1)
     }
     assert all(outcome.is_reached for outcome in outcomes.values())
     trial = next(trial for trial in outcomes if (trial.recipe, trial.seed) == ("onebit", 1))
-    config = trial_config(task.config, trial.setting, trial.seed, "cpu")
+    config = trial.config(task, "cpu")
     simulation = make_simulation(config, build_problem(config))
     size, accuracies, sizes = 0, [], []
     for _ in range(outcomes[trial].rounds + task.target.hold - 1):
@@ -137,7 +136,7 @@ def test_a_report_shows_the_runs(home, tmp_path, capsys):
 
 
 def test_going_on(begun, home, capsys):
-    assert len(Ledger(begun).outcomes()) == 3
+    assert len(read_outcomes(begun)) == 3
     message = "which the command line does not name; add --allow-code"
     refuse(capsys, "--resume", begun, message=message)
     arguments = ["--resume", str(begun), "gd", "--again", "onebit", *SPEC, "--jobs", "1"]
@@ -190,7 +189,7 @@ def test_own_data_and_a_loss(folder, capsys):
     arguments += ["--search", "--quick", "--jobs", "1", "--out", "c"]
     assert run_app([*arguments, "--set", "rounds=80"]) == 0
     (task,) = open_comparison(folder / "c").tasks
-    assert (task.name, task.clients, task.is_local) == ("own.npz:softmax", 3, False)
+    assert (task.name, task.config.clients, task.is_local) == ("own.npz:softmax", 3, False)
     cells = json.loads((folder / "c/results.json").read_text())["cells"]
     assert [cell["num_reached"] for cell in cells] == [1, 1]
     assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
@@ -205,8 +204,8 @@ def test_own_data_and_a_loss(folder, capsys):
 
 def test_an_accuracy_must_be_measured(folder):
     task = make_own_task({"problem": "mine.py:problem:test=False"}, Target("accuracy", 0.8))
-    with pytest.raises(ConfigError, match=r"on its test set nothing is measured; give --target"):
-        check_problem(task, build_problem(task.config))
+    with pytest.raises(ConfigError, match=r"on its test set nothing is measured; ask for"):
+        check_target(task.config, build_problem(task.config), None)
 
 
 def test_tasks_stay_in_order(folder):
@@ -220,8 +219,8 @@ def test_tasks_stay_in_order(folder):
     [
         (SPEC, f"task {NAME} has no target; give --target LOSS or --target-accuracy SHARE"),
         ((*SPEC, *GOAL, "--target", "0.5"), "exclude each other"),
-        ((*SPEC, "--target", "-1"), "target is -1.0, a loss; it must be above 0"),
-        ((*SPEC, "--target", "nan"), "target is nan, a loss; it must be above 0"),
+        ((*SPEC, "--target", "-1"), "target loss is -1.0; it must be above 0"),
+        ((*SPEC, "--target", "nan"), "target loss is nan; it must be above 0"),
         ((*SPEC, "--target-accuracy", "80"), "target accuracy is 80.0; it must be above 0 and at"),
         (GOAL, "a target (accuracy 80.0%) is for a task of your own"),
         ((*SPEC, *GOAL, "--set", "seed=3"), "seed cannot be set for a task"),

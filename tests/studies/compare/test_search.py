@@ -147,7 +147,7 @@ def test_where_no_one_arrives_the_search_follows_the_closest(task, closer, farth
     def cost(setting):
         if setting.multiplier == 1:
             return "diverged", None
-        return "too slow", closer if setting.multiplier == 2 else farther
+        return "hopeless", closer if setting.multiplier == 2 else farther
 
     _, values, *_ = search("lean", task, cost)
     assert {s.multiplier for s in values} == {2}

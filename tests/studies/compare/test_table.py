@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from aqg.cli.compare_display import comparison_tables
-from aqg.studies.compare.ledger import TRIALS
+from aqg.studies.compare.comparison import PLAN, Comparison, open_comparison
 from aqg.studies.compare.picture import draw
-from aqg.studies.compare.plan import PLAN, Comparison, open_comparison
+from aqg.studies.compare.plan import TRIALS
 from aqg.studies.compare.results import TABLES, write_results
 from aqg.studies.compare.search import pending_settings
 from aqg.studies.compare.table import as_tables, cell_text, make_cells, settings_table, summary

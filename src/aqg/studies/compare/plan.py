@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     from aqg.studies.compare.trial import Setting
 
 TRIALS = "trials.jsonl"
+
+
+@dataclass(frozen=True)
+class TrialJob(Job):
+    """The run of a trial."""
+
+    trial: Trial
 
 
 class Finished:
@@ -161,7 +168,7 @@ class ComparePlan:
         self._device = device
         self._stored = read_outcomes(directory)
         self._outcomes = comparable(self._stored)
-        self._under_way: dict[str, tuple[Trial, float]] = {}
+        self._under_way: dict[Trial, float] = {}
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
 
@@ -183,11 +190,11 @@ class ComparePlan:
                     device = self._device if task.uses_device else "cpu"
                     yield replace(task.config, seed=seed, device=device)
 
-    def next(self) -> Job | None:
+    def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
         while (found := self._next_trial()) is not None:
             trial, task = found
-            job = Job(trial.directory, trial.config(task, self._device))
+            job = TrialJob(trial.directory, trial.config(task, self._device), trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # too dear then, wanted now
                 shutil.rmtree(place, ignore_errors=True)
@@ -195,41 +202,40 @@ class ComparePlan:
             if summary is not None:  # stopped between the end of the run and its record
                 self._keep(Outcome.of_run(trial, summary))
                 continue
-            self._under_way[job.name] = trial, time.monotonic()
+            self._under_way[trial] = time.monotonic()
             return job
         return None
 
     def _next_trial(self) -> tuple[Trial, Task] | None:
         finished = Finished(self._outcomes, self._comparison.seeds)
-        busy = [trial for trial, _ in self._under_way.values()]
         for recipe, tasks in self._tasks.items():
             ready: dict[str, tuple[Trial, Task]] = {}
             for task in tasks:
                 trials, _ = self._pending(recipe, task, finished)
-                left = [t for t in trials if t not in busy and t not in self._failed]
+                left = [t for t in trials if t not in self._under_way and t not in self._failed]
                 if left:
                     ready[task.name] = left[0], task
             if ready:
                 # What one setting needed shortens the next on a task: better not side by side.
-                at_work = [trial.task for trial in busy if trial.recipe == recipe]
+                at_work = [trial.task for trial in self._under_way if trial.recipe == recipe]
                 return ready[min(ready, key=at_work.count)]
         return None
 
-    def take(self, job: Job, result: Mapping[str, Any] | AqgError) -> None:
+    def take(self, job: TrialJob, result: Mapping[str, Any] | AqgError) -> None:
         """Write down what came of a trial."""
-        trial, started = self._under_way.pop(job.name)
+        started = self._under_way.pop(job.trial)
         if isinstance(result, AqgError):
-            self._failed.add(trial)
+            self._failed.add(job.trial)
             self.failures[job.name] = result
         else:
-            self._keep(Outcome.of_run(trial, result, time.monotonic() - started))
+            self._keep(Outcome.of_run(job.trial, result, time.monotonic() - started))
 
     def _keep(self, outcome: Outcome) -> None:
         self._records.add(outcome.to_json())
         self._stored[outcome.trial] = outcome
         self._outcomes = comparable(self._stored)
 
-    def note(self, job: Job) -> Limits:
+    def note(self, job: TrialJob) -> Limits:
         """Return the bytes beyond which the cost of a trial under way is of no interest.
 
         For a setting of the search: what the best setting of the same recipe needs, unless it was
@@ -238,7 +244,7 @@ class ComparePlan:
         """
         if not self._comparison.search:
             return Limits()
-        return self.limits(self._under_way[job.name][0])
+        return self.limits(job.trial)
 
     def limits(self, trial: Trial) -> Limits:
         """Return the limits of a trial."""
@@ -256,7 +262,7 @@ class ComparePlan:
     def most_left(self) -> int:
         """Return how many trials have not ended yet, at most: some of them may prove needless."""
         finished = Finished(self._outcomes, self._comparison.seeds)
-        left = {trial for trial, _ in self._under_way.values()}
+        left = set(self._under_way)
         num_later = 0
         for recipe, tasks in self._tasks.items():
             for task in tasks:

@@ -1,4 +1,4 @@
-"""Tasks as problems."""
+"""Tasks as configs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from aqg.data import DATASETS, parse_partition
 from aqg.errors import ConfigError
-from aqg.studies.compare.problems import Workshop
+from aqg.runs.setup import build_problem
 from aqg.studies.compare.tasks import QUICK_TASKS, TASKS, parse_tasks, select_tasks
 
 DIGITS = [TASKS[name] for name in QUICK_TASKS]
@@ -17,43 +17,37 @@ DIGITS = [TASKS[name] for name in QUICK_TASKS]
 
 @pytest.mark.parametrize("task", DIGITS, ids=QUICK_TASKS)
 def test_a_seed_makes_the_split_and_the_start(task):
-    workshop = Workshop()
-    first, again, other = (workshop.problem(task, seed) for seed in (0, 0, 1))
-    assert first.num_clients == task.clients
-    assert first.dtype == task.dtype
+    first, again, other = (build_problem(replace(task.config, seed=seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first.initial_params, again.initial_params)
     assert not np.array_equal(first.initial_params, other.initial_params)
 
 
 def test_part_of_the_samples():
-    task = replace(DIGITS[0], samples=200, partition="iid")
-    problem = Workshop().problem(task, 0)
+    problem = build_problem(replace(DIGITS[0].config, samples=200, partition="iid"))
     assert sum(len(samples.labels) for samples in problem.clients) == 200
-
-
-def test_minima_only_where_they_are_asked_for():
-    softmax, local = DIGITS
-    assert Workshop().minimum(local, 0) is None
-    assert 0 < Workshop().minimum(softmax, 0) < 1
+    with pytest.raises(ConfigError, match="samples is 9999; digits has "):
+        build_problem(replace(DIGITS[0].config, samples=9999))
 
 
 def test_the_cnn_learns_images_of_other_sizes():
     pytest.importorskip("torch")
-    task = replace(DIGITS[1], model="cnn", dtype="float32")
-    problem = Workshop().problem(task, 0)
+    config = replace(DIGITS[1].config, model="cnn", dtype="float32", reset=True)
+    problem, other = (build_problem(replace(config, seed=seed)) for seed in (0, 1))
     _, gradient = problem.objective.losses_and_gradients(
         problem.initial_params, *problem.clients[0]
     )
     assert np.isfinite(gradient).all()
     assert gradient.any()
+    assert not np.array_equal(problem.initial_params, other.initial_params)
 
 
 def test_every_task_names_things_that_exist():
     for name, task in TASKS.items():
         assert task.name == name
-        assert task.dataset in DATASETS
-        parse_partition(task.partition)
+        assert task.config.dataset in DATASETS
+        parse_partition(task.config.partition)
         assert task.is_local == (task.target.kind == "accuracy")
+        assert task.target.hold == (3 if task.is_local else 20)
     assert {name for name, task in TASKS.items() if task.is_late} == {
         "cnn-dirichlet",
         "cnn-iid",
