@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
-from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
@@ -135,6 +135,8 @@ def open_sweep(
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
     stored = read_settings(directory / GRID)
+    if "downlink" not in stored.get("grid", {}):
+        stored = {**BEFORE_DOWNLINKS, **stored}
     if document is not None and document != stored:
         before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))

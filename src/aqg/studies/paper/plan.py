@@ -182,7 +182,7 @@ def make_plan(
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
-    (config,) = resolve(settings)
+    (config,) = resolve({"downlink": "full", **settings})
     name = f"{section}_{config.partition.replace(':', '-')}"
     if section in ("logistic", "rounding"):
         name += f"_{config.scaling}-{config.alpha:g}"
