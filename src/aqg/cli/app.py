@@ -330,7 +330,12 @@ def datasets() -> None:
 @app.command()
 def sweep(
     grid: Annotated[
-        Path | None, typer.Argument(metavar="GRID.toml", help="Settings, and a table [grid].")
+        Path | None,
+        typer.Argument(
+            metavar="GRID.toml|FILE.py:FUNCTION",
+            help="Settings and a table [grid], or tables [[run]]; or a function that yields the "
+            "settings of runs.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results (new or empty).")
@@ -363,7 +368,7 @@ def sweep(
         str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
     ] = None,
 ) -> int:
-    """Run every combination of the settings listed in a grid file, across cores.
+    """Run every combination of the settings in a grid file, or a study of your own, across cores.
 
     Ctrl-C saves everything; --resume goes on and repeats nothing that is finished.
     """

@@ -15,10 +15,12 @@ from aqg.cli.overview import Overview, sweep_table
 from aqg.cli.study import Where, lock, report_failures, run_study
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
+from aqg.runs.code import Code
 from aqg.runs.config import located, read_settings, refuse_unnamed_code
 from aqg.runs.cost import add_bytes
 from aqg.runs.directory import output_directory, read_summary
 from aqg.runs.plan import Batch, unfinished
+from aqg.studies.own import RUNS, call_study
 from aqg.studies.sweep import (
     GRID,
     TABLE,
@@ -27,6 +29,7 @@ from aqg.studies.sweep import (
     create_sweep,
     expand,
     open_sweep,
+    runs_to_toml,
     write_results,
 )
 
@@ -120,16 +123,22 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
     flags = {name: located(name, value) for name, value in options.flags.items()}
     document, grid_file = None, b""
+    code = None if options.grid is None else Code.parse(str(options.grid))
     if options.grid is not None:
-        document = read_settings(options.grid)
-        _guard(options.grid, document, options)
+        if code is not None:  # named on the command line, and so is what it yields
+            runs = call_study(code, options.data_dir)
+            document, text = {RUNS: runs}, runs_to_toml({}, runs)
+        else:
+            document = read_settings(options.grid)
+            _guard(options.grid, document, options)
+            text = options.grid.read_text(encoding="utf-8")
         # Top-level keys come before tables in TOML.
-        if "downlink" not in document and "downlink" not in document.get("grid", {}):
+        if not any("downlink" in part for part in _parts(document)):
             flags = {"downlink": AUTO, **flags}
         lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
-        grid_file = "".join(lines).encode() + options.grid.read_bytes()
+        grid_file = ("".join(lines) + text).encode()
         for key in flags:
-            if key in document or key in document.get("grid", {}):
+            if any(key in part for part in _parts(document)):
                 raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
         document = {**flags, **document}
     if options.resume is not None:
@@ -145,7 +154,8 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
     if options.grid is None or document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
     sweep = expand(document, options.data_dir)
-    with output_directory(options.out, options.grid.stem) as directory:
+    stem = options.grid.stem if code is None else code.path.stem
+    with output_directory(options.out, stem) as directory:
         yield _Plan(directory, sweep, grid_file)
 
 
@@ -162,10 +172,20 @@ def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> No
     """Refuse a grid that would run code which the command line does not name."""
     allowed, where = options.allow_code, repr(str(file))
     refuse_unnamed_code(document, options.flags, allowed=allowed, where=where)
+    for part in _parts(document)[1:]:
+        if part is not document.get("grid"):
+            refuse_unnamed_code(part, options.flags, allowed=allowed, where=where)
     grid = document.get("grid")
     for key, values in grid.items() if isinstance(grid, dict) else ():
         for value in values if isinstance(values, list) else ():
             refuse_unnamed_code({key: value}, options.flags, allowed=allowed, where=where)
+
+
+def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tables of a grid file: its top level, the grid, and each run."""
+    runs = document.get(RUNS)
+    tables = [document, document.get("grid"), *(runs if isinstance(runs, list) else ())]
+    return [table for table in tables if isinstance(table, dict)]
 
 
 def _announce(plan: _Plan, num_left: int, where: Where) -> str:

@@ -1,7 +1,9 @@
 """Sweeps: every combination of some settings' values, each in a run directory of its own.
 
 A grid file holds settings as ``aqg run`` knows them, and a table ``[grid]`` of settings with lists
-of values; the product of the lists is run. A sweep's directory holds
+of values; the product of the lists is run. In place of ``[grid]`` it may hold tables ``[[run]]``,
+the settings of a run each; a Python function may yield these as well (`own`). A sweep's directory
+holds
 
 ================ ==========================================================================
 ``sweep.toml``   the grid file as given
@@ -32,9 +34,10 @@ from aqg.runs.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
+from aqg.studies.own import RUNS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 GRID = "sweep.toml"
@@ -61,13 +64,13 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     >>> [run.name for run in sweep.runs][:3]
     ['recipe-lean_dropout-0.0', 'recipe-lean_dropout-0.5', 'recipe-gd_dropout-0.0']
     """
-    fixed = {key: value for key, value in document.items() if key != "grid"}
+    fixed = {key: value for key, value in document.items() if key not in ("grid", RUNS)}
+    if RUNS in document:
+        return _expand_runs(fixed, document, data_dir)
     grid = document.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise ConfigError("the grid file has no table [grid] with lists of values")
-    for key in (*fixed, *grid):
-        if key not in SETTINGS:
-            raise ConfigError(f"unknown setting {key!r}; choose from {', '.join(SETTINGS)}, grid")
+    _check_keys((*fixed, *grid))
     for key, values in grid.items():
         _check_values(key, values)
         if key in fixed:
@@ -79,6 +82,52 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     varying = tuple(grid)
     names = _names([{key: getattr(config, key) for key in varying} for config in configs])
     return Sweep(varying, tuple(map(Job, names, configs)))
+
+
+def _expand_runs(
+    fixed: Mapping[str, Any], document: Mapping[str, Any], data_dir: Path | None
+) -> Sweep:
+    """Make the sweep of runs that are listed one by one."""
+    runs = document[RUNS]
+    if "grid" in document:
+        raise ConfigError("the file has both [grid] and [[run]]; keep one")
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
+        raise ConfigError("run is not an array of tables with the settings of a run each")
+    _check_keys((*fixed, *(key for run in runs for key in run if key != "name")))
+    configs = [
+        _resolve_one({**fixed, **{k: v for k, v in run.items() if k != "name"}}, data_dir)
+        for run in runs
+    ]
+    named = dict.fromkeys(key for run in runs for key in run if key != "name")
+    varying = tuple(k for k in named if len({repr(getattr(c, k)) for c in configs}) > 1)
+    varying = varying or tuple(named)[:1] or ("recipe",)
+    found = [{key: getattr(config, key) for key in varying} for config in configs]
+    own = [run.get("name") for run in runs]
+    if not any(own):
+        return Sweep(varying, tuple(map(Job, _names(found), configs)))
+    for name in own:
+        if not isinstance(name, str) or not name or _safe(name) != name:
+            raise ConfigError(
+                f"name of a run is {name!r}; every run needs one, of letters, digits, . + and -"
+            )
+        if own.count(name) > 1:
+            raise ConfigError(f"two runs have the name {name!r}")
+    return Sweep(varying, tuple(map(Job, map(str, own), configs)))
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in SETTINGS:
+            choices = ", ".join(SETTINGS)
+            raise ConfigError(f"unknown setting {key!r}; choose from {choices}, grid")
+
+
+def runs_to_toml(fixed: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> str:
+    """Write the file of a sweep whose runs are listed one by one."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fixed.items()]
+    for run in runs:
+        lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _check_values(key: str, values: object) -> None:
@@ -111,7 +160,7 @@ def _names(combinations: Sequence[Mapping[str, Any]]) -> list[str]:
         names.append(name)
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise ConfigError(f"two combinations in [grid] are the same run, {twice}")
+        raise ConfigError(f"two combinations are the same run, {twice}")
     return names
 
 
