@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.cli.display import format_bytes
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import Deployment, DeploymentOptions
 from aqg.flower.messages import Order
 from aqg.flower.protocol import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.runs.table import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -14,8 +14,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from aqg.cli.display import format_bytes
 from aqg.runs.executor import Contact
+from aqg.runs.table import format_bytes
 from aqg.runs.tasks import Train
 from aqg.studies.compare.tasks import TASKS
 from aqg.studies.compare.trial import Outcome, Setting, Trial

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from aqg.cli.overview import sweep_table
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.cli.sweep_table import sweep_table
 from aqg.errors import AqgError
 from aqg.runs import loop
 from aqg.runs.setup import build_problem, find_minimum
@@ -253,7 +253,7 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
         row(2, **result(None, 100, None)),
         row(3, error="no"),
     ]
-    table = sweep_table(("recipe", "seed"), rows)
+    table = sweep_table(("recipe", "seed"), rows).to_terminal()
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns == {
         "recipe": ["lean:eta=1", "lean:eta=2", "lean:eta=3"],
@@ -272,7 +272,8 @@ def test_downloads_that_an_earlier_version_did_not_count_are_unknown():
     row = {"settings": {"recipe": "lean"}, "diverged": False, "final_loss": 1.0, "uploads": 10}
     row |= {"upload_bytes": 100, "target": {"upload_bytes": 50}}
     columns = {
-        column.header: list(column.cells) for column in sweep_table(("recipe",), [row]).columns
+        column.header: list(column.cells)
+        for column in sweep_table(("recipe",), [row]).to_terminal().columns
     }
     assert [columns[name] for name in ("up", "down", "total")] == [
         ["100 B"],

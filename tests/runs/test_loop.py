@@ -121,7 +121,7 @@ def test_rounds_from_before_downloads_were_counted(config, problem, tmp_path):
     assert row["upload_bytes"] == result.summary.upload_bytes
     assert row["target"]["upload_bytes"] > 0
     assert row["target"]["total_bytes"] is None
-    columns = {c.header: list(c.cells) for c in result_table([summary]).columns}
+    columns = {c.header: list(c.cells) for c in result_table([summary]).to_terminal().columns}
     assert (columns["down"], columns["total"]) == (["unknown"], ["unknown"])
     shown = loop.Result(config, summary, Trace.of(lines, loss, metrics))
     assert draw_comparison([shown], minimum).startswith(b"\x89PNG")

@@ -71,7 +71,7 @@ def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finish
 def test_tables_show_the_metrics_that_there_are(finished) -> None:
     _, result = finished
     text = io.StringIO()
-    Console(file=text, width=160).print(result_table([result.summary]))
+    Console(file=text, width=160).print(result_table([result.summary]).to_terminal())
     shown = text.getvalue()
     assert "test mse" in shown
     assert "test largest error" in shown

@@ -331,7 +331,7 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     if not console.is_terminal:
         console.width = max(console.width, 200)  # a file has no edge to wrap at
     for table in comparison_tables(comparison, cells, console.width):
-        console.print(table)
+        console.print(table.to_terminal())
     uploads_only = counts_uploads_only(cells)
     if uploads_only:
         counted = "Bytes uploaded (uploads only: some runs have no downloads on record)"

@@ -1,16 +1,14 @@
-"""A comparison as people see it: how far it is, and its table."""
+"""A comparison on a terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aqg.cli.live import plain_table
-from aqg.studies.compare.table import cell_text, counts_uploads_only, upload_text
+from aqg.runs.table import Table
+from aqg.studies.compare.table import counts_uploads_only, table_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rich.table import Table
 
     from aqg.studies.compare.comparison import Comparison
     from aqg.studies.compare.table import Cell
@@ -30,20 +28,12 @@ def comparison_tables(comparison: Comparison, cells: Sequence[Cell], width: int)
     tasks = comparison.tasks
     for start in range(0, len(tasks), per_table):
         shown = tasks[start : start + per_table]
-        table = plain_table()
-        table.add_column("recipe", style="bold", no_wrap=True)
+        header = ["recipe"]
         for task in shown:
-            table.add_column(f"{task.name}\n{task.target}", justify="right", no_wrap=True)
-            if with_uploads:
-                table.add_column("of it\nuploaded", justify="right", no_wrap=True)
+            header += [f"{task.name}<br>{task.target}", "of it<br>uploaded"][: 1 + with_uploads]
+        rows = []
         for recipe in comparison.recipes:
-            row = [by_place.get((recipe, task.name)) for task in shown]
-            if not any(row):
-                continue
-            texts = [cell_text(cell, task) for cell, task in zip(row, shown, strict=True)]
-            shown_row = [f"{text}\n{spread}" if spread else text for text, spread in texts]
-            if with_uploads:
-                pairs = zip(shown_row, map(upload_text, row), strict=True)
-                shown_row = [text for pair in pairs for text in pair]
-            table.add_row(recipe, *shown_row)
-        yield table
+            own = [by_place.get((recipe, task.name)) for task in shown]
+            if any(own):
+                rows.append((recipe, *table_row(own, shown, with_uploads)))
+        yield Table("comparison", "Comparison", "", tuple(header), tuple(rows), num_labels=1)

@@ -98,7 +98,7 @@ def _train(console: Console, running: Demo) -> None:
     """Show the rounds as they go."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from aqg.cli.display import format_bytes
+    from aqg.runs.table import format_bytes
 
     options = running.options
     security = " with TLS and node keys" if options.tls else ""
@@ -126,7 +126,7 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from aqg.cli.display import format_bytes
+    from aqg.runs.table import format_bytes
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("node", style="bold")

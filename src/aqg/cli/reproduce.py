@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aqg.cli.study import Where
-    from aqg.studies.paper.cells import Table
+    from aqg.runs.table import Table
     from aqg.studies.paper.outcomes import Results
     from aqg.studies.paper.plan import PlannedRun
 
@@ -173,18 +173,6 @@ def show_results(console: Console, results: Results) -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    from rich import box
-    from rich import table as rich_table
-
-    shown = rich_table.Table(
-        *(name.replace("`", "") for name in table.header),
-        box=box.SIMPLE_HEAD,
-        header_style="bold",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for row in table.rows:
-        shown.add_row(*(cell.replace("`", "") for cell in row))
     console.print(f"\n[bold]{table.title.replace('`', '')}[/bold]")
     console.print(table.note.replace("`", ""), style="dim", highlight=False)
-    console.print(shown)
+    console.print(table.to_terminal())

@@ -139,7 +139,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         return
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has no edge to wrap at
-    console.print(result_table(summaries, console.width))
+    console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
     if any(summary.recipe in ("gd", "laq") for summary in summaries):
         counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
@@ -147,7 +147,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(f"{note}\n", style="dim")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
-        console.print(target_table(summaries))
+        console.print(target_table(summaries).to_terminal())
     console.print(f"Picture: {plan.directory / FIGURE}", highlight=False, soft_wrap=True)
     console.print(
         f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE
-from aqg.cli.overview import Overview, sweep_table
+from aqg.cli.overview import Overview
 from aqg.cli.study import Where, lock, report_failures, run_study
+from aqg.cli.sweep_table import sweep_table
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.runs.code import Code
@@ -107,7 +108,7 @@ def _show(console: Console, plan: _Plan, batch: Batch, options: SweepOptions) ->
     else:
         if not console.is_terminal:
             console.width = max(console.width, 160)  # a file has no edge to wrap at
-        console.print(sweep_table(plan.sweep.varying, rows))
+        console.print(sweep_table(plan.sweep.varying, rows).to_terminal())
         seeds = " Means over seeds, and smallest..largest." if "seed" in plan.sweep.varying else ""
         console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)

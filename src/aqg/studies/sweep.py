@@ -18,9 +18,7 @@ their checkpoints.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import re
 from collections import Counter
@@ -34,6 +32,7 @@ from aqg.runs.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
+from aqg.runs.table import records_to_csv
 from aqg.studies.own import RUNS
 
 if TYPE_CHECKING:
@@ -227,13 +226,8 @@ def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write ``summary.json`` and ``summary.csv``."""
     text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
-    table = [_flat_row(row) for row in rows]
-    columns = dict.fromkeys(column for row in table for column in row)
-    buffer = io.StringIO(newline="")
-    writer = csv.DictWriter(buffer, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    write_atomically(directory / TABLE, buffer.getvalue().encode())
+    table = records_to_csv([_flat_row(row) for row in rows])
+    write_atomically(directory / TABLE, table.encode())
 
 
 def _flat_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def test_the_cost_is_both_directions_and_uploads_have_a_column():
         ("`gd`", "– (91.0%)", ""),
     )
     assert local.note.startswith("Bytes uploaded and downloaded by all clients until the target")
-    (table,) = comparison_tables(COMPARISON, cells, 200)
+    (table,) = (t.to_terminal() for t in comparison_tables(COMPARISON, cells, 200))
     columns = [list(column.cells) for column in table.columns if "uploaded" in column.header]
     assert ["2 kB", ""] in columns
 

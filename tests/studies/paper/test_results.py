@@ -15,10 +15,12 @@ from rich.console import Console
 
 from aqg.cli.app import run_app
 from aqg.cli.reproduce import run_plan, show_results
+from aqg.cli.study import Where
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.studies.paper.cells import size
+from aqg.runs.table import format_bytes
+from aqg.studies.document import refresh
 from aqg.studies.paper.claims import VERDICTS, find
 from aqg.studies.paper.execute import (
     adopt_devices,
@@ -26,7 +28,6 @@ from aqg.studies.paper.execute import (
     keep_results,
 )
 from aqg.studies.paper.figures import all_figures, stack_curves
-from aqg.studies.paper.markdown import refresh
 from aqg.studies.paper.merge import keep_beside, missing_from
 from aqg.studies.paper.outcomes import (
     CURVES,
@@ -193,7 +194,7 @@ def test_the_readmes_bytes_are_medians_of_the_data(stored):
             costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
             if costs:
                 assert len(costs) == len(runs)
-                assert cell.strip("*") == size(median(costs))
+                assert cell.strip("*") == format_bytes(median(costs))
             else:
                 assert {o.total.rounds for o in runs} == {4000}
                 assert cell == "on no seed within 4000 rounds"
@@ -205,7 +206,7 @@ SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
     console = Console(file=io.StringIO(), width=200)
-    assert run_plan(console, plan, tmp_path, 2, data_dir) == 0
+    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
     results = keep_results(plan, SMALL, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         *(RUNS, CURVES, META, "tables.md", "figures", "runs")
@@ -223,7 +224,7 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     assert read.outcomes == results.outcomes
     assert read.select(recipe="lean") == results.select(recipe="lean")
 
-    assert run_plan(console, plan, tmp_path, 2, data_dir) == 0
+    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
     show_results(console, read)
     shown = console.file.getvalue()
     assert "14 runs, 0 finished before" in shown

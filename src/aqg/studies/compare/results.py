@@ -28,11 +28,11 @@ from aqg.studies.compare.picture import draw
 from aqg.studies.compare.plan import comparable, read_outcomes
 from aqg.studies.compare.search import TUNED, collect_tuned, write_tuned
 from aqg.studies.compare.table import Cell, as_tables, make_cells, settings_table
-from aqg.studies.paper.markdown import refresh, to_markdown
+from aqg.studies.document import refresh
 
 if TYPE_CHECKING:
+    from aqg.runs.table import Table
     from aqg.studies.compare.comparison import Comparison
-    from aqg.studies.paper.cells import Table
 
 RESULTS = "results.json"
 TABLES = "tables.md"
@@ -60,7 +60,7 @@ def _all_tables(comparison: Comparison, cells: list[Cell]) -> list[tuple[Table, 
 
 def _with_line(table: Table, line: str) -> str:
     """Write a table, and the line that belongs below it."""
-    return to_markdown(table) + (f"\n{line}\n" if line else "")
+    return table.to_markdown() + (f"\n{line}\n" if line else "")
 
 
 def main(arguments: list[str]) -> None:
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     tables = _all_tables(comparison, make_cells(comparison, comparable(read_outcomes(directory))))
     text = refresh(document.read_text(encoding="utf-8"), [table for table, _ in tables])
     for table, line in tables:
-        text = text.replace(to_markdown(table), _with_line(table, line))
+        text = text.replace(table.to_markdown(), _with_line(table, line))
     document.write_text(text, encoding="utf-8")
 
 

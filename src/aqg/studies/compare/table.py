@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from aqg.runs.table import Table, format_bytes
 from aqg.studies.compare.plan import Finished, pending_trials
 from aqg.studies.compare.search import SEARCH_SEED, leading_setting, winning_setting
 from aqg.studies.compare.trial import CEILING
-from aqg.studies.paper.cells import Table, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -150,7 +150,7 @@ def upload_text(cell: Cell | None) -> str:
     """
     if cell is None or cell.median_upload_bytes is None or cell.median_bytes is None:
         return ""
-    return size(cell.median_upload_bytes)
+    return format_bytes(cell.median_upload_bytes)
 
 
 def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
@@ -165,12 +165,12 @@ def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
     if cell.median_bytes is None:
         text = f"– ({_how_far(cell, task)})" if cell.ratio_above is None else above_text(cell)
         return f"{text}{mark}", share if cell.num_reached else ""
-    text = f"{size(cell.median_bytes)} ×{cell.ratio:.2f}{mark}"
+    text = f"{format_bytes(cell.median_bytes)} ×{cell.ratio:.2f}{mark}"
     assert cell.lowest_bytes is not None
     assert cell.highest_bytes is not None
     spread = ""
     if cell.lowest_bytes < cell.highest_bytes:
-        spread = f"{size(cell.lowest_bytes)}–{size(cell.highest_bytes)}"
+        spread = f"{format_bytes(cell.lowest_bytes)}–{format_bytes(cell.highest_bytes)}"
     if cell.num_reached < cell.num_seeds:
         spread += f" {share}"
     return text, spread.strip()
@@ -185,6 +185,17 @@ def _how_far(cell: Cell, task: Task) -> str:
     if cell.value is None:
         return "diverged"
     return f"{cell.value:.1%}" if task.target.kind == "accuracy" else f"{cell.value:.2g}"
+
+
+def table_row(cells: Sequence[Cell | None], tasks: Sequence[Task], with_uploads: bool) -> list[str]:
+    """Return a recipe's row: for every task its cost, and what of it was uploaded."""
+    row = []
+    for cell, task in zip(cells, tasks, strict=True):
+        text, spread = cell_text(cell, task)
+        row.append(f"{text}<br>{spread}" if spread else text)
+        if with_uploads:
+            row.append(upload_text(cell))
+    return row
 
 
 def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table, str]]:
@@ -209,11 +220,7 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table
         for recipe in comparison.recipes:
             own = [by_place.get((recipe, task.name)) for task in tasks]
             if any(own):
-                texts = [cell_text(cell, task) for cell, task in zip(own, tasks, strict=True)]
-                lines = [f"{text}<br>{spread}" if spread else text for text, spread in texts]
-                if not uploads_only:
-                    pairs = zip(lines, map(upload_text, own), strict=True)
-                    lines = [cell for pair in pairs for cell in pair]
+                lines = table_row(own, tasks, not uploads_only)
                 rows.append((f"`{recipe}`", *lines))
         heads = [(f"{task.name}<br>{task.target}", "of it uploaded") for task in tasks]
         header = ("recipe", *(title for pair in heads for title in pair[: 1 + (not uploads_only)]))

@@ -1,11 +1,11 @@
-"""A table of text, and the cells that several tables share."""
+"""The cells that several tables share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from aqg.runs.table import format_bytes
 from aqg.studies.paper.plan import BY_SOURCE
 
 if TYPE_CHECKING:
@@ -15,29 +15,6 @@ if TYPE_CHECKING:
     from aqg.studies.paper.outcomes import Outcome
 
 SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text in cells; ``name`` marks its place in a document."""
-
-    name: str
-    title: str
-    note: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def size(count: float) -> str:
-    """Write a number of bytes.
-
-    >>> size(289_147), size(46_053_665)
-    ('289 kB', '46.1 MB')
-    """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def percent(share: float) -> str:
@@ -107,7 +84,7 @@ def arrival_cell(outcomes: Sequence[Outcome], residual: float) -> str:
     if not costs:
         return "-"
     bits = span([cost.bits_per_param for cost in costs])
-    text = f"{bits} / {size(median(cost.upload_bytes for cost in costs))}"
+    text = f"{bits} / {format_bytes(median(cost.upload_bytes for cost in costs))}"
     if len(costs) < len(outcomes):
         text = f"{out_of(len(costs), len(outcomes))}: {text}"
     return text

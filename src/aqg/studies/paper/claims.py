@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.studies.paper.cells import SPLITS, Table, out_of, paired_ratios, percent, span
+from aqg.runs.table import Table
+from aqg.studies.paper.cells import SPLITS, out_of, paired_ratios, percent, span
 from aqg.studies.paper.dropout_tables import STRICT, with_dropouts
 from aqg.studies.paper.paper import PAPER_RESIDUAL, SETTINGS, performance
 from aqg.studies.paper.settings import LABELS, cost_of, cost_to_the_end, of_setting, savings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.studies.paper.cells import Table, out_of, span
+from aqg.runs.table import Table
+from aqg.studies.paper.cells import out_of, span
 from aqg.studies.paper.paper import PAPER_RESIDUAL, performance
 from aqg.studies.paper.settings import LABELS, cost_of, cost_to_the_end, of_setting
 

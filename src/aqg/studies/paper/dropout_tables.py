@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.studies.paper.cells import SPLITS, Table, costs_to, out_of, paired_ratios, size, span
+from aqg.runs.table import Table, format_bytes
+from aqg.studies.paper.cells import SPLITS, costs_to, out_of, paired_ratios, span
 from aqg.studies.paper.plan import DROPOUT_RECIPES
 from aqg.studies.paper.settings import seeds_text
 
@@ -71,7 +72,7 @@ def _dropout_cell(outcomes: Sequence[Outcome], residual: float) -> str:
     if costs:
         rounds = f"{median(cost.rounds for cost in costs):,.0f}"
         bits = span([cost.bits_per_param for cost in costs])
-        text = f"{rounds} / {bits} / {size(median(cost.upload_bytes for cost in costs))}"
+        text = f"{rounds} / {bits} / {format_bytes(median(cost.upload_bytes for cost in costs))}"
     if len(costs) == len(outcomes):
         return text
     at = median(outcome.residual for outcome in outcomes)

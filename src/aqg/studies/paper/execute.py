@@ -15,7 +15,6 @@ from aqg.runs.directory import CONFIG, read_config
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
 from aqg.studies.paper.figures import all_figures
-from aqg.studies.paper.markdown import to_markdown
 from aqg.studies.paper.outcomes import ROUNDING_SECTION, collect, write_results
 from aqg.studies.paper.plan import PlannedRun
 from aqg.studies.paper.tables import all_tables
@@ -66,7 +65,7 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 
 def write_views(directory: Path, results: Results) -> None:
     """Write the tables as Markdown and, where matplotlib is installed, the figures as PNG."""
-    text = "\n".join(to_markdown(table) for table in all_tables(results))
+    text = "\n".join(table.to_markdown() for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
     if find_spec("matplotlib") is None:
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.studies.paper.cells import SPLITS, Table, out_of, paired_ratios, percent, span
+from aqg.runs.table import Table
+from aqg.studies.paper.cells import SPLITS, out_of, paired_ratios, percent, span
 from aqg.studies.paper.outcomes import CONVERGED, main_reading
 from aqg.studies.paper.plan import BY_SOURCE, PERTURBED_RECIPES
 from aqg.studies.paper.rounding import ROUNDING

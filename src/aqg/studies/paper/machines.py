@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aqg.studies.paper.cells import SPLITS, Table, out_of, paired_ratios, percent, span
+from aqg.runs.table import Table
+from aqg.studies.paper.cells import SPLITS, out_of, paired_ratios, percent, span
 from aqg.studies.paper.claims import find
 from aqg.studies.paper.outcomes import CONVERGED, main_reading
 from aqg.studies.paper.plan import ALWAYS_SEND, BY_SOURCE, TABLE_RECIPES

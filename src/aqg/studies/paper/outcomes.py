@@ -10,7 +10,6 @@ small enough to live in a repository, and the tables and figures need nothing el
 from __future__ import annotations
 
 import csv
-import io
 import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
+from aqg.runs.table import records_to_csv
 from aqg.studies.paper.rounding import PERTURBED, Perturbed
 
 if TYPE_CHECKING:
@@ -371,13 +371,7 @@ def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    rows = list(rows)
-    buffer = io.StringIO(newline="")
-    columns = dict.fromkeys(column for row in rows for column in row)
-    writer = csv.DictWriter(buffer, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue().encode()
+    return records_to_csv(list(rows)).encode()
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

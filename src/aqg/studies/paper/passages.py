@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from aqg.studies.document import Passage
 from aqg.studies.paper.cells import SPLITS, costs_to, out_of, paired_ratios, span
 from aqg.studies.paper.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
 from aqg.studies.paper.dropout_tables import cells_of, with_dropouts
@@ -45,14 +45,6 @@ _SEEDS = {
     "network": "network_seeds",
 }
 """What the results call the number of seeds that each section is planned with."""
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Markdown with a name that marks its place in a document."""
-
-    name: str
-    text: str
 
 
 def all_passages(results: Results) -> list[Passage]:

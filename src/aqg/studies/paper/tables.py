@@ -5,15 +5,14 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper.cells import (
     SPLITS,
-    Table,
     arrival_cell,
     costs_to,
     out_of,
     paired_ratios,
     percent,
-    size,
     span,
 )
 from aqg.studies.paper.claims import claims_table
@@ -87,7 +86,7 @@ def _bytes_cells(ours: Sequence[Outcome], base: Sequence[Outcome], residual: flo
     costs = costs_to(ours, residual)
     if not costs:
         return [f"0 of {len(ours)} seeds arrive", "-"]
-    text = span([cost.upload_bytes for cost in costs], size)
+    text = span([cost.upload_bytes for cost in costs], format_bytes)
     if len(costs) < len(ours):
         return [f"{text}, {out_of(len(costs), len(ours))} seeds arrive", "-"]
     ratios = paired_ratios(base, ours, lambda o: o.reached.get(residual), "upload_bytes")
@@ -116,7 +115,7 @@ def performance_table(results: Results) -> Table:
                     _beside(row.uploads if row else None, [cost.uploads for cost in costs]),
                     _beside(row.bits if row else None, [cost.bits_per_param for cost in costs]),
                     told + span(saved, percent) + at if saved else told + "-" * bool(told),
-                    span([cost.upload_bytes for cost in costs], size),
+                    span([cost.upload_bytes for cost in costs], format_bytes),
                     _ending(results, ours),
                 )
             )
@@ -205,7 +204,7 @@ def network_table(results: Results) -> Table:
                     span([o.total.rounds for o in ours]),
                     span([o.total.uploads for o in ours]),
                     span([o.total.bits_per_param for o in ours]),
-                    span([o.total.upload_bytes for o in ours], size),
+                    span([o.total.upload_bytes for o in ours], format_bytes),
                     _fewer(ours, base) if recipe != "gd" else "-",
                 )
             )
