@@ -16,8 +16,9 @@ import pytest
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.sweep import SweepOptions, sweep_command
 from aqg.cli.sweep_table import sweep_table
-from aqg.errors import AqgError
+from aqg.errors import AqgError, RunError
 from aqg.runs import loop
+from aqg.runs.files import locked
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.studies.sweep import create_sweep, open_sweep
 
@@ -97,6 +98,14 @@ def test_lines_table_and_results(whole, capsys):
     assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
         [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
     )
+
+
+def test_one_command_at_a_time(whole):
+    with (
+        locked(whole / "whole"),
+        pytest.raises(RunError, match="is in use by another process; wait until it has ended"),
+    ):
+        sweep_command(SweepOptions(resume=whole / "whole"))
 
 
 def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):

@@ -22,10 +22,11 @@ from aqg.runs.executor import (
     Started,
     Stopped,
     Stopping,
+    ThisProcess,
     carry_out,
     run_tasks,
 )
-from aqg.runs.processes import Processes, ThisProcess
+from aqg.runs.processes import Processes
 
 
 class Chain:

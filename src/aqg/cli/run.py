@@ -28,10 +28,9 @@ from aqg.runs.directory import (
     create_directory,
     output_directory,
 )
-from aqg.runs.executor import Interrupted, Reported, run_tasks
+from aqg.runs.executor import Interrupted, Reported, ThisProcess, run_tasks
 from aqg.runs.figure import draw_comparison
 from aqg.runs.files import locked, write_atomically
-from aqg.runs.processes import ThisProcess
 from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up

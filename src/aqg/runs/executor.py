@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
-from aqg.errors import AqgError
+from aqg.errors import AqgError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -282,3 +282,77 @@ def _stop_requests(stop: threading.Event) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class CallerIsGone(Exception):  # noqa: N818  (nobody is left to see it)
+    """Whoever wanted a task done has ended."""
+
+
+def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped:
+    """Do a task, and say what came of it in terms that any process can read."""
+    try:
+        return Done(index, task(contact))
+    except Interrupted:
+        return Stopped(index)
+    except (CallerIsGone, BrokenPipeError):
+        raise
+    except Exception as error:
+        return Failed(index, in_our_terms(error))
+
+
+def in_our_terms(error: Exception) -> AqgError:
+    """Return an error that can be pickled: other processes may not know a plugin's own ones."""
+    if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
+        return error
+    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+class ThisProcess:
+    """Does tasks right here, one after the other, with all threads."""
+
+    jobs = 1
+    retries = 0
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._waiting: tuple[int, Task] | None = None
+
+    def __enter__(self) -> ThisProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Do nothing: no task is under way."""
+
+    def start(self, index: int, task: Task) -> None:
+        """Keep the task until `wait`."""
+        self._waiting = index, task
+
+    def wait(self, seconds: float, receive: Handle) -> None:  # noqa: ARG002
+        """Do the task."""
+        assert self._waiting is not None
+        index, task = self._waiting
+        receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
+
+    def pass_on(self, index: int, note: Any) -> None:
+        """Do nothing: no other task ends while one is under way."""
+
+    def ask_to_stop(self) -> None:
+        """Do nothing: tasks look at ``stop`` themselves."""
+
+
+class _DirectContact(Contact):
+    def __init__(self, index: int, receive: Handle, stop: threading.Event) -> None:
+        self._index = index
+        self._receive = receive
+        self._stop = stop
+
+    def tell(self, value: Any) -> None:
+        self._receive(Reported(self._index, value))
+
+    def is_stop_asked(self) -> bool:
+        return self._stop.is_set()

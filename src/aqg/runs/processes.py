@@ -1,4 +1,4 @@
-"""Places on this machine: processes that do one task at a time each, or this very process.
+"""A place on this machine: processes that do one task at a time each.
 
 A task that fails, or takes its process down with it, costs nothing but itself: every process has a
 pipe of its own, so a killed one leaves no lock behind, and the next task gets a new process.
@@ -18,8 +18,16 @@ from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.executor import Contact, Done, Event, Failed, Interrupted, Reported, Stopped
+from aqg.errors import ConfigError, RunError
+from aqg.runs.executor import (
+    CallerIsGone,
+    Contact,
+    Event,
+    Failed,
+    Reported,
+    Stopped,
+    attempt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +59,10 @@ def visible_gpus() -> tuple[str, ...]:
     """Return the names of the GPUs that processes may use, as ``CUDA_VISIBLE_DEVICES`` has them."""
     if os.environ.get(_GPUS):
         return tuple(name.strip() for name in os.environ[_GPUS].split(","))
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # whoever needs a GPU will say so
+        return ()
     return tuple(map(str, range(torch.cuda.device_count())))
 
 
@@ -214,35 +224,12 @@ def _serve(connection: pipes.Connection) -> None:
             index, task = connection.recv()
             if isinstance(index, int):  # else a message that came after its task had ended
                 connection.send(attempt(index, task, _PipeContact(index, connection)))
-    except (EOFError, OSError, _ParentIsGone):
+    except (EOFError, OSError, CallerIsGone):
         return
 
 
-class _ParentIsGone(Exception):  # noqa: N818  (nobody is left to see it)
-    """The pipe's other end is closed."""
-
-
-def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped:
-    """Do a task, and say what came of it in terms that any process can read."""
-    try:
-        return Done(index, task(contact))
-    except Interrupted:
-        return Stopped(index)
-    except (_ParentIsGone, BrokenPipeError):
-        raise
-    except Exception as error:
-        return Failed(index, in_our_terms(error))
-
-
-def in_our_terms(error: Exception) -> AqgError:
-    """Return an error that can be pickled: other processes may not know a plugin's own ones."""
-    if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
-        return error
-    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
 class _PipeContact(Contact):
-    """Talks to the parent through a pipe; raises `_ParentIsGone` once the parent is gone."""
+    """Talks to the parent through a pipe; raises `CallerIsGone` once the parent is gone."""
 
     def __init__(self, index: int, connection: pipes.Connection) -> None:
         self._index = index
@@ -267,63 +254,12 @@ class _PipeContact(Contact):
             while self._connection.poll():
                 messages.append(self._connection.recv())
         except EOFError:
-            raise _ParentIsGone from None
+            raise CallerIsGone from None
         for kind, value in messages:
             if kind == _STOP:
                 self._is_stop_asked = True
             elif kind == _NOTE:
                 self._note = value
-
-
-class ThisProcess:
-    """Does tasks right here, one after the other, with all threads."""
-
-    jobs = 1
-    retries = 0
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._waiting: tuple[int, Task] | None = None
-
-    def __enter__(self) -> ThisProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Do nothing: no task is under way."""
-
-    def start(self, index: int, task: Task) -> None:
-        """Keep the task until `wait`."""
-        self._waiting = index, task
-
-    def wait(self, seconds: float, receive: Handle) -> None:  # noqa: ARG002
-        """Do the task."""
-        assert self._waiting is not None
-        index, task = self._waiting
-        receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
-
-    def pass_on(self, index: int, note: Any) -> None:
-        """Do nothing: no other task ends while one is under way."""
-
-    def ask_to_stop(self) -> None:
-        """Do nothing: tasks look at ``stop`` themselves."""
-
-
-class _DirectContact(Contact):
-    def __init__(self, index: int, receive: Handle, stop: threading.Event) -> None:
-        self._index = index
-        self._receive = receive
-        self._stop = stop
-
-    def tell(self, value: Any) -> None:
-        self._receive(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
-        return self._stop.is_set()
 
 
 @contextlib.contextmanager

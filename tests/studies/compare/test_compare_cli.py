@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from aqg.cli.app import run_app
+from aqg.runs.directory import CHECKPOINT, ROUNDS, read_lines
+from aqg.runs.files import locked
 from aqg.studies.compare.plan import TRIALS, read_outcomes
 
 FILES = {"compare.json", "trials.jsonl", "results.json", "tables.md", "comparison.png"}
@@ -79,6 +86,48 @@ def test_a_document_gets_the_tables(finished, tmp_path):
     assert "| `onebit` |" in text
     assert "old" not in text
     assert text.endswith("<!-- end -->\nAfter.\n")
+
+
+def test_one_command_at_a_time(finished, capsys):
+    before = (finished / TRIALS).read_bytes()
+    with locked(finished):
+        assert run_app(["compare", "gd", "--resume", str(finished), "--jobs", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is in use by another process; wait until it has ended" in line
+    assert (finished / TRIALS).read_bytes() == before
+    assert '"gd"' not in (finished / "compare.json").read_text()
+
+
+def test_a_trial_that_was_interrupted_goes_on(tmp_path):
+    """Ctrl-C in the middle of a trial saves it, and the results are those of one go."""
+    arguments = ["compare", "stc", "--task", "digits-softmax", "--seeds", "1", "--jobs", "1"]
+    command = [sys.executable, "-m", "aqg", *arguments, "--out", "cut"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, start_new_session=True
+    )
+    trial = tmp_path / "cut" / "digits-softmax" / "stc" / "stc-seed-0"
+    try:
+        deadline = time.monotonic() + 120
+        while not (trial / ROUNDS).exists():
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped with 0 runs finished; go on with: aqg compare --resume cut" in errors
+    assert (trial / CHECKPOINT).exists()
+    num_rounds = len(read_lines(trial))
+    assert run_app(["compare", "--resume", str(tmp_path / "cut"), "--jobs", "1"]) == 0
+    assert run_app([*arguments, "--out", str(tmp_path / "whole")]) == 0
+    for name in ("results.json", "tables.md"):
+        assert (tmp_path / "cut" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    whole = tmp_path / "whole" / trial.relative_to(tmp_path / "cut")
+    assert (trial / ROUNDS).read_bytes() == (whole / ROUNDS).read_bytes()
+    assert 0 < num_rounds < len(read_lines(whole))
+    assert not (trial / CHECKPOINT).exists()
 
 
 @pytest.mark.parametrize(
