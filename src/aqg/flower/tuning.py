@@ -21,7 +21,8 @@ SWITCH = "AQG_FLOWER_QUICK"
 LEASE = "AQG_FLOWER_LEASE_SECONDS"
 """The environment variable for how long a silent node counts as online (Flower: 60 s)."""
 
-_TRIED = ("1.41.", "1.42.")
+TRIED = ("1.41.", "1.42.")
+"""Versions of Flower whose private parts are known."""
 _LOCAL_SECONDS = 0.05
 """Between two looks into the node's own memory."""
 _REMOTE_SECONDS = 0.2
@@ -38,7 +39,7 @@ def apply_tuning() -> None:
     quick, lease = os.environ.get(SWITCH) == "1", os.environ.get(LEASE)
     if not (quick or lease):
         return
-    if not __version__.startswith(_TRIED):
+    if not __version__.startswith(TRIED):
         _log.warning("flwr %s is untried: its waits stay as they are", __version__)
         return
     if quick:
