@@ -102,6 +102,11 @@ class WatchedRun:
         partial.write_text(deed)
         partial.rename(state.with_name(f"{state.name}.order"))
 
+    def has_order(self, client: int) -> bool:
+        """Whether a client has not misbehaved yet, as it was told to."""
+        state = self.deployment.state_directory(client)
+        return state.with_name(f"{state.name}.order").exists()
+
     def mirrors_agree(self, client: int) -> bool:
         """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
 

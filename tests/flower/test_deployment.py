@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
 
-ROUND_SECONDS = 15.0
-DELAY_SECONDS = 18.0
+ROUND_SECONDS = 10.0
+DELAY_SECONDS = 12.0
 LEASE_SECONDS = 5.0
 FOREVER = 10_000
 
@@ -125,12 +125,23 @@ def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
 
 
 def a_killed_node_goes_on_where_it_was(run: WatchedRun) -> None:
+    """Kill a node that has announced a reply, and sent nothing of it."""
+    processes = run.deployment.processes
     upload = run.wait_for_round(run.last_round + 1)
+    run.order(2, "announce")
+    processes.wait_for(lambda: not run.has_order(2), 60, "an upload")
+    processes.wait_for(lambda: is_sending(processes.read_log("node2")), 60, "a reply")
     run.deployment.kill_node(2)
     gone = run.wait_for_incident("missing|error", 2, after=upload["round"])
+    assert run.rows()[gone - 1]["round_seconds"] < ROUND_SECONDS + 5, "it held up the round"
     back = run.wait_for_clean_round(after=gone)
     between = [row for row in run.rows() if upload["round"] < row["round"] <= back["round"]]
     assert not any("resync" in incidents_of(row, 2) for row in between)
+
+
+def is_sending(log: str) -> bool:
+    """Whether a SuperNode has announced a reply that it has not sent yet."""
+    return log.rfind("Sending:") > log.rfind("Sent successfully")
 
 
 def restarted(run: WatchedRun, kill: Callable[[], None]) -> None:

@@ -1,25 +1,40 @@
-"""Flower's SuperNode, its own state and functions, with a run that is stopped at a bad moment."""
+"""Flower's own functions, and what `aqg` changes about how long they wait."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.message import remove_content_from_message
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectUnavailableError,
+    pull_objects,
+)
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import http_grid
 from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate import NodeStateFactory
 
 from aqg.flower.repairs import repair_node
+from aqg.flower.tuning import bounded_pulls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from flwr.proto.message_pb2 import ObjectTree
 
 LINK, NODE = 1, 3
+RUNNING = ["pending", "starting", "running"]
 
 
 class Node:
@@ -51,18 +66,40 @@ class Node:
             trusted_entities=None,
         )
 
-    def reply(self) -> None:
-        """Answer as the ClientApp does: fetch the order, store a reply."""
+    def reply(self, whole: bool = True) -> None:
+        """Answer as the ClientApp does: fetch the order, announce a reply, hand it over."""
         run = self.order.metadata.run_id
         assert self.state.get_messages_legacy(run_ids=[run], is_reply=False)
         reply = Message(RecordDict(), reply_to=self.order)
         reply.metadata.__dict__["_message_id"] = reply.object_id
-        loop._insert_message(reply, self.state, self.store)
+        if whole:
+            loop._insert_message(reply, self.state, self.store)
+        else:
+            self.state.store_message(reply)
+            self.store.preregister(run, get_object_tree(reply))
+
+    def end(self) -> None:
+        """End all ClientApps."""
+        for task in self.state.get_tasks(statuses=RUNNING):
+            assert self.state.finish_task(task.task_id, "failed", "")
+
+    def send(self) -> list[int]:
+        """Let the node wait for a reply and send it; return the runs of those announced."""
+        announced = []
+
+        def announce(reply: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
+            announced.append(reply.metadata.run_id)
+            return {part.object_id for part in iterate_object_tree(tree)}, "session"
+
+        loop._push_messages(
+            state=self.state, object_store=self.store, send=announce, push_object=lambda *_: None
+        )
+        return announced
 
     @property
     def running(self) -> list[int]:
         """Runs that a ClientApp still works for."""
-        tasks = self.state.get_tasks(statuses=["pending", "starting", "running"])
+        tasks = self.state.get_tasks(statuses=RUNNING)
         return [task.run_id for task in tasks]
 
     @property
@@ -80,10 +117,12 @@ def make_order(run: int) -> Message:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(loop, "_pull_and_store_message", loop._pull_and_store_message)
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name in ("_pull_and_store_message", "_push_messages"):
+        monkeypatch.setattr(loop, name, getattr(loop, name))
     assert repair_node()
-    return Node()
+    yield Node()
+    del loop._repaired_by_aqg  # type: ignore[attr-defined]
 
 
 def test_an_order_of_a_stopped_run_leaves_nothing_behind(node: Node) -> None:
@@ -112,6 +151,24 @@ def test_an_order_that_is_received_is_answered(node: Node) -> None:
     assert node.answered == [1]
 
 
+def test_a_client_app_that_ends_without_a_reply_is_not_waited_for(node: Node) -> None:
+    assert node.receive(run=1) == 1
+    node.end()
+    assert node.send() == []
+    assert node.receive(run=2) == 2
+    node.reply()
+    node.end()
+    assert node.send() == [2]
+
+
+def test_a_client_app_that_ends_within_its_reply_is_not_waited_for(node: Node) -> None:
+    assert node.receive(run=1) == 1
+    node.reply(whole=False)
+    node.end()
+    assert node.send() == [1]
+    assert not node.answered
+
+
 def test_the_repair_is_made_once(node: Node) -> None:
     repaired = loop._pull_and_store_message
     assert repair_node()
@@ -125,3 +182,18 @@ def test_an_unknown_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(loop, "_pull_and_store_message", unlike)
     assert not repair_node()
     assert loop._pull_and_store_message is unlike
+
+
+def test_a_reply_that_is_never_sent_ends_with_the_time_for_it() -> None:
+    def unavailable(name: str) -> bytes:
+        raise ObjectUnavailableError(name)
+
+    started = time.monotonic()
+    with bounded_pulls(0.4):
+        for _ in range(5):
+            with pytest.raises(ObjectPullError, match="timeout"):
+                http_grid.pull_objects(["a", "b"], unavailable)
+    assert 0.4 <= time.monotonic() - started < 5, "five replies share the time of one"
+    with bounded_pulls(60.0):
+        assert http_grid.pull_objects(["a"], lambda _: b"content") == {"a": b"content"}
+    assert http_grid.pull_objects is pull_objects

@@ -20,6 +20,8 @@ _logger = logging.getLogger("flwr.aqg")
 
 QUERY = "query"
 _NO_CLIENT = -1
+_HELLO_SECONDS = 5.0
+"""How long nodes between two rounds may take to send an introduction that they have announced."""
 
 
 class Presence:
@@ -78,10 +80,11 @@ class Presence:
     def wait_for(self, num_clients: int, seconds: float) -> bool:
         """Wait until so many clients are there; return whether they came in time."""
         started = self._exchange.now()
+        waited = 0.0
         while True:
             self.refresh()
             self._exchange.send(self.introductions())
-            for arrival in self._exchange.poll():
+            for arrival in self._exchange.poll(min(max(0.0, seconds - waited), _HELLO_SECONDS)):
                 self.hear(arrival)
             if len(self.roster.present) >= num_clients and self._all_introduced():
                 return True
