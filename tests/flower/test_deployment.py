@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -318,10 +319,18 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    for name in ("server.key", "node"):  # left from before, for all to read
+        (tmp_path / name).write_text("old")
+        (tmp_path / name).chmod(0o644)
     files = make_certificates(tmp_path, ["example.org", "::1"])
     public = make_node_key(tmp_path / "node")
     for secret in (files.key, tmp_path / "node"):
-        assert secret.stat().st_mode & 0o077 == 0
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        assert "PRIVATE KEY" in secret.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("ca.crt", "server.pem", "server.key"),
+        *("node", "node.pub"),
+    }
     assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
     context = ssl.create_default_context(cafile=str(files.authority))
     assert context.get_ca_certs()[0]["subject"] == ((("commonName", "aqg authority"),),)
