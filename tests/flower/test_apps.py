@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message.message import make_message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -443,6 +445,35 @@ def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path: Path) 
     assert federation.rows()[2]["faults"] == [[1, fault]]
     assert federation.agree()
     assert np.isfinite(final).all()
+
+
+HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
+
+
+def test_what_a_node_says_cannot_write_to_the_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak(node: int, reply: Message) -> Message:
+        if round_of(reply) == 2:
+            if node == 18:
+                reply.content["reply"]["fault"] = HOSTILE
+            elif node == 11:
+                return make_message(reply.metadata, error=Error(7, HOSTILE))
+            else:
+                reply.content["reply"][HOSTILE] = HOSTILE
+        return reply
+
+    federation = Federation(tmp_path, rounds=2)
+    federation.grid.answer = speak
+    with caplog.at_level(logging.INFO, "flwr.aqg"):
+        federation.run()
+    row = federation.rows()[1]
+    texts = [incident["text"] for incident in row["incidents"]] + [row["faults"][0][1]]
+    assert len(texts) == 4
+    for text in (*texts, *(record.getMessage() for record in caplog.records)):
+        assert text.isprintable(), text
+        assert len(text) < 700
+    assert any("gone 2026 round 9: all is well\\x1b[2J" in text for text in texts)
 
 
 def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ class Coordinator:
                 incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
                 self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
             except MessageError as error:
-                incidents.append(Incident(client, arrival.sent.node, "rejected", str(error)))
+                text = records.plain(str(error))
+                incidents.append(Incident(client, arrival.sent.node, "rejected", text))
         for node in [*self._exchange.close(_TRAIN), *not_sent]:
             self._roster.heard(node, answered=False)
             client = self._roster.client_of(node)
@@ -196,11 +197,14 @@ class Coordinator:
             try:
                 said = None if self._model is None else self._model.read(reply.statistics)
             except WireError as error:
-                incidents.append(Incident(client, node, "rejected", f"statistics: {error}"))
+                incidents.append(
+                    Incident(client, node, "rejected", records.plain(f"statistics: {error}"))
+                )
                 continue
             verdict = self.book.accept(client, reply, self._incarnation)
             if verdict.message is None:
-                incidents.append(Incident(client, node, "rejected", verdict.problem))
+                text = records.plain(verdict.problem)
+                incidents.append(Incident(client, node, "rejected", text))
                 continue
             num_taken += 1
             if said is not None:

@@ -72,7 +72,7 @@ class Presence:
                 content, records.HELLO, "partition", "samples"
             )
         except MessageError as error:
-            text = f"could not introduce itself: {error}"
+            text = records.plain(f"could not introduce itself: {error}")
             self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
             return
         self.roster.introduce(node, partition, samples)
