@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -476,7 +477,7 @@ def test_what_a_node_says_cannot_write_to_the_terminal(
     assert any("gone 2026 round 9: all is well\\x1b[2J" in text for text in texts)
 
 
-def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -> None:
+def test_a_run_that_diverges_stops(tmp_path: Path) -> None:
     federation = Federation(tmp_path / "diverging", alpha=1e9, recipe="gd", rounds=50)
     final = federation.run()
     assert 2 <= len(federation.rows()) < 50
@@ -484,15 +485,48 @@ def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -
     summary = json.loads((tmp_path / "diverging" / "run" / "summary.json").read_text())
     assert summary["diverged"]
 
-    def lie(node: int, reply: Message) -> Message:
-        if round_of(reply) and node == 18:
-            reply.content["reply"]["loss"] = float("inf")
+
+@pytest.mark.parametrize("lie", [math.inf, -math.inf, 1e300, -1e300])
+@pytest.mark.parametrize("num_clients", [2, 3])
+def test_one_liar_cannot_stop_a_run(tmp_path: Path, lie: float, num_clients: int) -> None:
+    def answer(node: int, reply: Message) -> Message:
+        if node == 18:
+            name = "reply" if round_of(reply) else "loss"
+            if name in reply.content:
+                reply.content[name]["loss"] = lie
         return reply
 
-    federation = Federation(tmp_path / "lied", rounds=4)
-    federation.grid.answer = lie
+    honest, lied = (Federation(tmp_path / name, rounds=4) for name in ("honest", "lied"))
+    for federation in (honest, lied):
+        federation.config["num-clients"] = num_clients
+        federation.grid.node_configs = {
+            node: config
+            for node, config in federation.grid.node_configs.items()
+            if config["partition-id"] < num_clients
+        }
+    lied.grid.answer = answer
+    assert np.array_equal(lied.run(), honest.run())
+    assert lied.incidents("outlier") == [(k, 1) for k in (1, 2, 3, 4)]
+    assert not honest.total("outliers")
+    for row, fair in zip(lied.rows(), honest.rows(), strict=True):
+        assert row["loss"] == pytest.approx(fair["loss"], rel=0.5)
+    summary = json.loads((tmp_path / "lied" / "run" / "summary.json").read_text())
+    assert not summary["diverged"]
+    assert summary["final_loss"] < lied.rows()[0]["loss"]
+
+
+def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path: Path) -> None:
+    def answer(node: int, reply: Message) -> Message | None:
+        if not round_of(reply):
+            return reply
+        reply.content["reply"]["loss"] = 1e300
+        return reply if node == 18 else None
+
+    federation = Federation(tmp_path, rounds=2)
+    federation.grid.answer = answer
     federation.run()
-    assert [row["loss"] for row in federation.rows()] == [None] * 4
+    assert [row["loss"] for row in federation.rows()] == [None] * 2
+    assert federation.incidents("outlier") == [(1, 1), (2, 1)]
 
 
 class Killed(BaseException):

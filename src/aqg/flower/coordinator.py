@@ -22,6 +22,7 @@ from aqg.sim.record import DROPPED, RoundRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aqg.core.types import Float64Array as Losses
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
     from aqg.flower.protocol import MirrorBook
@@ -127,6 +128,13 @@ class Coordinator:
             except MessageError as error:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
+        if not _have_diverged(losses, len(messages)):
+            for client in _leave_out_absurd(losses):
+                _logger.warning(
+                    "the loss of client %d (node %d) is beyond all use, and left out",
+                    client,
+                    self._roster.node_of(client),
+                )
         return self._mean_loss(losses)
 
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
@@ -218,6 +226,11 @@ class Coordinator:
             if reply.fault:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
+        diverged = _have_diverged(losses, num_asked)
+        if not diverged:
+            for client in _leave_out_absurd(losses):
+                node, text = self._roster.node_of(client), f"loss {answers.replies[client].loss:g}"
+                incidents.append(Incident(client, node, "outlier", text))
         loss = self._mean_loss(losses)
         record = RoundRecord(
             number,
@@ -237,14 +250,14 @@ class Coordinator:
             stepped=num_taken >= self.settings.needed_clients,
             round_seconds=answers.seconds,
             work_seconds=work,
-            diverged=loss is not None and has_diverged(float(np.nanmedian(losses))),
+            diverged=diverged,
         )
         if report.stepped and self._model is not None:
             self._model.step(statistics)
         _log_round(report, self.settings)
         return report
 
-    def _mean_loss(self, losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+    def _mean_loss(self, losses: Losses) -> float | None:
         """Return the weighted mean over the clients that measured; None where none did."""
         weights = self.book.weights
         measured = ~np.isnan(losses)
@@ -291,6 +304,22 @@ class Coordinator:
             ttl=settings.round_timeout,  # an order that was not picked up dies with its round
             group_id=str(book.round),
         )
+
+
+def _have_diverged(losses: Losses, num_asked: int) -> bool:
+    """Tell whether more than half of the clients asked report a loss beyond all use.
+
+    In a federation of several, one client is never enough.
+    """
+    num_diverged = sum(has_diverged(float(loss)) for loss in losses if not np.isnan(loss))
+    return 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses))
+
+
+def _leave_out_absurd(losses: Losses) -> list[int]:
+    """Strike the losses that are beyond all use, of either sign; return whose they were."""
+    absurd = [int(c) for c in np.flatnonzero(~np.isnan(losses)) if has_diverged(abs(losses[c]))]
+    losses[absurd] = np.nan
+    return absurd
 
 
 def _log_round(report: RoundReport, settings: Settings) -> None:
