@@ -28,6 +28,7 @@ from aqg.flower import records as flower_records
 from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
 from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
 from aqg.sim.local import LocalTraining
+from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
@@ -645,6 +646,70 @@ def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path: Path) -> 
         assert np.array_equal(saved["weights"], sizes / sizes.mean())
         total = saved["weights"] @ saved["mirrors-0"]
         assert np.allclose(saved["total"], total, rtol=0, atol=1e-12)
+
+
+def claim(federation: Federation, node: int, samples: int) -> None:
+    """Let a node say that it has so many samples."""
+
+    def answer(who: int, reply: Message) -> Message:
+        if who == node and "hello" in reply.content:
+            reply.content["hello"]["samples"] = samples
+        return reply
+
+    federation.grid.answer = answer
+
+
+@pytest.mark.parametrize("trust", [True, False])
+@pytest.mark.parametrize("samples", [-1, 0, -(2**63), 2**53 + 1])
+def test_a_node_with_impossible_samples_is_refused_and_named(
+    tmp_path: Path, samples: int, trust: bool
+) -> None:
+    federation = Federation(
+        tmp_path, weighting="samples", rounds=3, start_timeout=0.3, trust_partition_id=trust
+    )
+    claim(federation, 18, samples)
+    federation.run()
+    first, *later = federation.rows()
+    (refusal,) = (one for one in first["incidents"] if one["kind"] == "refused")
+    assert refusal["node"] == 18
+    assert refusal["text"] == f"node 18 reports {samples} samples; 1 to {2**53} are taken"
+    assert not any("incidents" in row for row in later)
+    assert [row["widths"][1] for row in federation.rows()] == [DROPPED] * 3
+    assert later[-1]["loss"] < first["loss"]
+
+
+def test_a_node_that_comes_back_with_impossible_samples_costs_its_place(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, weighting="samples", rounds=3)
+    federation.run()
+    federation.config["rounds"] = 6
+    federation.grid.restart_node(18, new_id=19)
+    claim(federation, 19, -1)
+    federation.config["start-timeout"] = 0.3
+    federation.run()
+    assert federation.total("refused") == 1
+    federation.config["rounds"] = 8
+    claim(federation, 19, 10)
+    federation.run()
+    assert federation.rows()[-1]["widths"][1] != DROPPED
+
+
+def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, weighting="samples", rounds=3)
+    claim(federation, 18, 10**15)
+    federation.run()
+    (incident,) = federation.rows()[0]["incidents"]
+    assert incident == {
+        "client": 1,
+        "node": 18,
+        "kind": "capped",
+        "text": "reports 1000000000000000 samples; it counts for 0.6 of all",
+    }
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        assert saved["weights"][1] / saved["weights"].sum() == pytest.approx(0.6)
+        assert saved["weights"].mean() == pytest.approx(1)
+    federation.config |= {"rounds": 4, "max-share": 0.4}
+    with pytest.raises(ConfigError, match=r"max-share 0.6, and max-share is 0.4"):
+        federation.run()
 
 
 def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
+from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
 from aqg.sim.record import DROPPED, RoundRecord
 
@@ -78,6 +79,7 @@ class Coordinator:
         self._incarnation = incarnation
         self._recipe_spec = recipe_spec
         self._model = model
+        self._capped: set[int] = set()
         self._training = settings.training()
         parameters = book.parameters
         self._dtype = str(parameters.dtype)
@@ -104,9 +106,15 @@ class Coordinator:
     def _update_weights(self) -> None:
         """Let weights follow the number of samples where another node became a client."""
         if self.settings.weighting == "samples":
-            weights = self.settings.client_weights(self._roster.num_samples)
+            num_samples, share = self._roster.num_samples, self.settings.largest_share
+            weights = self.settings.client_weights(num_samples)
             if not np.array_equal(weights, self.book.weights):
                 self.book.reweigh(weights)
+            capped = set(np.flatnonzero(num_samples > cap_shares(num_samples, share)).tolist())
+            for client in sorted(capped - self._capped):
+                text = f"reports {num_samples[client]:.0f} samples; it counts for {share:g} of all"
+                self._presence.note(Incident(client, self._roster.nodes[client], "capped", text))
+            self._capped = capped
 
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
@@ -265,6 +273,8 @@ class Coordinator:
             return None
         if measured.all():
             return float(np.mean(weights * losses))
+        if not weights[measured].any():  # none of them has said how many samples it has
+            return float(np.mean(losses[measured]))
         return float(np.average(losses[measured], weights=weights[measured]))
 
     def _message(

@@ -20,6 +20,8 @@ _logger = logging.getLogger("flwr.aqg")
 
 QUERY = "query"
 _NO_CLIENT = -1
+MOST_SAMPLES = 2**53
+"""Whole numbers up to here are exact as floats."""
 _HELLO_SECONDS = 5.0
 """How long nodes between two rounds may take to send an introduction that they have announced."""
 
@@ -75,6 +77,11 @@ class Presence:
             text = records.plain(f"could not introduce itself: {error}")
             self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
             return
+        fewest = 1 if self._settings.weighting == "samples" else 0
+        if not fewest <= samples <= MOST_SAMPLES:
+            bound = f"{fewest} to {MOST_SAMPLES} are taken"
+            self.roster.refuse(node, f"node {node} reports {samples} samples; {bound}")
+            return
         self.roster.introduce(node, partition, samples)
 
     def wait_for(self, num_clients: int, seconds: float) -> bool:
@@ -103,6 +110,10 @@ class Presence:
                 f"{len(self.roster.present)} clients are connected after {seconds:g} s, and "
                 f"{num_clients} are needed; start again with the same run-dir to go on"
             )
+
+    def note(self, incident: Incident) -> None:
+        """Keep an incident for the round's report."""
+        self._incidents.append(incident)
 
     def take_incidents(self) -> list[Incident]:
         """Return what happened since the last call."""

@@ -26,6 +26,7 @@ INCIDENTS = {
     "missing": "missing",
     "refused": "refused",
     "outlier": "outliers",
+    "capped": "capped",
 }
 """Every kind of incident, and the name of its count in ``rounds.jsonl``.
 
@@ -38,8 +39,9 @@ stale       a client was asked for a round that it had answered before, and did 
 late        a reply came after its round was over, and was thrown away
 error       Flower reports that a client failed
 missing     a client that was asked had not answered when the round ended
-refused     a node that is no client: too many, or a partition taken already
+refused     a node that is no client: too many, a partition taken already, absurd samples
 outlier     a client's loss was beyond all use, and most others' was not: it was left out
+capped      a client reports so many samples that it counts only for the largest share
 =========== ================================================================================
 """
 
