@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.downlink import DownlinkState
 from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
+from aqg.core.public import Rates
 from aqg.core.round import Clients
 from aqg.core.server import Model
 
@@ -61,6 +63,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "history": np.array(model.history, np.float64),
         "momentum": model.optimizer.momentum,
         "variance": model.optimizer.variance,
+        **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
     }
 
 
@@ -75,4 +78,28 @@ def model_from_arrays(arrays: Arrays) -> Model:
         history=tuple(arrays["history"].tolist()),
         last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
+        downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
+    )
+
+
+def _downlink_to_arrays(state: DownlinkState) -> dict[str, NDArray[Any]]:
+    return {
+        "public_total": state.total,
+        "public_direction": state.direction,
+        "public_residual": state.residual,
+        "public_gap": np.array(state.gap),
+        "public_passed": np.array(state.passed),
+        "public_rates": np.array(state.rates or (), np.float64),
+    }
+
+
+def _downlink_from_arrays(arrays: Arrays) -> DownlinkState:
+    rates = arrays["public_rates"].tolist()
+    return DownlinkState(
+        total=np.array(arrays["public_total"]),
+        direction=np.array(arrays["public_direction"]),
+        residual=np.array(arrays["public_residual"]),
+        gap=float(arrays["public_gap"]),
+        passed=bool(arrays["public_passed"]),
+        rates=Rates(*rates) if rates else None,
     )

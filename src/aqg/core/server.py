@@ -14,10 +14,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.core.client import check_precision
+from aqg.core.downlink import (
+    Condensed,
+    Downlink,
+    DownlinkState,
+    Exact,
+    Full,
+    Published,
+    condense,
+    init_downlink,
+    noted,
+    shortened,
+)
 from aqg.core.links import Link, init_link, is_lasting, move_directions
 from aqg.core.messages import Broadcast, Message, Skip, is_message
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.per_client import PerClient
+from aqg.core.public import Change, Entry, Part, Rates, take_step
 from aqg.core.space import NumpySpace
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError
@@ -33,6 +46,7 @@ if TYPE_CHECKING:
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
 _PLAIN = SGD()
+_FULL = Full()
 
 
 class Model(NamedTuple):
@@ -48,6 +62,7 @@ class Model(NamedTuple):
             `fresh_share`.
         last_step: ``‖direction‖²`` of the last step, while it is on its way into the history.
         optimizer: what the server optimizer remembers.
+        downlink: what is published of the sums; None where clients receive the whole model.
 
     """
 
@@ -58,9 +73,14 @@ class Model(NamedTuple):
     history: tuple[float, ...]
     last_step: Array | None
     optimizer: OptimizerState
+    downlink: DownlinkState | None = None
 
 
-def init_model(parameters: FloatArray, optimizer: ServerOptimizer) -> Model:
+def init_model(
+    parameters: FloatArray,
+    optimizer: ServerOptimizer,
+    downlink: DownlinkState | None = None,
+) -> Model:
     """Return the model before the first round."""
     return Model(
         round=1,
@@ -70,6 +90,7 @@ def init_model(parameters: FloatArray, optimizer: ServerOptimizer) -> Model:
         history=(),
         last_step=None,
         optimizer=optimizer.init(len(parameters)),
+        downlink=downlink,
     )
 
 
@@ -126,35 +147,90 @@ def take_in(
     return model._replace(passing=passing)
 
 
+def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: float) -> Rates:
+    """Return the numbers that turn a round's sums into a step.
+
+    Sums are amplified by ``1/(1-p)`` in Algorithm 2; see `amplification`.
+    """
+    lasting = passing = amplification(recipe, dropout_rate, sampled)
+    if recipe.switch is not None:
+        passing = amplification(recipe.ways[-1], dropout_rate, sampled)
+    return Rates(step_size, lasting, passing)
+
+
+def publish(
+    space: Space,
+    recipe: Recipe,
+    downlink: Downlink,
+    model: Model,
+    num_clients: int,
+    senders: float,
+    is_moved: bool,
+) -> tuple[Model, Published]:
+    """Decide what of the round's sums is made public; the step is taken with that.
+
+    Args:
+        space: where vectors live; the model's are its own and written to.
+        recipe: the compressor.
+        downlink: how the sums are published.
+        model: before the step.
+        num_clients: ``M``.
+        senders: how many clients are expected to send in a round.
+        is_moved: whether the sum that lasts has changed in this round.
+
+    """
+    keeps = recipe.memory.keeps_mirror
+    total = model.total if keeps else None
+    passing = model.passing if keeps else model.total
+    if not isinstance(downlink, Condensed):
+        return model, Published(total, passing)
+    assert model.downlink is not None
+    if passing is not None and not space.number((passing != 0).sum()):
+        passing = None  # as if no one had sent: equal sums are published alike
+    tolerance = downlink.tolerance * num_clients**2 * recipe.movement.of(model.history)
+    state, published = condense(
+        space,
+        downlink,
+        model.downlink,
+        total,
+        passing,
+        tolerance,
+        senders,
+        model.round,
+        is_moved,
+    )
+    return model._replace(downlink=state), published
+
+
 def step(
     space: Space,
     recipe: Recipe,
+    downlink: Downlink,
     model: Model,
+    published: Published,
     num_clients: int,
-    step_size: float,
-    dropout_rate: float,
-    sampled: float,
+    rates: Rates,
     optimizer: ServerOptimizer,
 ) -> Model:
-    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m``, amplified by ``1/(1-p)`` in Algorithm 2.
+    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m`` with what was published of the sums.
 
     Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
     from the sum, which has the scale of the clients' vectors. Where a device is still busy with it,
     `arrived` puts it into the history later.
     """
-    direction = model.total
-    factor = amplification(recipe, dropout_rate, sampled)
-    if factor != 1:
-        direction = direction * factor
-    if model.passing is not None:
-        branch = recipe.ways[-1]
-        direction = direction + model.passing * amplification(branch, dropout_rate, sampled)
-    optimizer_state, update = optimizer.step(model.optimizer, direction)
-    parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
+    parameters, optimizer_state, squared_norm = take_step(
+        space,
+        model.parameters,
+        model.optimizer,
+        published.total,
+        published.passing,
+        rates,
+        optimizer,
+    )
     keeps, is_pending = recipe.memory.keeps_mirror, space.is_asynchronous
     history = model.history
     if not is_pending:
-        history = _extended(space, recipe, history, squared_norm, num_clients, optimizer)
+        history = _extended(space, recipe, downlink, model, squared_norm, num_clients, optimizer)
     return Model(
         round=model.round + 1,
         parameters=parameters,
@@ -163,30 +239,39 @@ def step(
         history=history,
         last_step=squared_norm if is_pending else None,
         optimizer=optimizer_state,
+        downlink=model.downlink,
     )
 
 
 def arrived(
-    space: Space, recipe: Recipe, model: Model, num_clients: int, optimizer: ServerOptimizer
+    space: Space,
+    recipe: Recipe,
+    downlink: Downlink,
+    model: Model,
+    num_clients: int,
+    optimizer: ServerOptimizer,
 ) -> Model:
     """Wait for the length of the last step if it is on its way, and put it into the history."""
     if model.last_step is None:
         return model
-    history = _extended(space, recipe, model.history, model.last_step, num_clients, optimizer)
+    history = _extended(space, recipe, downlink, model, model.last_step, num_clients, optimizer)
     return model._replace(history=history, last_step=None)
 
 
 def _extended(
     space: Space,
     recipe: Recipe,
-    history: tuple[float, ...],
+    downlink: Downlink,
+    model: Model,
     squared_norm: Array,
     num_clients: int,
     optimizer: ServerOptimizer,
 ) -> tuple[float, ...]:
     """Return the history with the newest step in front."""
-    newest = space.number(squared_norm) / num_clients**2
-    return recipe.movement.extend(history, newest * optimizer.fresh_share)
+    newest = space.number(squared_norm) / num_clients**2 * optimizer.fresh_share
+    if isinstance(downlink, Condensed):
+        newest = shortened(newest)
+    return recipe.movement.extend(model.history, newest)
 
 
 def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:
@@ -249,6 +334,7 @@ def init_server(
     parameters: FloatArray,
     num_clients: int,
     optimizer: ServerOptimizer = _PLAIN,
+    downlink: Downlink = _FULL,
 ) -> ServerState:
     """Return the state before the first round, with every ``ref_m`` zero."""
     if not is_whole(num_clients) or num_clients < 1:
@@ -258,7 +344,7 @@ def init_server(
         raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
     check_precision(parameters.dtype)
     link = init_link(recipe.memory, len(parameters), parameters.dtype)
-    model = init_model(parameters, optimizer)
+    model = init_model(parameters, optimizer, init_downlink(downlink, recipe, len(parameters)))
     return ServerState(model, PerClient(int(num_clients), Peer(link)))
 
 
@@ -343,16 +429,103 @@ def finish_round(
     sampled: float = 1.0,
     optimizer: ServerOptimizer = _PLAIN,
 ) -> ServerState:
-    """Return the state after the server's step; see `step`."""
+    """Return the state after the server's step, for clients that receive the whole model."""
+    return publish_round(recipe, state, step_size, dropout_rate, sampled, optimizer)[0]
+
+
+def publish_round(
+    recipe: Recipe,
+    state: ServerState,
+    step_size: float,
+    dropout_rate: float = 0.0,
+    sampled: float = 1.0,
+    optimizer: ServerOptimizer = _PLAIN,
+    downlink: Downlink = _FULL,
+) -> tuple[ServerState, Entry]:
+    """Return the state after the server's step, and the entry that tells clients of it.
+
+    The state must have been made for the same downlink. With `Full` the entry says nothing of the
+    sums: clients receive the model.
+    """
     if not _is_number(step_size):
         raise ConfigError(f"step_size is {step_size!r}; it must be a finite number")
     if not (_is_number(dropout_rate) and 0 <= dropout_rate < 1):
         raise ConfigError(f"dropout_rate is {dropout_rate!r}; it must be at least 0 and below 1")
     if not (_is_number(sampled) and 0 < sampled <= 1):
         raise ConfigError(f"sampled is {sampled!r}; it must be above 0 and at most 1")
-    count = state.num_clients
-    model = step(_SPACE, recipe, state.model, count, step_size, dropout_rate, sampled, optimizer)
-    return ServerState(model, state.peers)
+    if (state.model.downlink is None) != isinstance(downlink, Full):
+        raise ConfigError(f"the server's state was not made for the downlink {downlink!r}")
+    count, before = state.num_clients, state.model
+    model = _copied(before) if isinstance(downlink, Condensed) else before
+    rates = make_rates(recipe, step_size, dropout_rate, sampled)
+    senders = expected_senders(count, dropout_rate, sampled)
+    model, published = publish(_SPACE, recipe, downlink, model, count, senders, is_moved=True)
+    model = step(_SPACE, recipe, downlink, model, published, count, rates, optimizer)
+    entry = make_entry(recipe, downlink, before, published, model.history[0], rates)
+    if model.downlink is not None:
+        public = noted(model.downlink, entry)
+        if isinstance(downlink, Exact) and recipe.memory.keeps_mirror:
+            public = public._replace(total=model.total)
+        model = model._replace(downlink=public)
+    return ServerState(model, state.peers), entry
+
+
+def _copied(model: Model) -> Model:
+    """Return the model with copies of what is written to when sums are condensed."""
+    assert model.downlink is not None
+    passing = None if model.passing is None else model.passing.copy()
+    public = model.downlink._replace(residual=model.downlink.residual.copy())
+    return model._replace(total=model.total.copy(), passing=passing, downlink=public)
+
+
+def make_entry(
+    recipe: Recipe,
+    downlink: Downlink,
+    before: Model,
+    published: Published,
+    movement: float,
+    rates: Rates,
+) -> Entry:
+    """Return the entry of a round: what changed of the published sums, and the numbers.
+
+    It is a function of the sums alone. ``before`` is the server's model before the step.
+    """
+    lasting: Part = None
+    passing: Part = None
+    state = before.downlink
+    if state is None:
+        return Entry(before.round, None, None, movement, rates)
+    if isinstance(downlink, Condensed):
+        lasting, passing = published.lasting_message, published.passing_message
+    else:
+        if recipe.memory.keeps_mirror:
+            assert published.total is not None
+            lasting = changed(state.total, published.total)
+        if published.passing is not None:
+            passing = changed(None, published.passing)
+    told = rates == state.rates
+    is_repeated = told and lasting is None and passing is None and not state.passed
+    return Entry(
+        before.round,
+        lasting,
+        passing,
+        None if is_repeated else movement,
+        None if told else rates,
+        is_short=isinstance(downlink, Condensed),
+    )
+
+
+def changed(old: Float64Array | None, new: Float64Array) -> Change | None:
+    """Return the change from ``old``, or from zero; None where there is none."""
+    if new is old:
+        return None
+    old = np.zeros(len(new)) if old is None else old
+    return None if old.tobytes() == new.tobytes() else Change(old, new)
+
+
+def expected_senders(num_clients: int, dropout_rate: float, sampled: float) -> float:
+    """Return how many clients are expected to answer in a round."""
+    return num_clients * sampled * (1.0 - dropout_rate)
 
 
 def _is_number(value: Any) -> bool:

@@ -17,27 +17,42 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.core import stage_state
+from aqg.core.downlink import DownlinkState, Exact, noted
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.links import Link, Memory
 from aqg.core.optimizers import OptimizerState
+from aqg.core.public import Public
 from aqg.core.round import Clients, News, settle, speak
-from aqg.core.server import arrived, step, take_in
+from aqg.core.server import (
+    arrived,
+    expected_senders,
+    make_entry,
+    make_rates,
+    publish,
+    step,
+    take_in,
+)
 from aqg.core.space import with_rows
 from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
+from aqg.sim.downloads import Downloads
 from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
+from aqg.wire import Known
+from aqg.wire.entry import entry_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from aqg.core.downlink import Published
     from aqg.core.recipe import Recipe
     from aqg.core.server import Model
     from aqg.core.space import Array
     from aqg.core.types import Float64Array, FloatArray, IntArray
+    from aqg.protocol.log import Content
     from aqg.sim.problem import Problem
 
 _ROUNDS_AHEAD = 64
@@ -92,10 +107,18 @@ class FastSimulation:
         self._is_foreseeable = self.training.local.is_one_gradient and not any(
             getattr(stage, "vectors", "host") != "unused" for stage in recipe.all_stages.values()
         )
-        self._load(initial_state(problem, recipe, self.training.optimizer))
+        self._downlink = self.training.downlink
+        self._rates = make_rates(recipe, step_size, self.dropout.rate, self._sampled)
+        self._senders = expected_senders(problem.num_clients, self.dropout.rate, self._sampled)
+        self._downloads: Downloads | None = None
+        self._load(initial_state(problem, recipe, self.training))
 
     def _load(self, state: SimulationState) -> None:
         self._model = _model_in(self.backend.put, state.model)
+        if isinstance(self._downlink, Exact):  # compared with the sum when a frame is sized
+            self._model = self._model._replace(downlink=state.model.downlink)
+        if state.log is not None:
+            self._downloads = Downloads(self.problem.initial_params, state.log)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
 
     @property
@@ -141,6 +164,8 @@ class FastSimulation:
         faults: list[tuple[int, str]] = []
         sizes: list[FrameSize] = []
         movement = self._movement()
+        downloads = self._deliver(present)
+        is_moved = False
         for start in range(0, len(present), self._block_size):
             block = present
             if len(present) > self._block_size:
@@ -155,6 +180,7 @@ class FastSimulation:
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
                 sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
                 weights = self._weights[senders]
+                is_moved = True
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
                 )
@@ -163,22 +189,82 @@ class FastSimulation:
                 measured = self.backend.get(block_losses)
                 losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
-        self._model = step(
-            self.backend,
-            self.recipe,
-            self._model,
-            num_clients,
-            self.step_size,
-            self.dropout.rate,
-            self._sampled,
-            self.training.optimizer,
-        )
+        self._step(is_moved)
         traffic = self.statistics.finish_round(present)
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
-        downloads = len(present) * full_download_bytes(self.problem.initial_params)
         return OpenRound(
             number, loss, tuple(widths.tolist()), tuple(faults), sizes, downloads, traffic
+        )
+
+    def _deliver(self, present: IntArray) -> Sequence[tuple[int, Content]]:
+        """Return how many clients receive frames of which length before they train."""
+        if self._downloads is None:
+            return [(len(present), full_download_bytes(self.problem.initial_params))]
+        return self._downloads.deliver(present, self._public)
+
+    def _step(self, is_moved: bool) -> None:
+        """Publish the sums, add an entry to the log, take the step."""
+        before, num_clients = self._model, self.problem.num_clients
+        self._model, published = publish(
+            self.backend,
+            self.recipe,
+            self._downlink,
+            before,
+            num_clients,
+            self._senders,
+            is_moved,
+        )
+        if self._downloads is not None:
+            self._write_entry(before, published, is_moved)
+        self._model = step(
+            self.backend,
+            self.recipe,
+            self._downlink,
+            self._model,
+            published,
+            num_clients,
+            self._rates,
+            self.training.optimizer,
+        )
+
+    def _write_entry(self, before: Model, published: Published, is_moved: bool) -> None:
+        """Size the round's entry, in the background where frames are, and note it."""
+        assert self._downloads is not None
+        public = self._model.downlink
+        assert public is not None
+        get = self.backend.get
+        known = None
+        if isinstance(self._downlink, Exact):
+            if published.total is not None:
+                total = np.array(get(published.total)) if is_moved else public.total
+                published = published._replace(total=total)
+                public = public._replace(total=total)
+            if published.passing is not None:
+                published = published._replace(passing=get(published.passing))
+        elif published.lasting_message is not None:
+            assert before.downlink is not None
+            known = Known(get(before.downlink.total), before.downlink.direction)
+        entry = make_entry(self.recipe, self._downlink, before, published, 0.0, self._rates)
+        self._model = self._model._replace(downlink=noted(public, entry))
+        if self._pool is None or (entry.lasting is None and entry.passing is None):
+            self._downloads.append(entry_size(entry, known))
+        else:
+            self._downloads.append(self._pool.submit(entry_size, entry, known))
+
+    def _public(self) -> Public:
+        """Return the public model as it is."""
+        model, get = self._model, self.backend.get
+        public = model.downlink
+        assert public is not None
+        return Public(
+            model.round,
+            get(model.parameters),
+            get(public.total),
+            public.direction,
+            model.history,
+            OptimizerState(*map(get, model.optimizer)),
+            public.rates,
         )
 
     def _present(self) -> IntArray:
@@ -213,7 +299,9 @@ class FastSimulation:
         """Return the movement, with the last step, which a GPU may still be busy with."""
         if self._model.last_step is not None:
             count, optimizer = len(self._everyone), self.training.optimizer
-            self._model = arrived(self.backend, self.recipe, self._model, count, optimizer)
+            self._model = arrived(
+                self.backend, self.recipe, self._downlink, self._model, count, optimizer
+            )
         return self.recipe.movement.of(self._model.history)
 
     def _foresee(self) -> None:
@@ -237,11 +325,12 @@ class FastSimulation:
 
         clients = _clients_in(copy, np.array, self.recipe, self._clients)
         model = _model_in(copy, self._model)
-        return SimulationState(model, clients, self.statistics.to_array())
+        log = None if self._downloads is None else self._downloads.state()
+        return SimulationState(model, clients, self.statistics.to_array(), log)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned."""
-        check_fits(state, initial_state(self.problem, self.recipe, self.training.optimizer))
+        check_fits(state, initial_state(self.problem, self.recipe, self.training))
         self._load(state)
         self.statistics.load(state.statistics)
 
@@ -253,7 +342,16 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
         total=move(model.total),
         passing=None if model.passing is None else move(model.passing),
         optimizer=OptimizerState(*map(move, model.optimizer)),
+        downlink=_downlink_in(move, model.downlink),
     )
+
+
+def _downlink_in(
+    move: Callable[[Array], Array], state: DownlinkState | None
+) -> DownlinkState | None:
+    if state is None:
+        return None
+    return state._replace(total=move(state.total), residual=move(state.residual))
 
 
 def _clients_in(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import map_messages
+from aqg.protocol.log import Content, length
 from aqg.sim.record import RoundRecord
 from aqg.sim.statistics import StatisticsTraffic
 from aqg.wire import Known, encoded_size
@@ -57,7 +58,7 @@ class OpenRound(NamedTuple):
     widths: tuple[int, ...]
     faults: tuple[tuple[int, str], ...]
     frame_sizes: list[FrameSize]
-    download_bytes: int
+    downloads: Sequence[tuple[int, Content]]
     statistics: StatisticsTraffic = StatisticsTraffic()
 
     def close(self) -> RoundRecord:
@@ -65,6 +66,9 @@ class OpenRound(NamedTuple):
         upload_bytes = self.statistics.upload_bytes
         for size in self.frame_sizes:
             upload_bytes += size if isinstance(size, int) else size.result()
+        download_bytes = self.statistics.download_bytes
+        for count, frame in self.downloads:
+            download_bytes += count * length(frame)
         faults = (*self.faults, *self.statistics.faults)
         return RoundRecord(
             self.number,
@@ -73,5 +77,5 @@ class OpenRound(NamedTuple):
             upload_bytes,
             faults,
             *self.statistics[:2],
-            self.download_bytes + self.statistics.download_bytes,
+            download_bytes,
         )

@@ -6,30 +6,37 @@ purpose; the fast engine is tested against it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.core import server as server_rules
 from aqg.core.client import init_client, respond
+from aqg.core.downlink import Downlink, Full
 from aqg.core.dropouts import BernoulliDropout, Dropout
+from aqg.core.messages import Broadcast
 from aqg.core.per_client import PerClient
+from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
 from aqg.core.server import Peer, ServerState
+from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
-from aqg.wire import decode, encode, known
+from aqg.wire import Known, decode, encode, known
+from aqg.wire.entry import encode_entry, follow_log
+from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aqg.core.messages import Broadcast, Message
+    from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
+    from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.objectives.base import Objective
+    from aqg.protocol.log import Delivery
     from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem, Samples
 
@@ -54,6 +61,7 @@ class Client:
         self.seed = seed
         self.local = local
         self.state: Clients = init_client(recipe, objective.num_params, dtype)
+        self.public: Public | None = None
         self.loss = np.nan
         self.fault: str | None = None
 
@@ -69,9 +77,27 @@ class Client:
         self.fault = getattr(message, "fault", None)
         return encode(message, known=shared)
 
+    def follow(self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer) -> Broadcast:
+        """Bring the own copy of the public model up to date, and read the round's news off it."""
+        assert self.public is not None
+        if parcel.snapshot is not None:
+            self.public = decode_snapshot(parcel.snapshot, self.public, start)
+        movement = self.recipe.movement
+        self.public = follow_log(parcel.log, self.public, movement, optimizer)
+        public = self.public
+        return Broadcast(public.round, public.parameters, movement.of(public.history))
+
     def evaluate(self, parameters: FloatArray) -> float:
         """Return ``f_m(θ)``."""
         return float(self.objective.losses(parameters, *self.samples))
+
+
+class Parcel(NamedTuple):
+    """What a client receives at the start of a round."""
+
+    snapshot: bytes | None
+    log: bytes
+    num_bytes: int
 
 
 class Server:
@@ -86,6 +112,7 @@ class Server:
         dropout_rate: float,
         sampled: float,
         optimizer: ServerOptimizer,
+        downlink: Downlink,
     ) -> None:
         self.recipe = recipe
         self.weights = weights
@@ -93,7 +120,14 @@ class Server:
         self.dropout_rate = dropout_rate
         self.sampled = sampled
         self.optimizer = optimizer
-        self.state = server_rules.init_server(recipe, initial_params, len(weights), optimizer)
+        self.downlink = downlink
+        self.state = server_rules.init_server(
+            recipe, initial_params, len(weights), optimizer, downlink
+        )
+        self.start = initial_params
+        self.downloads: Downloads | None = None
+        if not isinstance(downlink, Full):
+            self.downloads = Downloads(initial_params, initial_log(len(weights)))
 
     def broadcast(self) -> Broadcast:
         """Return ``θ^k`` and the movement scalar."""
@@ -107,16 +141,51 @@ class Server:
         self.state = server_rules.hear(self.recipe, self.state, client, message, weight)
         return message
 
+    @property
+    def public(self) -> Public:
+        """The public model as it is."""
+        model = self.state.model
+        assert model.downlink is not None
+        return Public(
+            model.round,
+            model.parameters,
+            model.downlink.total,
+            model.downlink.direction,
+            model.history,
+            model.optimizer,
+            model.downlink.rates,
+        )
+
+    def deliveries(self, clients: IntArray) -> dict[int, Delivery]:
+        """Decide what brings each of these clients up to date; nothing where models are sent."""
+        if self.downloads is None:
+            return {}
+        return self.downloads.plan(clients, lambda: encode_snapshot(self.public, self.start))
+
+    def parcel(self, delivery: Delivery, held: int) -> Parcel:
+        """Return the frames of a delivery, for a client that really holds round ``held``."""
+        assert self.downloads is not None
+        log = self.downloads.log
+        snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else None
+        first = delivery.first if snapshot is not None else max(held, delivery.first)
+        return Parcel(snapshot, log.frame(first), delivery.num_bytes)
+
     def step(self) -> None:
-        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m``."""
-        self.state = server_rules.finish_round(
+        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m``, with what is published of the sum."""
+        before = self.state.model.downlink
+        self.state, entry = server_rules.publish_round(
             self.recipe,
             self.state,
             self.step_size,
             self.dropout_rate,
             self.sampled,
             self.optimizer,
+            self.downlink,
         )
+        if self.downloads is not None:
+            assert before is not None
+            known = Known(before.total, before.direction) if len(before.total) else None
+            self.downloads.append(encode_entry(entry, known))
 
 
 class ReferenceSimulation:
@@ -147,6 +216,7 @@ class ReferenceSimulation:
             self.dropout.rate,
             self.training.num_sampled(num_clients) / num_clients,
             self.training.optimizer,
+            self.training.downlink,
         )
         self.clients = [
             Client(
@@ -154,6 +224,13 @@ class ReferenceSimulation:
             )
             for index, samples in enumerate(problem.clients)
         ]
+        self._share_public()
+
+    def _share_public(self) -> None:
+        """Give every client a copy of the public model."""
+        if self.server.downloads is not None:
+            for client in self.clients:
+                client.public = self.server.public
 
     @property
     def next_round(self) -> int:
@@ -173,12 +250,15 @@ class ReferenceSimulation:
         away = dropped | self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
-        upload_bytes = 0
+        upload_bytes = download_bytes = 0
+        deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:
                 widths.append(DROPPED)
                 continue
-            frame = client.step(broadcast)
+            news, num_bytes = self._tell(client, broadcast, deliveries.get(client.index))
+            download_bytes += num_bytes
+            frame = client.step(news)
             message = self.server.receive(client.index, frame)
             widths.append(message.width)
             upload_bytes += len(frame)
@@ -197,8 +277,6 @@ class ReferenceSimulation:
         traffic = self.statistics.finish_round(np.flatnonzero(~away))
         upload_bytes += traffic.upload_bytes
         faults += traffic.faults
-        num_present = int(np.count_nonzero(~away))
-        downloads = num_present * full_download_bytes(broadcast.parameters)
         return RoundRecord(
             broadcast.round,
             loss,
@@ -206,8 +284,19 @@ class ReferenceSimulation:
             upload_bytes,
             tuple(faults),
             *traffic[:2],
-            downloads + traffic.download_bytes,
+            download_bytes + traffic.download_bytes,
         )
+
+    def _tell(
+        self, client: Client, broadcast: Broadcast, delivery: Delivery | None
+    ) -> tuple[Broadcast, int]:
+        """Return what the client knows at the start of a round, and the bytes that told it."""
+        if delivery is None:
+            return broadcast, full_download_bytes(broadcast.parameters)
+        assert client.public is not None
+        parcel = self.server.parcel(delivery, client.public.round)
+        news = client.follow(parcel, self.problem.initial_params, self.training.optimizer)
+        return news, parcel.num_bytes
 
     def loss(self) -> float:
         """Return the loss of the current model."""
@@ -225,15 +314,21 @@ class ReferenceSimulation:
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
         clients = join_clients([client.state for client in self.clients])
-        return SimulationState(self.server.state.model, clients, self.statistics.to_array())
+        downloads = self.server.downloads
+        log = None if downloads is None else downloads.state()
+        return SimulationState(self.server.state.model, clients, self.statistics.to_array(), log)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
-        check_fits(state, initial_state(self.problem, self.server.recipe, self.training.optimizer))
+        check_fits(state, initial_state(self.problem, self.server.recipe, self.training))
         for client, own in zip(self.clients, split_clients(state.clients), strict=True):
             client.state = own
         peers = PerClient(len(self.clients), Peer(self.clients[0].state.link))
         for client in self.clients:
             peers = peers.replaced(client.index, Peer(client.state.link))
         self.server.state = ServerState(state.model, peers)
+        if self.server.downloads is not None:
+            assert state.log is not None
+            self.server.downloads.load(state.log)
+            self._share_public()
         self.statistics.load(state.statistics)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.downlink import init_downlink
 from aqg.core.persistence import (
     clients_from_arrays,
     clients_to_arrays,
@@ -15,16 +16,20 @@ from aqg.core.persistence import (
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
 from aqg.errors import RunError
+from aqg.sim.downloads import LogState, initial_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
     from aqg.core.types import Float64Array
     from aqg.sim.problem import Problem
+    from aqg.sim.training import Training
+
+_VARYING = ("history", "passing", "statistics", "log_lengths", "public_rates")
+"""Arrays that are not of one length, or are checked elsewhere."""
 
 
 class SimulationState(NamedTuple):
@@ -34,12 +39,14 @@ class SimulationState(NamedTuple):
         model: the model and what moves it.
         clients: what the clients remember; their links are the server's as well, being equal.
         statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
+        log: of the model, and who has read how much of it; None where clients receive models.
 
     """
 
     model: Model
     clients: Clients
     statistics: Float64Array = np.zeros((0, 0))
+    log: LogState | None = None
 
     @property
     def round(self) -> int:
@@ -52,6 +59,7 @@ class SimulationState(NamedTuple):
             **model_to_arrays(self.model),
             **clients_to_arrays(self.clients),
             "statistics": self.statistics,
+            **({} if self.log is None else self.log.to_arrays()),
         }
 
     @staticmethod
@@ -59,30 +67,33 @@ class SimulationState(NamedTuple):
         """Return the state that `to_arrays` wrote."""
         try:
             model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
-            return SimulationState(model, clients, arrays["statistics"])
+            log = None if model.downlink is None else LogState.from_arrays(arrays)
+            return SimulationState(model, clients, arrays["statistics"], log)
         except KeyError as error:
             raise RunError(
                 f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
             ) from None
 
 
-def initial_state(problem: Problem, recipe: Recipe, optimizer: ServerOptimizer) -> SimulationState:
+def initial_state(problem: Problem, recipe: Recipe, training: Training) -> SimulationState:
     """Return what server and clients start from: nothing sent, nothing remembered."""
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
-    return SimulationState(init_model(parameters, optimizer), clients)
+    downlink = init_downlink(training.downlink, recipe, len(parameters))
+    model = init_model(parameters, training.optimizer, downlink)
+    log = None if downlink is None else initial_log(problem.num_clients)
+    return SimulationState(model, clients, log=log)
 
 
 def check_fits(state: SimulationState, expected: SimulationState) -> None:
     """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
     shapes = {name: array.shape for name, array in state.to_arrays().items()}
     for name, array in expected.to_arrays().items():
-        if name in ("history", "passing", "statistics"):  # not of one length, or checked elsewhere
-            continue
-        if shapes.pop(name, None) != array.shape:
+        found = shapes.pop(name, None)
+        if found != array.shape and (found is None or name not in _VARYING):
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )
-    extra = [name for name in shapes if name.startswith("stage/")]
+    extra = [name for name in shapes if name.startswith(("stage/", "public_"))]
     if extra:
         raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.errors import ConfigError
 from aqg.sim.local import LocalTraining
@@ -35,6 +36,7 @@ class Training:
             by its number of ``"samples"``.
         participation: the fraction of clients that the server asks in a round; the others are
             treated as away.
+        downlink: how clients receive the model: whole, or as a log of what was published.
 
     """
 
@@ -42,6 +44,7 @@ class Training:
     optimizer: ServerOptimizer = field(default_factory=SGD)
     weighting: str = "equal"
     participation: float = 1.0
+    downlink: Downlink = field(default_factory=Full)
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:

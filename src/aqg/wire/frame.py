@@ -114,8 +114,8 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     message.validate()
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
-        mode, payload = _encode_levels(message, hints, threads)
-        head = _upload_head(mode, message)
+        mode, payload = encode_levels(message, hints, threads)
+        head = upload_head(mode, message)
     else:
         hints = None
         if isinstance(message, DenseUpload):
@@ -141,7 +141,7 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     message.validate()
     length = len(message)
     if isinstance(message, Upload):
-        payload = _levels_size(message, known)
+        payload = levels_size(message, known)
         head_bytes = UPLOAD_HEAD_BYTES
     elif isinstance(message, DenseUpload):
         payload = min(4 * length, planes_size(split_dense(message.dense)))
@@ -152,7 +152,8 @@ def encoded_size(message: Message, *, known: Known | None = None) -> int:
     return head_bytes + varint_size(length) + payload + CRC_BYTES
 
 
-def _levels_size(upload: Upload, known: Known | None) -> int:
+def levels_size(upload: Upload, known: Known | None) -> int:
+    """Return the length of the payload that `encode_levels` makes."""
     length = len(upload)
     places = gaps.few_places(upload)
     if places is not None and gaps.is_best(places):
@@ -279,7 +280,7 @@ def _decode_hints(
     return hints
 
 
-def _encode_levels(
+def encode_levels(
     upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
@@ -306,6 +307,19 @@ def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes
     return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
 
 
+def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
+    """Read an upload of which only the head, without a version, and the payload are there."""
+    if len(data) < UPLOAD_HEAD_BYTES:
+        raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
+    number = int(data[0])
+    if number not in (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS):
+        raise WireError(f"mode {number} does not hold levels that need no context")
+    try:
+        return _read_upload(Mode(number), data, data[UPLOAD_HEAD_BYTES:], None, length, threads)
+    except MessageError as error:
+        raise WireError(f"no valid message: {error}") from error
+
+
 def _decode_upload(
     mode: Mode,
     body: NDArray[np.uint8],
@@ -315,28 +329,50 @@ def _decode_upload(
 ) -> Upload:
     if len(body) < UPLOAD_HEAD_BYTES:
         raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
+    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
+    return _read_upload(mode, body, payload, hints, length, threads)
+
+
+def _read_upload(
+    mode: Mode,
+    body: NDArray[np.uint8],
+    payload: NDArray[np.uint8],
+    hints: NDArray[np.int8] | None,
+    length: int,
+    threads: int | None,
+) -> Upload:
     shape = int(body[1])
     if shape & 0xC0:
         raise WireError(f"the unused bits of byte 1 are {shape >> 6}; they must be zero")
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
-    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
-    levels: Levels
-    if mode is Mode.RAW:
-        levels = unpack(payload, width, length, threads=threads)
-    elif mode is Mode.CODED:
-        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
-        levels = join_levels(planes, width)
-    elif mode is Mode.GAPS:
-        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
-            raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
-        levels = gaps.decode_gaps(payload, length)
-    else:
-        levels = context.decode(payload, length, num_levels(grid, width), hints=hints)
+    levels = decode_levels(mode, payload, width, grid, length, threads, hints)
     upload = Upload(levels, step, width, grid, lasting=not shape & PASSING_BIT)
     upload.validate()
     return upload
+
+
+def decode_levels(
+    mode: Mode,
+    payload: NDArray[np.uint8],
+    width: int,
+    grid: Grid,
+    length: int,
+    threads: int | None,
+    hints: NDArray[np.int8] | None = None,
+) -> Levels:
+    """Undo `encode_levels`; levels may be beyond the grid."""
+    if mode is Mode.RAW:
+        return unpack(payload, width, length, threads=threads)
+    if mode is Mode.CODED:
+        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
+        return join_levels(planes, width)
+    if mode is Mode.GAPS:
+        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
+            raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
+        return gaps.decode_gaps(payload, length)
+    return context.decode(payload, length, num_levels(grid, width), hints=hints)
 
 
 def _decode_dense(
@@ -366,7 +402,8 @@ def _first_byte(mode: Mode) -> int:
     return VERSION << 5 | mode
 
 
-def _upload_head(mode: Mode, upload: Upload) -> bytes:
+def upload_head(mode: Mode, upload: Upload) -> bytes:
+    """Return the first four bytes of an upload's frame."""
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
     shape |= 0 if upload.lasting else PASSING_BIT

@@ -1,0 +1,1 @@
+"""What makes the exchange of models and updates safe on any transport."""

@@ -1,0 +1,115 @@
+"""What the clients of a simulation receive: who holds which round, and what that costs.
+
+Every client takes up the log where it left off: one entry in a round that follows another, more
+after a pause, or a snapshot when that is shorter. The starting model is taken as known to all, as
+one that comes from a common seed or checkpoint is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.protocol.log import ModelLog, length
+from aqg.wire.entry import log_overhead
+from aqg.wire.snapshot import encode_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from aqg.core.public import Public
+    from aqg.core.types import FloatArray, IntArray
+    from aqg.protocol.log import Content, Delivery
+
+_FIELDS = ("positions", "log_first", "log_lengths", "snapshot")
+
+
+class LogState(NamedTuple):
+    """A log and its readers between two rounds.
+
+    Attributes:
+        positions: the round that each client holds, ``(M,)``.
+        first: the round of the first entry that is kept.
+        lengths: of the entries.
+        snapshot: round and length of the last snapshot, ``(2,)``.
+
+    """
+
+    positions: IntArray
+    first: int
+    lengths: IntArray
+    snapshot: IntArray
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return named arrays that a file can hold."""
+        values = (self.positions, np.array(self.first), self.lengths, self.snapshot)
+        return dict(zip(_FIELDS, values, strict=True))
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> LogState:
+        """Return the state that `to_arrays` wrote."""
+        positions, first, lengths, snapshot = (np.array(arrays[name]) for name in _FIELDS)
+        return LogState(positions, int(first), lengths, snapshot)
+
+
+def initial_log(num_clients: int) -> LogState:
+    """Return the state before the first round: all hold the starting model."""
+    ones = np.ones(num_clients, np.int64)
+    return LogState(ones, 1, np.zeros(0, np.int64), np.array([1, 0], np.int64))
+
+
+class Downloads:
+    """The log of a simulation, and how far each client has read it."""
+
+    def __init__(self, start: FloatArray, state: LogState) -> None:
+        self.start = start
+        self.load(state)
+
+    def load(self, state: LogState) -> None:
+        """Go on from a state; of what was sent before, lengths are known."""
+        self.positions = np.array(state.positions)
+        snapshot_round, snapshot_bytes = state.snapshot.tolist()
+        self.log = ModelLog(state.first, state.lengths.tolist(), snapshot_round, snapshot_bytes)
+
+    def state(self) -> LogState:
+        """Return all that is needed to go on."""
+        log = self.log
+        lengths = np.array([length(entry) for entry in log.entries], np.int64)
+        snapshot = np.array([log.snapshot_round, length(log.snapshot)], np.int64)
+        return LogState(self.positions.copy(), log.first, lengths, snapshot)
+
+    def deliver(self, present: IntArray, public: Callable[[], Public]) -> list[tuple[int, Content]]:
+        """Bring clients up to date; return how many receive frames of which length.
+
+        ``public`` returns the public model as it is, for a snapshot.
+        """
+        log = self.log
+        now = log.round
+        frames: list[tuple[int, Content]] = []
+        positions, counts = np.unique(self.positions[present], return_counts=True)
+        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            if position == now - 1 >= log.first:  # its length may still be on its way
+                frames += [(count, log_overhead(position, 1)), (count, log.entries[-1])]
+                continue
+            delivery = log.deliver(position, lambda: len(encode_snapshot(public(), self.start)))
+            frames.append((count, delivery.num_bytes))
+        self.positions[present] = now
+        return frames
+
+    def plan(self, present: IntArray, make_snapshot: Callable[[], Content]) -> dict[int, Delivery]:
+        """Return what brings each of these clients up to date, those that hold least first."""
+        positions = sorted({*self.positions[present].tolist()})
+        found = {held: self.log.deliver(held, make_snapshot) for held in positions}
+        plan = {client: found[int(self.positions[client])] for client in present.tolist()}
+        self.positions[present] = self.log.round
+        return plan
+
+    def append(self, entry: Content) -> None:
+        """Add the entry of a round, or its length."""
+        self.log.append(entry)
+        oldest = int(self.positions.min())
+        if oldest > self.log.first:
+            self.log.cut(oldest)

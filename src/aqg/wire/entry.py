@@ -1,0 +1,259 @@
+"""Entries of the model's log, and the frame that carries some of them to a client.
+
+An entry moves the public model (`aqg.core.public`) from one round to the next::
+
+    flags       1 byte: 1 lasting part, 2 passing part, 4 movement, 8 rates, 16 no step in this
+                round, 32 movement in double precision
+    movement    if flagged: a bfloat16 number, or 8 bytes
+    rates       3 numbers of 8 bytes, if flagged: step size, factors of both sums
+    parts       lasting, then passing, if flagged: the number of bytes, a varint, and then either
+                an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized one: lasting
+                as a frame (`aqg.wire.frame`) that is written with the public sum as context,
+                passing as the first four bytes of such a frame, the version left out, and its
+                payload
+
+Where nothing was published, an entry is one byte. A client that holds round ``k`` receives all
+entries since, in one frame::
+
+    byte 0      0x61: a log, version 1
+    then        the first round and the number of entries, as varints
+    entries     one after the other
+    last 4      CRC-32 of all before
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.messages import Upload
+from aqg.core.public import Change, Entry, Public, Rates, advance
+from aqg.errors import MessageError, WireError
+from aqg.wire.frame import (
+    UPLOAD_HEAD_BYTES,
+    Known,
+    decode,
+    decode_bare,
+    encode,
+    encode_levels,
+    encoded_size,
+    levels_size,
+    upload_head,
+)
+from aqg.wire.varint import read_varint, varint_size, write_varint
+from aqg.wire.vectors import decode_vector, encode_vector, vector_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aqg.core.movement import Movement
+    from aqg.core.optimizers import ServerOptimizer
+    from aqg.core.public import Part
+
+LOG_MARK = 0x61
+LASTING, PASSING, MOVEMENT, RATES, HOLD, DOUBLE = 1, 2, 4, 8, 16, 32
+_EXACT_PART = b"\0"
+_CRC_BYTES = 4
+
+
+def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) -> bytes:
+    """Write one entry; ``known`` is the published sum before it, where there is one."""
+    flags, head = _head(entry)
+    parts = [bytes([flags]), head]
+    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
+        if part is not None:
+            payload = _encode_part(part, is_lasting, known, threads)
+            parts += [write_varint(len(payload)), payload]
+    return b"".join(parts)
+
+
+def entry_size(entry: Entry, known: Known | None) -> int:
+    """Return ``len(encode_entry(entry, known))`` without building the bytes."""
+    size = 1 + len(_head(entry)[1])
+    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
+        if part is None:
+            continue
+        if not isinstance(part, Upload):
+            payload = 1 + vector_size(part.new, part.old)
+        elif is_lasting:
+            payload = encoded_size(part, known=known)
+        else:
+            payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
+        size += varint_size(payload) + payload
+    return size
+
+
+def known_sum(public: Public) -> Known | None:
+    """Return the published sum as context for the coder; None where there is none."""
+    return Known(public.total, public.direction) if len(public.total) else None
+
+
+def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
+    """Write entries of consecutive rounds, beginning with ``first``, as one frame.
+
+    >>> encode_log(7, [bytes(1)] * 2).hex()
+    '61070200009e07b4d8'
+    """
+    body = b"".join([bytes([LOG_MARK]), write_varint(first), write_varint(len(entries)), *entries])
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def log_overhead(first: int, count: int) -> int:
+    """Return what a log's frame has beside its entries.
+
+    >>> log_overhead(7, 2) + 2
+    9
+    """
+    return 1 + varint_size(first) + varint_size(count) + _CRC_BYTES
+
+
+def follow_log(
+    data: bytes,
+    public: Public,
+    movement: Movement,
+    optimizer: ServerOptimizer,
+    threads: int | None = None,
+) -> Public:
+    """Return the public model after the entries of a frame; the old one is left as it was.
+
+    Raises `WireError` on a frame that is damaged, of another round, or not of this model.
+    """
+    frame, first, count, position = _open(data)
+    if first != public.round:
+        raise WireError(f"the log begins with round {first}; the model here is at {public.round}")
+    for number in range(first, first + count):
+        entry, position = _decode_entry(frame, position, public, number, threads)
+        try:
+            public = advance(public, entry, movement, optimizer)
+        except MessageError as error:
+            raise WireError(f"entry {number} of the log cannot be followed: {error}") from error
+    if position != len(frame):
+        raise WireError(f"{len(frame) - position} bytes follow the last entry of the log")
+    return public
+
+
+def log_rounds(data: bytes) -> range:
+    """Return the rounds of the entries in a frame, after checking its checksum."""
+    _, first, count, _ = _open(data)
+    return range(first, first + count)
+
+
+def _open(data: bytes) -> tuple[NDArray[np.uint8], int, int, int]:
+    frame = np.frombuffer(data, np.uint8)
+    if len(frame) < 3 + _CRC_BYTES:
+        raise WireError(f"a log has at least {3 + _CRC_BYTES} bytes, not {len(frame)}")
+    body = frame[:-_CRC_BYTES]
+    if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
+        raise WireError("the checksum of the log is wrong: it is damaged")
+    if int(body[0]) != LOG_MARK:
+        raise WireError(f"byte {int(body[0]):02x} does not begin a log of this version")
+    first, position = read_varint(body, 1)
+    count, position = read_varint(body, position)
+    if count > len(body) - position:
+        raise WireError(f"the log claims {count} entries in {len(body) - position} bytes")
+    return body, first, count, position
+
+
+def _head(entry: Entry) -> tuple[int, bytes]:
+    flags, head = 0, b""
+    flags |= LASTING if entry.lasting is not None else 0
+    flags |= PASSING if entry.passing is not None else 0
+    flags |= 0 if entry.is_step else HOLD
+    if entry.movement is not None:
+        flags |= MOVEMENT | (0 if entry.is_short else DOUBLE)
+        if entry.is_short:
+            head += struct.pack("<f", entry.movement)[2:]
+        else:
+            head += struct.pack("<d", entry.movement)
+    if entry.rates is not None:
+        flags |= RATES
+        head += struct.pack("<3d", *entry.rates)
+    return flags, head
+
+
+def _encode_part(
+    part: Change | Upload, is_lasting: bool, known: Known | None, threads: int | None
+) -> bytes:
+    if not isinstance(part, Upload):
+        return _EXACT_PART + encode_vector(part.new, part.old, threads)
+    if is_lasting:
+        return encode(part, known=known, threads=threads)
+    part.validate()
+    mode, payload = encode_levels(part, None, threads)
+    head = upload_head(mode, part)
+    return bytes([mode]) + head[1:] + payload
+
+
+def _decode_entry(
+    frame: NDArray[np.uint8], position: int, public: Public, number: int, threads: int | None
+) -> tuple[Entry, int]:
+    if position >= len(frame):
+        raise WireError(f"the log ends before entry {number}")
+    flags, position = int(frame[position]), position + 1
+    if flags >= 64 or (flags & HOLD and flags != HOLD) or (flags & DOUBLE and not flags & MOVEMENT):
+        raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
+    movement, rates = None, None
+    if flags & MOVEMENT:
+        if flags & DOUBLE:
+            (movement,), position = _unpack("<d", frame, position)
+        else:
+            (bits,), position = _unpack("<H", frame, position)
+            (movement,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
+        if not movement >= 0 and not math.isnan(movement):
+            raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
+    if flags & RATES:
+        numbers, position = _unpack("<3d", frame, position)
+        if not all(map(math.isfinite, numbers)):
+            raise WireError(f"the rates in entry {number} are {numbers}; they must be finite")
+        rates = Rates(*numbers)
+    lasting: Part = None
+    passing: Part = None
+    if flags & LASTING:
+        if not len(public.total):
+            raise WireError(f"entry {number} changes a lasting sum; this model has none")
+        lasting, position = _decode_part(
+            frame, position, public.total, known_sum(public), True, number, threads
+        )
+    if flags & PASSING:
+        zeros = np.zeros(len(public.parameters))
+        passing, position = _decode_part(frame, position, zeros, None, False, number, threads)
+    is_step = not flags & HOLD
+    return Entry(number, lasting, passing, movement, rates, is_step), position
+
+
+def _decode_part(
+    frame: NDArray[np.uint8],
+    position: int,
+    old: NDArray[np.float64],
+    known: Known | None,
+    is_lasting: bool,
+    number: int,
+    threads: int | None,
+) -> tuple[Change | Upload, int]:
+    size, position = read_varint(frame, position)
+    if not 0 < size <= len(frame) - position:
+        raise WireError(
+            f"a part of entry {number} claims {size} bytes where {len(frame) - position} are left"
+        )
+    payload, position = frame[position : position + size], position + size
+    if payload[0] == 0:
+        return Change(old, decode_vector(payload[1:], old, threads)), position
+    if not is_lasting:
+        return decode_bare(payload, len(old), threads), position
+    message = decode(payload.tobytes(), len(old), known=known, threads=threads)
+    if not isinstance(message, Upload):
+        raise WireError(f"entry {number} holds a {type(message).__name__}; it holds levels")
+    return message, position
+
+
+def _unpack(kind: str, frame: NDArray[np.uint8], position: int) -> tuple[tuple[float, ...], int]:
+    end = position + struct.calcsize(kind)
+    if end > len(frame):
+        raise WireError(f"the log ends at byte {len(frame)}, inside a number")
+    return struct.unpack(kind, frame[position:end].tobytes()), end

@@ -1,0 +1,156 @@
+"""The public model as one frame, for clients that have missed too much of its log.
+
+::
+
+    byte 0      0x71: a snapshot, version 1
+    byte 1      1 if the parameters are relative to the starting model, which the reader has; else 0
+    then        the round, and the number of past movements, as varints; these, 8 bytes each
+    rates       a byte, 1 if there are any, and 3 numbers of 8 bytes
+    vectors     parameters, published sum, its direction, momentum, variance: each the number of
+                bytes, a varint, and its bytes (`aqg.wire.vectors`; directions are a section of
+                symbols)
+    last 4      CRC-32 of all before
+
+Nothing is lost: the reader has the sender's model to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core.links import MAX_DIRECTION
+from aqg.core.optimizers import OptimizerState
+from aqg.core.public import Public, Rates
+from aqg.errors import WireError
+from aqg.wire.planes import Plane, decode_planes, encode_planes
+from aqg.wire.sections import Alphabet
+from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.vectors import decode_vector, encode_vector
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.types import FloatArray
+
+SNAPSHOT_MARK = 0x71
+_CRC_BYTES = 4
+_DIRECTIONS = Alphabet(3, 2 * MAX_DIRECTION + 1)
+
+
+def encode_snapshot(public: Public, start: FloatArray | None, threads: int | None = None) -> bytes:
+    """Write the public model; with ``start``, for a reader that has the starting model."""
+    base = np.zeros_like(public.parameters) if start is None else start
+    parts = [bytes([SNAPSHOT_MARK, start is not None]), write_varint(public.round)]
+    parts += [
+        write_varint(len(public.history)),
+        struct.pack(f"<{len(public.history)}d", *public.history),
+    ]
+    rates = public.rates
+    parts.append(b"\0" if rates is None else b"\1" + struct.pack("<3d", *rates))
+    vectors = [encode_vector(public.parameters, base, threads)]
+    vectors.append(encode_vector(public.total, np.zeros_like(public.total), threads))
+    directions = (public.direction + MAX_DIRECTION).astype(np.uint8)
+    vectors.append(
+        encode_planes([Plane(directions, _DIRECTIONS)], threads) if len(directions) else b""
+    )
+    vectors += [encode_vector(v, np.zeros_like(v), threads) for v in public.optimizer]
+    for payload in vectors:
+        parts += [write_varint(len(payload)), payload]
+    body = b"".join(parts)
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def decode_snapshot(
+    data: bytes, like: Public, start: FloatArray | None, threads: int | None = None
+) -> Public:
+    """Return the public model that was written.
+
+    Args:
+        data: the frame.
+        like: a public model of the same shape, such as that before the first round.
+        start: the starting model, where the reader has it.
+        threads: as many are used at most.
+
+    """
+    frame = np.frombuffer(data, np.uint8)
+    if len(frame) < 4 + _CRC_BYTES:
+        raise WireError(f"a snapshot has at least {4 + _CRC_BYTES} bytes, not {len(frame)}")
+    body = frame[:-_CRC_BYTES]
+    if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
+        raise WireError("the checksum of the snapshot is wrong: it is damaged")
+    if int(body[0]) != SNAPSHOT_MARK or int(body[1]) > 1:
+        raise WireError(f"bytes {body[:2].tobytes().hex()} do not begin a snapshot")
+    is_relative = bool(body[1])
+    if is_relative and start is None:
+        raise WireError("the snapshot is relative to a starting model, which is not here")
+    base = np.zeros_like(like.parameters)
+    if is_relative:
+        assert start is not None
+        base = start
+    round_number, position = read_varint(body, 2)
+    count, position = read_varint(body, position)
+    if count > (len(body) - position) // 8:
+        raise WireError(f"the snapshot claims {count} movements in {len(body) - position} bytes")
+    history, position = _numbers(body, position, count)
+    if position >= len(body) or int(body[position]) > 1:
+        raise WireError("the snapshot does not say whether it has rates")
+    has_rates, position = bool(body[position]), position + 1
+    rates = None
+    if has_rates:
+        numbers, position = _numbers(body, position, 3)
+        if not all(map(math.isfinite, numbers)):
+            raise WireError(f"the rates of the snapshot are {numbers}; they must be finite")
+        rates = Rates(*numbers)
+    parameters, position = _vector(body, position, base, threads)
+    total, position = _vector(body, position, np.zeros_like(like.total), threads)
+    direction, position = _direction(body, position, len(like.direction), threads)
+    optimizer = []
+    for vector in like.optimizer:
+        values, position = _vector(body, position, np.zeros_like(vector), threads)
+        optimizer.append(values)
+    if position != len(body):
+        raise WireError(f"{len(body) - position} bytes follow the snapshot")
+    state = OptimizerState(*optimizer)
+    return Public(round_number, parameters, total, direction, history, state, rates)
+
+
+def _payload(body: NDArray[np.uint8], position: int) -> tuple[NDArray[np.uint8], int]:
+    size, position = read_varint(body, position)
+    if size > len(body) - position:
+        raise WireError(
+            f"a vector of the snapshot claims {size} bytes where {len(body) - position} are left"
+        )
+    return body[position : position + size], position + size
+
+
+def _vector(
+    body: NDArray[np.uint8], position: int, old: FloatArray, threads: int | None
+) -> tuple[Any, int]:
+    payload, position = _payload(body, position)
+    return decode_vector(payload, old, threads), position
+
+
+def _direction(
+    body: NDArray[np.uint8], position: int, length: int, threads: int | None
+) -> tuple[NDArray[np.int8], int]:
+    payload, position = _payload(body, position)
+    if not length:
+        if len(payload):
+            raise WireError(f"{len(payload)} bytes of directions; this model has none")
+        return np.zeros(0, np.int8), position
+    (symbols,) = decode_planes(payload, [_DIRECTIONS], length, threads)
+    if int(symbols.max()) > 2 * MAX_DIRECTION:
+        raise WireError(f"a direction is {int(symbols.max())}; {2 * MAX_DIRECTION} is the most")
+    return symbols.astype(np.int8) - np.int8(MAX_DIRECTION), position
+
+
+def _numbers(body: NDArray[np.uint8], position: int, count: int) -> tuple[tuple[float, ...], int]:
+    end = position + 8 * count
+    if end > len(body):
+        raise WireError(f"the snapshot ends at byte {len(body)}, inside a number")
+    return struct.unpack(f"<{count}d", body[position:end].tobytes()), end

@@ -1,0 +1,260 @@
+"""A vector of floating-point numbers by its difference from one that the reader has, losslessly.
+
+::
+
+    byte 0      kind: 0 BITS, 1 LATTICE, 2 TABLE
+    places      where the vectors differ, and which way: 1 where they do not, 0 and 2 for the sign
+                of the difference, as the levels of a three-level grid; the mode of
+                `aqg.wire.frame` in which they are coded, a byte; their number of bytes, a varint;
+                and those bytes
+    then, if they differ anywhere, the magnitudes of the differences:
+    BITS        of the bit patterns, as integers that wrap: sections of the planes of their bytes,
+                lowest first, as many as a number has
+    LATTICE     exponent ``e``, a zigzag varint; how many bytes, a byte; and sections of the planes
+                of the bytes of ``|difference| / 2^e``
+    TABLE       exponent ``e``; the number of different magnitudes less one, a byte; these, each
+                less the one before, as varints; and a section of the indices
+
+Sums of quantized vectors lie on a lattice: all are small multiples of one power of two, and often
+take few different values. What does not fit is written by its bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.core.grids import Grid
+from aqg.core.messages import Upload
+from aqg.errors import WireError
+from aqg.wire import frame
+from aqg.wire.planes import BYTES, Plane, decode_planes, encode_planes, planes_size
+from aqg.wire.sections import Alphabet
+from aqg.wire.varint import read_varint, varint_size, write_varint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.types import FloatArray
+
+BITS, LATTICE, TABLE = range(3)
+_MOST_BITS = 32
+"""Multiples of more bits than this are not worth a lattice."""
+_TABLE_SIZE = 256
+_MANTISSA = 53
+_EXPONENTS = range(-1200, 1201)
+_PLACES_MODES = (frame.Mode.RAW, frame.Mode.CODED, frame.Mode.CONTEXT, frame.Mode.GAPS)
+
+
+class _Difference(NamedTuple):
+    """What is written: the kind, the signs, and the magnitudes where they are not zero."""
+
+    kind: int
+    places: Upload
+    exponent: int
+    table: NDArray[np.uint64]
+    planes: list[Plane]
+
+
+def encode_vector(new: FloatArray, old: FloatArray, threads: int | None = None) -> bytes:
+    """Write ``new`` for a reader that has ``old``.
+
+    >>> old = np.zeros(8)
+    >>> encode_vector(np.array([0, 0, 0.5, 0, 0, 0, -0.5, 0]), old).hex()
+    '02010265450100013d'
+    """
+    difference = _measure(new, old)
+    if not len(new):
+        return b""
+    mode, payload = frame.encode_levels(difference.places, None, threads)
+    parts = [bytes([difference.kind, mode]), write_varint(len(payload)), payload]
+    if difference.planes:
+        parts += [_write_head(difference), encode_planes(difference.planes, threads)]
+    return b"".join(parts)
+
+
+def vector_size(new: FloatArray, old: FloatArray) -> int:
+    """Return ``len(encode_vector(new, old))``."""
+    difference = _measure(new, old)
+    if not len(new):
+        return 0
+    size = frame.levels_size(difference.places, None)
+    size += 2 + varint_size(size)
+    if difference.planes:
+        size += len(_write_head(difference)) + planes_size(difference.planes)
+    return size
+
+
+def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None = None) -> Any:
+    """Return the vector that `encode_vector` wrote; raise `WireError` on anything else.
+
+    Memory is taken in proportion to the vector only.
+    """
+    if not len(old) and not len(data):
+        return old.copy()
+    if len(data) < 2:
+        raise WireError(f"a vector has at least 2 bytes, not {len(data)}")
+    kind, mode = int(data[0]), int(data[1])
+    if kind not in (BITS, LATTICE, TABLE):
+        raise WireError(f"a vector of kind {kind}; it must be at most {TABLE}")
+    if mode not in _PLACES_MODES:
+        raise WireError(f"the places of a vector are coded in mode {mode}, which holds none")
+    size, start = read_varint(data, 2)
+    if size > len(data) - start:
+        raise WireError(f"the places claim {size} bytes where {len(data) - start} are left")
+    payload, rest = data[start : start + size], data[start + size :]
+    levels = frame.decode_levels(frame.Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
+    if len(levels) and int(levels.max()) > 2:
+        raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
+    indices = np.flatnonzero(levels != 1)
+    if not len(indices):
+        if len(rest):
+            raise WireError(f"{len(rest)} bytes follow the places of a vector without changes")
+        return old.copy()
+    is_negative = levels[indices] == 0
+    new = old.copy()
+    if kind == BITS:
+        itemsize = old.dtype.itemsize
+        magnitudes = _join(decode_planes(rest, [BYTES] * itemsize, len(indices), threads))
+        signed = np.where(is_negative, 0 - magnitudes, magnitudes)
+        view = new.view(f"u{itemsize}")
+        view[indices] += signed.astype(view.dtype)
+        return new
+    magnitudes, exponent = _read_magnitudes(kind, rest, len(indices), threads)
+    differences = np.ldexp(magnitudes.astype(np.float64), exponent)
+    differences = np.where(is_negative, -differences, differences)
+    with np.errstate(over="ignore", invalid="ignore"):
+        new[indices] = old[indices].astype(np.float64) + differences
+    return new
+
+
+def _measure(new: FloatArray, old: FloatArray) -> _Difference:
+    if new.dtype != old.dtype or new.shape != old.shape or new.ndim != 1:
+        raise WireError(f"vectors differ in kind: {new.dtype}{new.shape}, {old.dtype}{old.shape}")
+    kind = f"u{new.dtype.itemsize}"
+    new, old = np.ascontiguousarray(new), np.ascontiguousarray(old)
+    is_changed = new.view(kind) != old.view(kind)
+    indices = np.flatnonzero(is_changed)
+    levels = np.ones(len(new), np.uint8)
+    if not len(indices):
+        return _Difference(BITS, _signs(levels), 0, np.zeros(0, np.uint64), [])
+    after, before = new[indices], old[indices]
+    with np.errstate(over="ignore", invalid="ignore"):
+        differences = after.astype(np.float64) - before
+        is_exact = (before.astype(np.float64) + differences).astype(new.dtype)
+    if np.array_equal(is_exact.view(kind), after.view(kind)) and differences.all():
+        on_lattice = _on_lattice(np.abs(differences))
+        if on_lattice is not None:
+            multiples, exponent = on_lattice
+            levels[indices] = np.where(differences < 0, 0, 2)
+            return _multiples(_signs(levels), multiples, exponent)
+    gaps = after.view(kind) - before.view(kind)
+    top = np.array(1, gaps.dtype) << np.array(8 * gaps.itemsize - 1, gaps.dtype)
+    is_negative = gaps >= top
+    levels[indices] = np.where(is_negative, 0, 2)
+    magnitudes = np.where(is_negative, 0 - gaps, gaps)
+    planes = _planes(magnitudes, gaps.itemsize)
+    return _Difference(BITS, _signs(levels), 0, np.zeros(0, np.uint64), planes)
+
+
+def _multiples(places: Upload, multiples: NDArray[np.uint64], exponent: int) -> _Difference:
+    """Write multiples by a table where they take few values, else by their bytes."""
+    largest = int(multiples.max())
+    if largest < max(1 << 16, 4 * len(multiples)):
+        counts = np.bincount(multiples.astype(np.int64))
+        table = np.flatnonzero(counts)
+        lookup = np.cumsum(counts > 0) - 1
+        indices = lookup[multiples.astype(np.int64)]
+    else:
+        table, indices = np.unique(multiples, return_inverse=True)
+    if len(table) <= _TABLE_SIZE and 2 * len(table) <= 4 + len(multiples):
+        plane = Plane(indices.astype(np.uint8), _index_alphabet(len(table)))
+        return _Difference(TABLE, places, exponent, table.astype(np.uint64), [plane])
+    num_bytes = (largest.bit_length() + 7) // 8
+    planes = _planes(multiples, num_bytes)
+    return _Difference(LATTICE, places, exponent, np.zeros(0, np.uint64), planes)
+
+
+def _on_lattice(magnitudes: NDArray[np.float64]) -> tuple[NDArray[np.uint64], int] | None:
+    """Return numbers as multiples of the largest power of two that divides all of them."""
+    if not np.isfinite(magnitudes).all():
+        return None
+    fractions, exponents = np.frexp(magnitudes)
+    integers = np.ldexp(fractions, _MANTISSA).astype(np.int64)
+    lowest = np.frexp((integers & -integers).astype(np.float64))[1] - 1 + exponents - _MANTISSA
+    exponent = int(lowest.min())
+    if int(exponents.max()) - exponent > _MOST_BITS or exponent not in _EXPONENTS:
+        return None
+    return np.ldexp(magnitudes, -exponent).astype(np.uint64), exponent
+
+
+def _index_alphabet(size: int) -> Alphabet:
+    return Alphabet(max(1, (size - 1).bit_length()), size)
+
+
+def _signs(levels: NDArray[np.uint8]) -> Upload:
+    return Upload(levels, 1.0, 2, Grid.MIDTREAD)
+
+
+def _planes(numbers: NDArray[Any], count: int) -> list[Plane]:
+    kind = numbers.dtype.type
+    return [Plane((numbers >> kind(8 * k)).astype(np.uint8), BYTES) for k in range(count)]
+
+
+def _join(planes: list[NDArray[np.uint8]]) -> NDArray[np.uint64]:
+    numbers = np.zeros(len(planes[0]), np.uint64)
+    for place, plane in enumerate(planes):
+        numbers |= plane.astype(np.uint64) << np.uint64(8 * place)
+    return numbers
+
+
+def _write_head(difference: _Difference) -> bytes:
+    if difference.kind == BITS:
+        return b""
+    head = write_varint(zigzag(difference.exponent))
+    if difference.kind == LATTICE:
+        return head + bytes([len(difference.planes)])
+    table = difference.table.tolist()
+    steps = [table[0], *(b - a for a, b in itertools.pairwise(table))]
+    return head + bytes([len(table) - 1]) + b"".join(map(write_varint, steps))
+
+
+def _read_magnitudes(
+    kind: int, data: NDArray[np.uint8], count: int, threads: int | None
+) -> tuple[NDArray[np.uint64], int]:
+    code, start = read_varint(data, 0)
+    exponent = from_zigzag(code)
+    if exponent not in _EXPONENTS:
+        raise WireError(f"exponent {exponent} of a vector is outside -1200..1200")
+    if start >= len(data):
+        raise WireError("the vector ends before its magnitudes")
+    number, start = int(data[start]), start + 1
+    if kind == LATTICE:
+        if not 1 <= number <= (_MOST_BITS + 7) // 8:
+            raise WireError(f"multiples of {number} bytes; they have 1 to {_MOST_BITS // 8}")
+        planes = decode_planes(data[start:], [BYTES] * number, count, threads)
+        return _join(planes), exponent
+    table = np.empty(number + 1, np.uint64)
+    value = 0
+    for index in range(number + 1):
+        step, start = read_varint(data, start)
+        value += step
+        if not step > 0 or value >> _MOST_BITS:
+            raise WireError(f"the table of magnitudes holds {value} after a step of {step}")
+        table[index] = value
+    (indices,) = decode_planes(data[start:], [_index_alphabet(number + 1)], count, threads)
+    if int(indices.max()) > number:
+        raise WireError(f"a magnitude has index {int(indices.max())}; {number} is the last")
+    return table[indices], exponent
+
+
+def zigzag(number: int) -> int:
+    """Map the integers 0, -1, 1, -2 and so on to 0, 1, 2, 3."""
+    return 2 * number if number >= 0 else -2 * number - 1
+
+
+def from_zigzag(code: int) -> int:
+    """Undo `zigzag`."""
+    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1
