@@ -12,6 +12,7 @@ from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE
 from aqg.cli.sweep_display import Overview, sweep_table
+from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.experiments import runner
 from aqg.experiments.config import located, read_settings, refuse_unnamed_code
@@ -108,6 +109,8 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
         document = read_settings(options.grid)
         _guard(options.grid, document, options)
         # Top-level keys come before tables in TOML.
+        if "downlink" not in document and "downlink" not in document.get("grid", {}):
+            flags = {"downlink": AUTO, **flags}
         lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
         grid_file = "".join(lines).encode() + options.grid.read_bytes()
         for key in flags:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
 from aqg.experiments.client_bytes import ClientBytes
-from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
+from aqg.experiments.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
 from aqg.experiments.models import ModelFiles, name_tensors, shared_buffers
 from aqg.experiments.rundir import (
     CONFIG,
@@ -107,7 +107,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_settings(directory / CONFIG)
+    settings = {**BEFORE_DOWNLINKS, **read_settings(directory / CONFIG)}
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
 from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
-from aqg.experiments.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.experiments.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
 from aqg.experiments.rundir import CONFIG, SUMMARY, create_directory, write_atomically
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ def open_sweep(
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
     stored = read_settings(directory / GRID)
+    if "downlink" not in stored.get("grid", {}):
+        stored = {**BEFORE_DOWNLINKS, **stored}
     if document is not None and document != stored:
         before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aqg.core.public import Public
     from aqg.core.types import FloatArray, IntArray
-    from aqg.protocol.log import Content
+    from aqg.protocol.log import Content, Delivery
 
 _FIELDS = ("positions", "log_first", "log_lengths", "snapshot")
 
@@ -104,6 +104,14 @@ class Downloads:
             frames.append((clients, delivery.num_bytes))
         self.positions[present] = now
         return frames
+
+    def plan(self, present: IntArray, make_snapshot: Callable[[], Content]) -> dict[int, Delivery]:
+        """Return what brings each of these clients up to date, those that hold least first."""
+        positions = sorted({*self.positions[present].tolist()})
+        found = {held: self.log.deliver(held, make_snapshot) for held in positions}
+        plan = {client: found[int(self.positions[client])] for client in present.tolist()}
+        self.positions[present] = self.log.round
+        return plan
 
     def append(self, entry: Content) -> None:
         """Add the entry of a round, or its length."""
