@@ -269,7 +269,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Train with one or more recipes and compare what they upload.
+    """Train with one or more recipes and compare what they cost.
 
     Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
     """

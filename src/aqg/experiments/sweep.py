@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
+from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
 from aqg.experiments.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
 from aqg.experiments.rundir import CONFIG, SUMMARY, create_directory, write_atomically
 
@@ -194,14 +195,18 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def collect(
     sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
 ) -> list[dict[str, Any]]:
-    """Return one object per run: name, settings that vary, and results or the error."""
+    """Return one object per run: name, settings that vary, and results or the error.
+
+    What each client sent and received stays in the run's own summary.
+    """
     rows = []
     for run in sweep.runs:
         row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
         if run.name in failures:
             row["error"] = str(failures[run.name])
         else:
-            row.update(read_summary(directory / run.name))
+            summary = read_summary(directory / run.name)
+            row.update((key, summary[key]) for key in summary if key not in (UPLOADS, DOWNLOADS))
         rows.append(row)
     return rows
 

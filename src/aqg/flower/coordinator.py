@@ -37,9 +37,10 @@ _TRAIN, _EVALUATE = "train", "evaluate"
 
 
 class _Answers(NamedTuple):
-    """What a round brought in."""
+    """What a round brought in, and by client the bytes that went out."""
 
     replies: dict[int, Reply]
+    downloads: dict[int, int]
     incidents: list[Incident]
     seconds: float
 
@@ -56,6 +57,9 @@ class Coordinator:
         incarnation: of this server.
         recipe_spec: what clients are told to make; empty where they bring their own.
         model: the server's module, where it has one.
+
+    Attributes:
+        evaluation_bytes: what the clients were sent to measure the final loss.
 
     """
 
@@ -81,6 +85,7 @@ class Coordinator:
         self._model = model
         self._capped: set[int] = set()
         self._training = settings.training()
+        self.evaluation_bytes = 0
         parameters = book.parameters
         self._dtype = str(parameters.dtype)
         self.fingerprint = fingerprint(book.recipe, len(parameters), self._dtype, settings.seed)
@@ -95,7 +100,7 @@ class Coordinator:
         away = self._training.unsampled(number, settings.num_clients, settings.seed)
         asked = [client for client in self._roster.present if not away[client]]
         answers = self._ask(asked, evaluate)
-        report = self._take_in(answers, number, metrics or {}, len(asked))
+        report = self._take_in(answers, number, metrics or {})
         if report.stepped:
             sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
             book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
@@ -124,6 +129,7 @@ class Coordinator:
         messages = [
             self._message(client, _EVALUATE, model, statistics) for client in self._roster.present
         ]
+        self.evaluation_bytes = sum(records.carried_bytes(m.content) for m in messages)
         self._exchange.send(messages)
         losses = np.full(self.settings.num_clients, np.nan)
         for arrival in self._exchange.collect(self.settings.round_timeout, _EVALUATE):
@@ -155,6 +161,11 @@ class Coordinator:
         ]
         incidents: list[Incident] = []
         not_sent = self._exchange.send(messages)
+        downloads = {
+            client: records.carried_bytes(message.content)
+            for client, message in zip(clients, messages, strict=True)
+            if message.metadata.dst_node_id not in not_sent
+        }
         self._exchange.send(self._presence.introductions())
         replies: dict[int, Reply] = {}
         finished = started
@@ -185,18 +196,16 @@ class Coordinator:
                 incidents.append(Incident(client, node, "missing"))
                 finished = time.monotonic()
         incidents += self._presence.take_incidents()
-        return _Answers(replies, incidents, finished - started)
+        return _Answers(replies, downloads, incidents, finished - started)
 
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
 
-    def _take_in(
-        self, answers: _Answers, number: int, metrics: Mapping[str, float], num_asked: int
-    ) -> RoundReport:
+    def _take_in(self, answers: _Answers, number: int, metrics: Mapping[str, float]) -> RoundReport:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients
-        client_bytes = [0] * num_clients
+        sent = [0] * num_clients
         losses = np.full(num_clients, np.nan)
         incidents = list(answers.incidents)
         faults: list[tuple[int, str]] = []
@@ -205,7 +214,7 @@ class Coordinator:
         statistics: list[tuple[float, StatisticsMessage]] = []
         for client, reply in sorted(answers.replies.items()):
             node = self._roster.node_of(client)
-            client_bytes[client] = len(reply.frame) + len(reply.statistics)
+            sent[client] = len(reply.frame) + len(reply.statistics)
             statistics_bytes += len(reply.statistics)
             if reply.stale:
                 incidents.append(Incident(client, node, "stale", f"round {reply.round}"))
@@ -244,15 +253,17 @@ class Coordinator:
             number,
             loss,
             tuple(widths),
-            sum(client_bytes),
+            sum(sent),
             tuple(faults),
             statistics_bytes,
-            len(self._broadcast()) * num_asked,
+            len(self._broadcast()) * len(answers.downloads),
+            sum(answers.downloads.values()),
+            tuple(sent),
+            tuple(answers.downloads.get(client, 0) for client in range(num_clients)),
         )
         work = max((reply.work_seconds for reply in answers.replies.values()), default=0.0)
         report = RoundReport(
             line=Line(record, metrics),
-            client_bytes=tuple(client_bytes),
             staleness=tuple(number - entry.last_upload for entry in self.book.entries),
             incidents=tuple(incidents),
             stepped=num_taken >= self.settings.needed_clients,
@@ -337,7 +348,8 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
     loss = "   -    " if record.loss is None else f"{record.loss:.6f}"
     answered = sum(width != DROPPED for width in record.widths)
     _logger.info(
-        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes, %.2f s (%.2f s overhead)%s",
+        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+        "(%.2f s overhead)%s",
         record.round,
         settings.rounds,
         loss,
@@ -345,6 +357,7 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
         settings.num_clients,
         record.num_uploads,
         record.upload_bytes,
+        record.download_bytes,
         report.round_seconds,
         report.overhead_seconds,
         "" if report.stepped else "; too few, no step",

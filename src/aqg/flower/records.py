@@ -25,6 +25,7 @@ STATISTICS = "statistics"
 LARGE_BYTES = 4 << 20
 """Payloads above this length are sent as arrays."""
 _BYTES = "bytes"
+_MOVEMENT_BYTES = 8
 _LONGEST_ERROR = 200
 _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
@@ -95,6 +96,19 @@ def pack_order(order: Order, model: Payload, statistics: bytes = b"") -> RecordD
     if statistics:
         content[STATISTICS] = pack_payload(statistics)
     return content
+
+
+def carried_bytes(content: RecordDict) -> int:
+    """Return the length of what an order carries: its payloads, and the movement.
+
+    The rest of the order is not counted, just as the head of a reply is not.
+    """
+    size = _MOVEMENT_BYTES
+    for name, record in content.items():
+        if name != ORDER and isinstance(record, ConfigRecord | ArrayRecord):
+            value: Any = record[_BYTES]
+            size += len(value.data if isinstance(value, Array) else value)
+    return size
 
 
 def unpack_statistics(content: RecordDict, max_bytes: int) -> bytes:

@@ -81,21 +81,27 @@ class Downloads:
         snapshot = np.array([log.snapshot_round, length(log.snapshot)], np.int64)
         return LogState(self.positions.copy(), log.first, lengths, snapshot)
 
-    def deliver(self, present: IntArray, public: Callable[[], Public]) -> list[tuple[int, Content]]:
-        """Bring clients up to date; return how many receive frames of which length.
+    def deliver(
+        self, present: IntArray, public: Callable[[], Public]
+    ) -> list[tuple[IntArray, Content]]:
+        """Bring clients up to date; return which of them receive frames of which length.
 
         ``public`` returns the public model as it is, for a snapshot.
         """
         log = self.log
         now = log.round
-        frames: list[tuple[int, Content]] = []
-        positions, counts = np.unique(self.positions[present], return_counts=True)
+        frames: list[tuple[IntArray, Content]] = []
+        held = self.positions[present]
+        positions, counts = np.unique(held, return_counts=True)
+        ordered, end = present[np.argsort(held, kind="stable")], 0
         for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            end += count
+            clients = ordered[end - count : end]
             if position == now - 1 >= log.first:  # its length may still be on its way
-                frames += [(count, log_overhead(position, 1)), (count, log.entries[-1])]
+                frames += [(clients, log_overhead(position, 1)), (clients, log.entries[-1])]
                 continue
             delivery = log.deliver(position, lambda: len(encode_snapshot(public(), self.start)))
-            frames.append((count, delivery.num_bytes))
+            frames.append((clients, delivery.num_bytes))
         self.positions[present] = now
         return frames
 

@@ -250,18 +250,18 @@ class ReferenceSimulation:
         away = dropped | self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
-        upload_bytes = download_bytes = 0
+        sent, received = [0] * num_clients, [0] * num_clients
         deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:
                 widths.append(DROPPED)
                 continue
-            news, num_bytes = self._tell(client, broadcast, deliveries.get(client.index))
-            download_bytes += num_bytes
+            delivery = deliveries.get(client.index)
+            news, received[client.index] = self._tell(client, broadcast, delivery)
             frame = client.step(news)
             message = self.server.receive(client.index, frame)
             widths.append(message.width)
-            upload_bytes += len(frame)
+            sent[client.index] = len(frame)
             if client.fault is not None:
                 faults.append((client.index, client.fault))
         loss = None
@@ -275,16 +275,21 @@ class ReferenceSimulation:
             )
         self.server.step()
         traffic = self.statistics.finish_round(np.flatnonzero(~away))
-        upload_bytes += traffic.upload_bytes
         faults += traffic.faults
+        for index, size in traffic.client_uploads:
+            sent[index] += size
+        for index in np.flatnonzero(~away).tolist():
+            received[index] += traffic.client_download_bytes
         return RoundRecord(
             broadcast.round,
             loss,
             tuple(widths),
-            upload_bytes,
+            sum(sent),
             tuple(faults),
             *traffic[:2],
-            download_bytes + traffic.download_bytes,
+            sum(received),
+            tuple(sent),
+            tuple(received),
         )
 
     def _tell(
