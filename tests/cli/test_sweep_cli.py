@@ -29,6 +29,8 @@ dropout = 0.2
 recipe = ["lean"]
 seed = [0, 1, 2]
 """
+FILE = f'downlink = "auto"\n{TEXT}'
+"""What a new sweep keeps: today's default is named, so that it stays."""
 NAMES = [f"recipe-lean_seed-{seed}" for seed in (0, 1, 2)]
 
 
@@ -37,7 +39,7 @@ def whole(tmp_path_factory):
     """Return a directory with a grid file and what its sweep must give, run by run, in here."""
     directory = tmp_path_factory.mktemp("sweep")
     (directory / "grid.toml").write_text(TEXT)
-    create_sweep(directory / "whole", TEXT.encode())
+    create_sweep(directory / "whole", FILE.encode())
     for run in open_sweep(directory / "whole").runs:
         problem = build_problem(run.config)
         minimum = find_minimum(run.config, problem)
@@ -94,7 +96,7 @@ def test_lines_table_and_results(whole, capsys):
     ):
         assert word in shown
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
-    assert (whole / "whole" / "sweep.toml").read_text() == TEXT
+    assert (whole / "whole" / "sweep.toml").read_text() == FILE
     assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
         [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
     )

@@ -20,6 +20,7 @@ from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
 from aqg.flower.messages import MAX_FAULT_LENGTH
 from aqg.flower.protocol import (
+    EPOCH_DRAWS,
     ClientMirror,
     answer,
     find_base,
@@ -71,7 +72,8 @@ def make_client_app(
     Args:
         task_factory: makes a node's task from its context, with its own data.
         recipe: in place of the one that the server names; the server must have an equal one.
-        mods: of Flower, around every handler.
+        mods: of Flower, around every handler. Before training begins the model is taken out of the
+            message, to save memory: read it there before the handler runs, not after.
 
     Where the node's configuration has ``aqg-state-dir``, or the run-config ``client-state-dir``,
     the client's memory is kept there and survives the node's process. Otherwise Flower keeps it, as
@@ -97,15 +99,15 @@ def make_client_app(
         task = task_of(context)
         agreed = _agree(order, recipe)
         chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
-        params = records.unpack_model(message.content, order.num_params, order.dtype)
         store = _open_store(context, order)
-        mirror = store.load() or ClientMirror.first(chosen, order.num_params, order.dtype)
-        base = _intact_base(chosen, mirror, order)
+        base = _find_base(chosen, store, order)
         if base is None:
             _logger.warning("order for round %d is stale; nothing done", order.round)
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
         statistics = _statistics(task, order, message, context)
+        params = records.take_model(message.content, order.num_params, order.dtype)
         loss, gradient = _train(task, order, params, statistics)
+        del params  # large models: what is not needed any more makes room for the answer
         changed, trouble = statistics.finish()
         if changed and not order.layout:
             raise ConfigError(
@@ -161,14 +163,22 @@ def _agree(order: Order, recipe: Recipe | None) -> Recipe:
     return chosen
 
 
+def _find_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | None:
+    """Find the state to answer from in what is stored; no other is held in memory."""
+    mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
+    base = _intact_base(recipe, mirror, order)
+    store.hold_only(None if base is None else base.snapshot)
+    return base
+
+
 def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base | None:
-    """Find the state to answer from, and make sure that storage has not changed it."""
-    base = find_base(recipe, mirror, order, draw=secrets.randbelow(2**32))
+    """Choose the state to answer from, and make sure that storage has not changed it."""
+    base = find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
     if base is None or base.restarted or base.snapshot.is_intact:
         return base
     _logger.warning("the saved mirror does not have its digest any more; starting from zero")
     empty = ClientMirror.first(recipe, order.num_params, order.dtype)
-    return find_base(recipe, empty, order, draw=secrets.randbelow(2**32))
+    return find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
 
 
 def _statistics(

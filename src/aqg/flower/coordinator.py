@@ -14,6 +14,7 @@ from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
+from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
 from aqg.runs.directory import Line
 from aqg.runs.stopping import has_diverged
@@ -22,6 +23,7 @@ from aqg.sim.record import DROPPED, RoundRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aqg.core.types import Float64Array as Losses
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
     from aqg.flower.protocol import MirrorBook
@@ -81,6 +83,7 @@ class Coordinator:
         self._incarnation = incarnation
         self._recipe_spec = recipe_spec
         self._model = model
+        self._capped: set[int] = set()
         self._training = settings.training()
         self.evaluation_bytes = 0
         parameters = book.parameters
@@ -97,7 +100,7 @@ class Coordinator:
         away = self._training.unsampled(number, settings.num_clients, settings.seed)
         asked = [client for client in self._roster.present if not away[client]]
         answers = self._ask(asked, evaluate)
-        report = self._take_in(answers, number, metrics or {})
+        report = self._take_in(answers, number, metrics or {}, len(asked))
         if report.stepped:
             sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
             book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
@@ -108,9 +111,15 @@ class Coordinator:
     def _update_weights(self) -> None:
         """Let weights follow the number of samples where another node became a client."""
         if self.settings.weighting == "samples":
-            weights = self.settings.client_weights(self._roster.num_samples)
+            num_samples, share = self._roster.num_samples, self.settings.largest_share
+            weights = self.settings.client_weights(num_samples)
             if not np.array_equal(weights, self.book.weights):
                 self.book.reweigh(weights)
+            capped = set(np.flatnonzero(num_samples > cap_shares(num_samples, share)).tolist())
+            for client in sorted(capped - self._capped):
+                text = f"reports {num_samples[client]:.0f} samples; it counts for {share:g} of all"
+                self._presence.note(Incident(client, self._roster.nodes[client], "capped", text))
+            self._capped = capped
 
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
@@ -133,6 +142,13 @@ class Coordinator:
             except MessageError as error:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
+        if not _have_diverged(losses, len(messages)):
+            for client in _leave_out_absurd(losses):
+                _logger.warning(
+                    "the loss of client %d (node %d) is beyond all use, and left out",
+                    client,
+                    self._roster.node_of(client),
+                )
         return self._mean_loss(losses)
 
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
@@ -171,7 +187,8 @@ class Coordinator:
                 incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
                 self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
             except MessageError as error:
-                incidents.append(Incident(client, arrival.sent.node, "rejected", str(error)))
+                text = records.plain(str(error))
+                incidents.append(Incident(client, arrival.sent.node, "rejected", text))
         for node in [*self._exchange.close(_TRAIN), *not_sent]:
             self._roster.heard(node, answered=False)
             client = self._roster.client_of(node)
@@ -184,7 +201,9 @@ class Coordinator:
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
 
-    def _take_in(self, answers: _Answers, number: int, metrics: Mapping[str, float]) -> RoundReport:
+    def _take_in(
+        self, answers: _Answers, number: int, metrics: Mapping[str, float], num_asked: int
+    ) -> RoundReport:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients
@@ -205,11 +224,14 @@ class Coordinator:
             try:
                 said = None if self._model is None else self._model.read(reply.statistics)
             except WireError as error:
-                incidents.append(Incident(client, node, "rejected", f"statistics: {error}"))
+                incidents.append(
+                    Incident(client, node, "rejected", records.plain(f"statistics: {error}"))
+                )
                 continue
             verdict = self.book.accept(client, reply, self._incarnation)
             if verdict.message is None:
-                incidents.append(Incident(client, node, "rejected", verdict.problem))
+                text = records.plain(verdict.problem)
+                incidents.append(Incident(client, node, "rejected", text))
                 continue
             num_taken += 1
             if said is not None:
@@ -223,6 +245,11 @@ class Coordinator:
             if reply.fault:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
+        diverged = _have_diverged(losses, len(answers.downloads))
+        if not diverged:
+            for client in _leave_out_absurd(losses):
+                node, text = self._roster.node_of(client), f"loss {answers.replies[client].loss:g}"
+                incidents.append(Incident(client, node, "outlier", text))
         loss = self._mean_loss(losses)
         record = RoundRecord(
             number,
@@ -244,14 +271,14 @@ class Coordinator:
             stepped=num_taken >= self.settings.needed_clients,
             round_seconds=answers.seconds,
             work_seconds=work,
-            diverged=loss is not None and has_diverged(float(np.nanmedian(losses))),
+            diverged=diverged,
         )
         if report.stepped and self._model is not None:
             self._model.step(statistics)
         _log_round(report, self.settings)
         return report
 
-    def _mean_loss(self, losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+    def _mean_loss(self, losses: Losses) -> float | None:
         """Return the weighted mean over the clients that measured; None where none did."""
         weights = self.book.weights
         measured = ~np.isnan(losses)
@@ -259,6 +286,8 @@ class Coordinator:
             return None
         if measured.all():
             return float(np.mean(weights * losses))
+        if not weights[measured].any():  # none of them has said how many samples it has
+            return float(np.mean(losses[measured]))
         return float(np.average(losses[measured], weights=weights[measured]))
 
     def _message(
@@ -298,6 +327,22 @@ class Coordinator:
             ttl=settings.round_timeout,  # an order that was not picked up dies with its round
             group_id=str(book.round),
         )
+
+
+def _have_diverged(losses: Losses, num_asked: int) -> bool:
+    """Tell whether more than half of the clients asked report a loss beyond all use.
+
+    In a federation of several, one client is never enough.
+    """
+    num_diverged = sum(has_diverged(float(loss)) for loss in losses if not np.isnan(loss))
+    return 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses))
+
+
+def _leave_out_absurd(losses: Losses) -> list[int]:
+    """Strike the losses that are beyond all use, of either sign; return whose they were."""
+    absurd = [int(c) for c in np.flatnonzero(~np.isnan(losses)) if has_diverged(abs(losses[c]))]
+    losses[absurd] = np.nan
+    return absurd
 
 
 def _log_round(report: RoundReport, settings: Settings) -> None:

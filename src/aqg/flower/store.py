@@ -73,6 +73,7 @@ class ClientStore:
         self._vault = vault
         self._key = key
         self._stored: dict[int, Vector] = {}
+        self._last = 0
 
     def load(self) -> ClientMirror | None:
         """Return the memory; None where there is none, or none that can be read."""
@@ -91,6 +92,18 @@ class ClientStore:
             # The server finds out from the stamp, and both sides start again from zero.
             _logger.warning("the client's saved state cannot be used: %r", error)
             return None
+
+    def hold_only(self, snapshot: Snapshot | None) -> None:
+        """Let go of vectors that were read and are not part of ``snapshot``.
+
+        Where they are saved again, they are written again.
+        """
+        kept = [] if snapshot is None else list(_arrays_of(snapshot).values())
+        self._stored = {
+            number: vector
+            for number, vector in self._stored.items()
+            if any(vector is array for array in kept)
+        }
 
     def save(self, mirror: ClientMirror) -> None:
         """Write the memory, whole or not at all."""
@@ -112,7 +125,9 @@ class ClientStore:
         snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
         for name, array in _arrays_of(snapshot).items():
             if "number" in row["arrays"][name]:
-                self._stored.setdefault(row["arrays"][name]["number"], array)
+                number = row["arrays"][name]["number"]
+                self._stored.setdefault(number, array)
+                self._last = max(self._last, number)
         return snapshot
 
     def _read_array(self, cell: dict[str, Any]) -> Vector:
@@ -138,7 +153,7 @@ class ClientStore:
         stored = {**self._stored, **used}
         number = next((n for n, vector in stored.items() if vector is array), None)
         if number is None:
-            number = max(stored, default=0) + 1
+            number = self._last = self._last + 1
             self._vault.write_vector(number, array)
         used[number] = array
         return {"number": number}

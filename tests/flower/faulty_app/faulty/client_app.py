@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord
+from flwr.supernode.runtime import run_clientapp
 
 from aqg.flower import make_client_app
 from aqg.flower.app.aqg_digits.client_app import make_task
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable
 
 BEFORE = ("backup", "restore", "wipe")
-AFTER = ("corrupt", "drop", "delay", "replay")
+AFTER = ("announce", "corrupt", "drop", "delay", "replay")
 RECORDS = ("reply", "frame")
+FOREVER = 1e6
 SHORTEST_UPLOAD = 10
 """A frame of fewer bytes moves no mirror."""
 
@@ -63,6 +65,8 @@ def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Mes
             raise ConnectionError("the reply is dropped, as ordered")
         case "delay":
             time.sleep(float(argument))
+        case "announce":  # the reply, without ever sending what is in it
+            run_clientapp.push_objects = lambda *_, **__: time.sleep(FOREVER)
         case "corrupt":
             frame = bytearray(reply.content["frame"]["bytes"])
             frame[len(frame) // 2] ^= 0x10
