@@ -78,7 +78,7 @@ def forget_downloads():
     def change(directory):
         rows = [json.loads(line) for line in (directory / ROUNDS).read_text().splitlines()]
         for row in rows:
-            del row["download_bytes"], row["total_bytes"]
+            del row["download_bytes"], row["total_bytes"], row["crc32"]
         (directory / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
         if (directory / SUMMARY).exists():
             summary = json.loads((directory / SUMMARY).read_text())
