@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 _TRAIN, _EVALUATE = "train", "evaluate"
+_MOST_REPEATS = 2
+"""How often a client that is lost is sent something else in one round."""
 
 
 class _Answers(NamedTuple):
-    """What a round brought in."""
+    """What a round brought in, and by client the bytes that went out."""
 
     replies: dict[int, Reply]
+    downloads: Counter[int]
     incidents: list[Incident]
     seconds: float
 
@@ -54,6 +59,9 @@ class Coordinator:
         incarnation: of this server.
         recipe_spec: what clients are told to make; empty where they bring their own.
         model: the server's module, where it has one.
+
+    Attributes:
+        evaluation_bytes: what the clients were sent to measure the final loss.
 
     """
 
@@ -78,6 +86,7 @@ class Coordinator:
         self._recipe_spec = recipe_spec
         self._model = model
         self._training = settings.training()
+        self.evaluation_bytes = 0
         parameters = book.parameters
         self._dtype = str(parameters.dtype)
         self.fingerprint = fingerprint(book.recipe, len(parameters), self._dtype, settings.seed)
@@ -92,7 +101,7 @@ class Coordinator:
         away = self._training.unsampled(number, settings.num_clients, settings.seed)
         asked = [client for client in self._roster.present if not away[client]]
         answers = self._ask(asked, evaluate)
-        report = self._take_in(answers, number, metrics or {}, len(asked))
+        report = self._take_in(answers, number, metrics or {})
         if report.stepped:
             sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
             book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
@@ -109,13 +118,9 @@ class Coordinator:
 
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
-        model = records.pack_model(self.book.parameters)
-        statistics = self._broadcast()
         self._presence.refresh()
-        messages = [
-            self._message(client, _EVALUATE, model, statistics) for client in self._roster.present
-        ]
-        self._exchange.send(messages)
+        sending = self._start_sending(_EVALUATE)
+        sending.send(self._roster.present)
         losses = np.full(self.settings.num_clients, np.nan)
         for arrival in self._exchange.collect(self.settings.round_timeout, _EVALUATE):
             client = self._roster.client_of(arrival.sent.node)
@@ -123,22 +128,25 @@ class Coordinator:
                 continue
             try:
                 content = records.content_of(arrival.reply, arrival.problem)
-                losses[client] = records.unpack_loss(content)
+                found = records.unpack_loss(content)
+                if not isinstance(found, Reply):
+                    losses[client] = found
+                elif sending.is_sent_again(client, found):
+                    _logger.info("client %d is sent the model: %s", client, found.lost)
+                else:
+                    _logger.warning("client %d could not evaluate: %s", client, found.lost)
             except MessageError as error:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
+        self.evaluation_bytes = sending.downloads.total()
         return self._mean_loss(losses)
 
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
         """Send orders and gather replies until all are in, or the deadline passed."""
-        model = records.pack_model(self.book.parameters)
-        statistics = self._broadcast()
         started = time.monotonic()
-        messages = [
-            self._message(client, _TRAIN, model, statistics, evaluate) for client in clients
-        ]
         incidents: list[Incident] = []
-        not_sent = self._exchange.send(messages)
+        sending = self._start_sending(_TRAIN, evaluate)
+        not_sent = sending.send(clients)
         self._exchange.send(self._presence.introductions())
         replies: dict[int, Reply] = {}
         finished = started
@@ -151,7 +159,7 @@ class Coordinator:
             self._roster.heard(arrival.sent.node, answered=True)
             try:
                 content = records.content_of(arrival.reply, arrival.problem)
-                replies[client] = records.unpack_reply(
+                reply = records.unpack_reply(
                     content,
                     max_frame_bytes(len(self.book.parameters)),
                     max_statistics_bytes(self._model.layout if self._model else None),
@@ -161,6 +169,14 @@ class Coordinator:
                 self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
             except MessageError as error:
                 incidents.append(Incident(client, arrival.sent.node, "rejected", str(error)))
+            else:
+                if reply.lost:
+                    if not self.book.is_new(client):
+                        incidents.append(Incident(client, arrival.sent.node, "lost", reply.lost))
+                    sending.is_sent_again(client, reply)
+                    continue
+                self.book.note_holding(client, reply)
+                replies[client] = reply
         for node in [*self._exchange.close(_TRAIN), *not_sent]:
             self._roster.heard(node, answered=False)
             client = self._roster.client_of(node)
@@ -168,14 +184,15 @@ class Coordinator:
                 incidents.append(Incident(client, node, "missing"))
                 finished = time.monotonic()
         incidents += self._presence.take_incidents()
-        return _Answers(replies, incidents, finished - started)
+        return _Answers(replies, sending.downloads, incidents, finished - started)
+
+    def _start_sending(self, kind: str, evaluate: bool = False) -> _Sending:
+        return _Sending(self, self._exchange, kind, evaluate, self.settings.round_timeout)
 
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
 
-    def _take_in(
-        self, answers: _Answers, number: int, metrics: Mapping[str, float], num_asked: int
-    ) -> RoundReport:
+    def _take_in(self, answers: _Answers, number: int, metrics: Mapping[str, float]) -> RoundReport:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients
@@ -222,7 +239,8 @@ class Coordinator:
             sum(client_bytes),
             tuple(faults),
             statistics_bytes,
-            len(self._broadcast()) * num_asked,
+            len(self._broadcast()) * len(answers.downloads),
+            answers.downloads.total(),
         )
         work = max((reply.work_seconds for reply in answers.replies.values()), default=0.0)
         report = RoundReport(
@@ -250,16 +268,24 @@ class Coordinator:
             return float(np.mean(weights * losses))
         return float(np.average(losses[measured], weights=weights[measured]))
 
-    def _message(
+    def payload(self) -> tuple[records.Payload | None, bytes]:
+        """Return what all orders of a round have in common: the model, if it travels whole."""
+        whole = self.book.publisher is None
+        model = records.pack_model(self.book.parameters) if whole else None
+        return model, self._broadcast()
+
+    def message(
         self,
         client: int,
         kind: str,
-        model: records.Payload,
-        statistics: bytes,
+        payload: tuple[records.Payload | None, bytes],
+        seconds: float,
         evaluate: bool = False,
     ) -> Message:
+        """Return an order that is good for so many seconds."""
         settings, book = self.settings, self.book
         stamp = book.entry(client).stamp
+        parcel = book.parcel(client)
         order = Order(
             run=self._run,
             fingerprint=self.fingerprint,
@@ -280,13 +306,68 @@ class Coordinator:
             layout=b"" if self._model is None else self._model.signature,
             constants=b"" if self._model is None else self._model.constants,
         )
+        if parcel is not None:
+            order = replace(
+                order,
+                optimizer=settings.optimizer,
+                public=parcel.digest,
+                log=parcel.log,
+                snapshot=parcel.snapshot,
+            )
         return Message(
-            records.pack_order(order, model, statistics),
+            records.pack_order(order, *payload),
             dst_node_id=self._roster.node_of(client),
             message_type=kind,
-            ttl=settings.round_timeout,  # an order that was not picked up dies with its round
+            ttl=seconds,  # an order that was not picked up dies with its round
             group_id=str(book.round),
         )
+
+
+class _Sending:
+    """The orders of a round: sent to all, and again to those who lack something.
+
+    Attributes:
+        downloads: the bytes that went out, by client.
+
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        exchange: Exchange,
+        kind: str,
+        evaluate: bool,
+        seconds: float,
+    ) -> None:
+        self.downloads: Counter[int] = Counter()
+        self._coordinator = coordinator
+        self._exchange = exchange
+        self._kind = kind
+        self._evaluate = evaluate
+        self._payload = coordinator.payload()
+        self._end = exchange.now() + seconds
+        self._repeats: Counter[int] = Counter()
+
+    def send(self, clients: list[int]) -> list[int]:
+        """Send an order to each; return the nodes whose order was not taken."""
+        seconds = self._end - self._exchange.now()
+        messages = [
+            self._coordinator.message(client, self._kind, self._payload, seconds, self._evaluate)
+            for client in clients
+        ]
+        refused = self._exchange.send(messages)
+        for client, message in zip(clients, messages, strict=True):
+            if message.metadata.dst_node_id not in refused:
+                self.downloads[client] += records.carried_bytes(message.content)
+        return refused
+
+    def is_sent_again(self, client: int, reply: Reply) -> bool:
+        """Send a client that is lost what it lacks, if there is time; otherwise it is next time."""
+        self._coordinator.book.note_holding(client, reply)
+        if self._repeats[client] >= _MOST_REPEATS or self._exchange.now() >= self._end:
+            return False
+        self._repeats[client] += 1
+        return not self.send([client])
 
 
 def _log_round(report: RoundReport, settings: Settings) -> None:

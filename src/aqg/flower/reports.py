@@ -25,6 +25,7 @@ INCIDENTS = {
     "error": "errors",
     "missing": "missing",
     "refused": "refused",
+    "lost": "lost",
 }
 """Every kind of incident, and the name of its count in ``rounds.jsonl``.
 
@@ -38,6 +39,7 @@ late        a reply came after its round was over, and was thrown away
 error       Flower reports that a client failed
 missing     a client that was asked had not answered when the round ended
 refused     a node that is no client: too many, or a partition taken already
+lost        a client could not reach the model from what it holds; it was sent what it lacks
 =========== ================================================================================
 """
 
