@@ -7,7 +7,7 @@ elsewhere, changes nothing and says what it holds; the server then sends what it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
 
-    Start = Callable[[], FloatArray | None]
+
+Start: TypeAlias = "Callable[[], FloatArray | None]"
+"""Returns a client's own starting model, where it has one."""
 
 
 class LostError(MessageError):
