@@ -465,7 +465,7 @@ class World:
             held = mirror.current.state.link.mirror[0]
             assert np.array_equal(held, self.book.state.mirror(client))
             if publisher is not None:
-                assert public is not None
+                assert public is not None, "no agreement"
                 assert public.round == self.book.round - 1, "no agreement"
                 assert publisher.positions[client] == public.round, "no agreement"
 
