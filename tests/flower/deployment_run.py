@@ -23,6 +23,9 @@ FAULTY_APP = Path(__file__).parent / "faulty_app"
 
 Row = dict[str, Any]
 
+PATIENCE_SECONDS = 180.0
+"""How long to wait for what must happen: much longer than it takes on a busy machine."""
+
 
 class WatchedRun:
     """A run of the digits app whose clients take orders to misbehave."""
@@ -53,12 +56,14 @@ class WatchedRun:
         rows = self.rows()
         return rows[-1]["round"] if rows else 0
 
-    def wait_for_round(self, number: int, seconds: float = 60) -> Row:
+    def wait_for_round(self, number: int, seconds: float = PATIENCE_SECONDS) -> Row:
         """Wait until a round is written, and return it."""
         row = self._wait(lambda row: row["round"] >= number, seconds, f"round {number}")
         return row
 
-    def wait_for_incident(self, kinds: str, client: int, after: int, seconds: float = 60) -> int:
+    def wait_for_incident(
+        self, kinds: str, client: int, after: int, seconds: float = PATIENCE_SECONDS
+    ) -> int:
         """Wait until an incident is in the metrics of a round after ``after``; return the round.
 
         ``kinds`` are those of which one must happen, with ``|`` between.
@@ -71,7 +76,7 @@ class WatchedRun:
         )
         return int(row["round"])
 
-    def wait_for_agreement(self, client: int, after: int, seconds: float = 60) -> int:
+    def wait_for_agreement(self, client: int, after: int, seconds: float = PATIENCE_SECONDS) -> int:
         """Wait until a client's reply was taken with nothing to report; return the round.
 
         The server takes a reply only if its own copy of the client's mirror has the digest that
@@ -88,7 +93,7 @@ class WatchedRun:
         )
         return int(row["round"])
 
-    def wait_for_clean_round(self, after: int, seconds: float = 60) -> Row:
+    def wait_for_clean_round(self, after: int, seconds: float = PATIENCE_SECONDS) -> Row:
         """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
         return self._wait(
             lambda row: row["round"] > after and is_clean(row), seconds, f"clean after {after}"
@@ -101,6 +106,11 @@ class WatchedRun:
         partial = state.with_name(f"{state.name}.partial")
         partial.write_text(deed)
         partial.rename(state.with_name(f"{state.name}.order"))
+
+    def has_order(self, client: int) -> bool:
+        """Whether a client has not misbehaved yet, as it was told to."""
+        state = self.deployment.state_directory(client)
+        return state.with_name(f"{state.name}.order").exists()
 
     def mirrors_agree(self, client: int) -> bool:
         """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
@@ -123,7 +133,7 @@ class WatchedRun:
         mirror = checkpoint.book.state.mirror(client)
         return bool(found) and np.array_equal(found[0].state.link.mirror[0], mirror)
 
-    def mirrors_settle(self, client: int, seconds: float = 20) -> bool:
+    def mirrors_settle(self, client: int, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether the mirrors agree once the client has done what it was about to do."""
         end = time.monotonic() + seconds
         while not (agree := self.mirrors_agree(client)) and time.monotonic() < end:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import shutil
 import time
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message.message import make_message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +30,7 @@ from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
 from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
 from aqg.protocol.digests import public_digest
 from aqg.sim.local import LocalTraining
+from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
@@ -464,7 +468,36 @@ def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path: Path) 
     assert np.isfinite(final).all()
 
 
-def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -> None:
+HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
+
+
+def test_what_a_node_says_cannot_write_to_the_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak(node: int, reply: Message) -> Message:
+        if round_of(reply) == 2:
+            if node == 18:
+                reply.content["reply"]["fault"] = HOSTILE
+            elif node == 11:
+                return make_message(reply.metadata, error=Error(7, HOSTILE))
+            else:
+                reply.content["reply"][HOSTILE] = HOSTILE
+        return reply
+
+    federation = Federation(tmp_path, rounds=2)
+    federation.grid.answer = speak
+    with caplog.at_level(logging.INFO, "flwr.aqg"):
+        federation.run()
+    row = federation.rows()[1]
+    texts = [incident["text"] for incident in row["incidents"]] + [row["faults"][0][1]]
+    assert len(texts) == 4
+    for text in (*texts, *(record.getMessage() for record in caplog.records)):
+        assert text.isprintable(), text
+        assert len(text) < 700
+    assert any("gone 2026 round 9: all is well\\x1b[2J" in text for text in texts)
+
+
+def test_a_run_that_diverges_stops(tmp_path: Path) -> None:
     federation = Federation(tmp_path / "diverging", alpha=1e9, recipe="gd", rounds=50)
     final = federation.run()
     assert 2 <= len(federation.rows()) < 50
@@ -472,15 +505,48 @@ def test_a_run_that_diverges_stops_and_one_liar_cannot_stop_it(tmp_path: Path) -
     summary = json.loads((tmp_path / "diverging" / "run" / "summary.json").read_text())
     assert summary["diverged"]
 
-    def lie(node: int, reply: Message) -> Message:
-        if round_of(reply) and node == 18:
-            reply.content["reply"]["loss"] = float("inf")
+
+@pytest.mark.parametrize("lie", [math.inf, -math.inf, 1e300, -1e300])
+@pytest.mark.parametrize("num_clients", [2, 3])
+def test_one_liar_cannot_stop_a_run(tmp_path: Path, lie: float, num_clients: int) -> None:
+    def answer(node: int, reply: Message) -> Message:
+        if node == 18:
+            name = "reply" if round_of(reply) else "loss"
+            if name in reply.content:
+                reply.content[name]["loss"] = lie
         return reply
 
-    federation = Federation(tmp_path / "lied", rounds=4)
-    federation.grid.answer = lie
+    honest, lied = (Federation(tmp_path / name, rounds=4) for name in ("honest", "lied"))
+    for federation in (honest, lied):
+        federation.config["num-clients"] = num_clients
+        federation.grid.node_configs = {
+            node: config
+            for node, config in federation.grid.node_configs.items()
+            if config["partition-id"] < num_clients
+        }
+    lied.grid.answer = answer
+    assert np.array_equal(lied.run(), honest.run())
+    assert lied.incidents("outlier") == [(k, 1) for k in (1, 2, 3, 4)]
+    assert not honest.total("outliers")
+    for row, fair in zip(lied.rows(), honest.rows(), strict=True):
+        assert row["loss"] == pytest.approx(fair["loss"], rel=0.5)
+    summary = json.loads((tmp_path / "lied" / "run" / "summary.json").read_text())
+    assert not summary["diverged"]
+    assert summary["final_loss"] < lied.rows()[0]["loss"]
+
+
+def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path: Path) -> None:
+    def answer(node: int, reply: Message) -> Message | None:
+        if not round_of(reply):
+            return reply
+        reply.content["reply"]["loss"] = 1e300
+        return reply if node == 18 else None
+
+    federation = Federation(tmp_path, rounds=2)
+    federation.grid.answer = answer
     federation.run()
-    assert [row["loss"] for row in federation.rows()] == [None] * 4
+    assert [row["loss"] for row in federation.rows()] == [None] * 2
+    assert federation.incidents("outlier") == [(1, 1), (2, 1)]
 
 
 class Killed(BaseException):
@@ -599,6 +665,70 @@ def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path: Path) -> 
         assert np.array_equal(saved["weights"], sizes / sizes.mean())
         total = saved["weights"] @ saved["mirrors-0"]
         assert np.allclose(saved["total"], total, rtol=0, atol=1e-12)
+
+
+def claim(federation: Federation, node: int, samples: int) -> None:
+    """Let a node say that it has so many samples."""
+
+    def answer(who: int, reply: Message) -> Message:
+        if who == node and "hello" in reply.content:
+            reply.content["hello"]["samples"] = samples
+        return reply
+
+    federation.grid.answer = answer
+
+
+@pytest.mark.parametrize("trust", [True, False])
+@pytest.mark.parametrize("samples", [-1, 0, -(2**63), 2**53 + 1])
+def test_a_node_with_impossible_samples_is_refused_and_named(
+    tmp_path: Path, samples: int, trust: bool
+) -> None:
+    federation = Federation(
+        tmp_path, weighting="samples", rounds=3, start_timeout=0.3, trust_partition_id=trust
+    )
+    claim(federation, 18, samples)
+    federation.run()
+    first, *later = federation.rows()
+    (refusal,) = (one for one in first["incidents"] if one["kind"] == "refused")
+    assert refusal["node"] == 18
+    assert refusal["text"] == f"node 18 reports {samples} samples; 1 to {2**53} are taken"
+    assert not any("incidents" in row for row in later)
+    assert [row["widths"][1] for row in federation.rows()] == [DROPPED] * 3
+    assert later[-1]["loss"] < first["loss"]
+
+
+def test_a_node_that_comes_back_with_impossible_samples_costs_its_place(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, weighting="samples", rounds=3)
+    federation.run()
+    federation.config["rounds"] = 6
+    federation.grid.restart_node(18, new_id=19)
+    claim(federation, 19, -1)
+    federation.config["start-timeout"] = 0.3
+    federation.run()
+    assert federation.total("refused") == 1
+    federation.config["rounds"] = 8
+    claim(federation, 19, 10)
+    federation.run()
+    assert federation.rows()[-1]["widths"][1] != DROPPED
+
+
+def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, weighting="samples", rounds=3)
+    claim(federation, 18, 10**15)
+    federation.run()
+    (incident,) = federation.rows()[0]["incidents"]
+    assert incident == {
+        "client": 1,
+        "node": 18,
+        "kind": "capped",
+        "text": "reports 1000000000000000 samples; it counts for 0.6 of all",
+    }
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        assert saved["weights"][1] / saved["weights"].sum() == pytest.approx(0.6)
+        assert saved["weights"].mean() == pytest.approx(1)
+    federation.config |= {"rounds": 4, "max-share": 0.4}
+    with pytest.raises(ConfigError, match=r"max-share 0.6, and max-share is 0.4"):
+        federation.run()
 
 
 def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -26,15 +27,21 @@ from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
 from aqg.flower.meter import Meter, Traffic
 
-from tests.flower.deployment_run import WatchedRun, clean_losses, incidents_of, is_clean
+from tests.flower.deployment_run import (
+    PATIENCE_SECONDS,
+    WatchedRun,
+    clean_losses,
+    incidents_of,
+    is_clean,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
 
-ROUND_SECONDS = 15.0
-DELAY_SECONDS = 18.0
+ROUND_SECONDS = 10.0
+DELAY_SECONDS = 12.0
 LEASE_SECONDS = 5.0
 FOREVER = 10_000
 
@@ -46,7 +53,7 @@ def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path)
     with Deployment(tmp_path / "deployment", options) as deployment:
         deployment.start()
         run = deployment.run(APP, {**config, "trust-partition-id": True})
-        assert deployment.wait_for_run(run, 120) == "finished:completed"
+        assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
         sent = [deployment.traffic(node).up_bytes for node in range(3)]
 
     simulation = make_simulation(simulator_config(config), make_problem(config))
@@ -97,7 +104,7 @@ def test_training_survives_every_fault(tmp_path: Path) -> None:
         deployment.kill_server()
         deployment.stop_run(run.number)
         run.submit(run.last_round + 3)
-        assert deployment.wait_for_run(run.number, 90) == "finished:completed"
+        assert deployment.wait_for_run(run.number, PATIENCE_SECONDS) == "finished:completed"
         for client in range(3):
             assert run.mirrors_settle(client)
     rows = run.rows()
@@ -125,12 +132,23 @@ def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
 
 
 def a_killed_node_goes_on_where_it_was(run: WatchedRun) -> None:
+    """Kill a node that has announced a reply, and sent nothing of it."""
+    processes = run.deployment.processes
     upload = run.wait_for_round(run.last_round + 1)
+    run.order(2, "announce")
+    processes.wait_for(lambda: not run.has_order(2), PATIENCE_SECONDS, "an upload")
+    processes.wait_for(lambda: is_sending(processes.read_log("node2")), PATIENCE_SECONDS, "a reply")
     run.deployment.kill_node(2)
     gone = run.wait_for_incident("missing|error", 2, after=upload["round"])
+    assert run.rows()[gone - 1]["round_seconds"] < 2 * ROUND_SECONDS, "it held up the round"
     back = run.wait_for_clean_round(after=gone)
     between = [row for row in run.rows() if upload["round"] < row["round"] <= back["round"]]
     assert not any("resync" in incidents_of(row, 2) for row in between)
+
+
+def is_sending(log: str) -> bool:
+    """Whether a SuperNode has announced a reply that it has not sent yet."""
+    return log.rfind("Sending:") > log.rfind("Sent successfully")
 
 
 def restarted(run: WatchedRun, kill: Callable[[], None]) -> None:
@@ -144,7 +162,7 @@ def restarted(run: WatchedRun, kill: Callable[[], None]) -> None:
     else:
         run.deployment.start_link()
     run.submit(FOREVER)
-    after = run.wait_for_clean_round(after=before["round"] + 2, seconds=90)
+    after = run.wait_for_clean_round(after=before["round"] + 2)
     rows = run.rows()
     assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))
     assert after["loss"] < before["loss"]
@@ -160,7 +178,7 @@ def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(tmp_path: Pat
         run.submit(FOREVER)
         assert is_clean(run.wait_for_round(2))
         with pytest.raises((OSError, http.client.HTTPException)):
-            urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=10)
+            urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
 
         key = deployment.nodes[1].key
         deployment.kill_node(1)
@@ -180,7 +198,7 @@ def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(tmp_path: Pat
 
 def rejoin(deployment: Deployment, node: int) -> None:
     """Start a killed node until its lease has ended and it is let in again."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_SECONDS
     while True:
         deployment.launch_node(node)
         try:
@@ -217,12 +235,12 @@ def test_the_demonstration_leaves_no_process_behind(
             wait_until(lambda: (out / sign).exists() and (out / sign).stat().st_size > 0, demo)
             assert processes_with(str(out))
             demo.send_signal(signum)
-            _, errors = demo.communicate(timeout=60)
+            _, errors = demo.communicate(timeout=PATIENCE_SECONDS)
         finally:
             demo.kill()
     assert demo.returncode == code
     assert "Traceback" not in errors
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_SECONDS
     while processes_with(str(out)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not processes_with(str(out))
@@ -248,7 +266,7 @@ def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Wait for something that a process should do."""
-    end = time.monotonic() + 90
+    end = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert process.poll() is None, "it ended by itself"
         assert time.monotonic() < end
@@ -293,7 +311,7 @@ def test_the_meter_counts_what_passes_and_cuts_the_line() -> None:
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    connection.settimeout(10)
+    connection.settimeout(60)
     data = b""
     while len(data) < count:
         data += connection.recv(count - len(data))
@@ -301,10 +319,18 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    for name in ("server.key", "node"):  # left from before, for all to read
+        (tmp_path / name).write_text("old")
+        (tmp_path / name).chmod(0o644)
     files = make_certificates(tmp_path, ["example.org", "::1"])
     public = make_node_key(tmp_path / "node")
     for secret in (files.key, tmp_path / "node"):
-        assert secret.stat().st_mode & 0o077 == 0
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        assert "PRIVATE KEY" in secret.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("ca.crt", "server.pem", "server.key"),
+        *("node", "node.pub"),
+    }
     assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
     context = ssl.create_default_context(cafile=str(files.authority))
     assert context.get_ca_certs()[0]["subject"] == ((("commonName", "aqg authority"),),)

@@ -360,6 +360,9 @@ def test_a_changed_bit_in_storage_is_found() -> None:
         ({"restarted": True}, "upload 0 of an epoch after 0"),
         ({"restarted": True, "uploads": 0}, "upload 0 of an epoch after 0"),
         ({"restarted": True, "uploads": 0, "epoch": 5}, "the frame is for upload 0 of epoch 5"),
+        ({"restarted": True, "uploads": 0, "epoch": 2**32}, "is for upload 0 of epoch 4294967296"),
+        ({"restarted": True, "uploads": 0, "epoch": 2**32 + 1}, "4294967296 at the most"),
+        ({"restarted": True, "uploads": 0, "epoch": 2**63 - 1}, "4294967296 at the most"),
     ],
 )
 def test_a_bad_reply_changes_nothing(change: dict[str, object], complaint: str) -> None:

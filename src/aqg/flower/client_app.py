@@ -21,6 +21,7 @@ from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
 from aqg.flower.messages import MAX_FAULT_LENGTH
 from aqg.flower.protocol import (
+    EPOCH_DRAWS,
     ClientMirror,
     answer,
     find_base,
@@ -227,12 +228,12 @@ def _held(terms: Terms, store: ClientStore) -> Public | None:
 
 def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base:
     """Find the state to answer from, and make sure that storage has not changed it."""
-    base = find_base(recipe, mirror, order, draw=secrets.randbelow(2**32))
+    base = find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
     if base is not None and (base.restarted or base.snapshot.is_intact):
         return base
     _logger.warning("the saved mirror does not have its digest any more; starting from zero")
     empty = ClientMirror.first(recipe, order.num_params, order.dtype)
-    base = find_base(recipe, empty, order, draw=secrets.randbelow(2**32))
+    base = find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
     assert base is not None  # who has answered nothing knows no older order
     return base
 

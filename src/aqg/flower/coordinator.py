@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +17,16 @@ from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
+from aqg.flower.sending import Sending
+from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
 
+    from aqg.core.types import Float64Array as Losses
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
     from aqg.flower.protocol import MirrorBook
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 _TRAIN, _EVALUATE = "train", "evaluate"
-_MOST_REPEATS = 2
-"""How often a client that is lost is sent something else in one round."""
 
 
 class _Answers(NamedTuple):
@@ -85,6 +86,7 @@ class Coordinator:
         self._incarnation = incarnation
         self._recipe_spec = recipe_spec
         self._model = model
+        self._capped: set[int] = set()
         self._training = settings.training()
         self.evaluation_bytes = 0
         parameters = book.parameters
@@ -112,9 +114,15 @@ class Coordinator:
     def _update_weights(self) -> None:
         """Let weights follow the number of samples where another node became a client."""
         if self.settings.weighting == "samples":
-            weights = self.settings.client_weights(self._roster.num_samples)
+            num_samples, share = self._roster.num_samples, self.settings.largest_share
+            weights = self.settings.client_weights(num_samples)
             if not np.array_equal(weights, self.book.weights):
                 self.book.reweigh(weights)
+            capped = set(np.flatnonzero(num_samples > cap_shares(num_samples, share)).tolist())
+            for client in sorted(capped - self._capped):
+                text = f"reports {num_samples[client]:.0f} samples; it counts for {share:g} of all"
+                self._presence.note(Incident(client, self._roster.nodes[client], "capped", text))
+            self._capped = capped
 
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
@@ -139,6 +147,13 @@ class Coordinator:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
         self.evaluation_bytes = sending.downloads.total()
+        if not _have_diverged(losses, len(sending.downloads)):
+            for client in _leave_out_absurd(losses):
+                _logger.warning(
+                    "the loss of client %d (node %d) is beyond all use, and left out",
+                    client,
+                    self._roster.node_of(client),
+                )
         return self._mean_loss(losses)
 
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
@@ -168,7 +183,8 @@ class Coordinator:
                 incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
                 self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
             except MessageError as error:
-                incidents.append(Incident(client, arrival.sent.node, "rejected", str(error)))
+                text = records.plain(str(error))
+                incidents.append(Incident(client, arrival.sent.node, "rejected", text))
             else:
                 if reply.lost:
                     if not self.book.is_new(client):
@@ -186,8 +202,8 @@ class Coordinator:
         incidents += self._presence.take_incidents()
         return _Answers(replies, sending.downloads, incidents, finished - started)
 
-    def _start_sending(self, kind: str, evaluate: bool = False) -> _Sending:
-        return _Sending(self, self._exchange, kind, evaluate, self.settings.round_timeout)
+    def _start_sending(self, kind: str, evaluate: bool = False) -> Sending:
+        return Sending(self, self._exchange, kind, evaluate, self.settings.round_timeout)
 
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
@@ -213,11 +229,14 @@ class Coordinator:
             try:
                 said = None if self._model is None else self._model.read(reply.statistics)
             except WireError as error:
-                incidents.append(Incident(client, node, "rejected", f"statistics: {error}"))
+                incidents.append(
+                    Incident(client, node, "rejected", records.plain(f"statistics: {error}"))
+                )
                 continue
             verdict = self.book.accept(client, reply, self._incarnation)
             if verdict.message is None:
-                incidents.append(Incident(client, node, "rejected", verdict.problem))
+                text = records.plain(verdict.problem)
+                incidents.append(Incident(client, node, "rejected", text))
                 continue
             num_taken += 1
             if said is not None:
@@ -231,6 +250,11 @@ class Coordinator:
             if reply.fault:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
+        diverged = _have_diverged(losses, len(answers.downloads))
+        if not diverged:
+            for client in _leave_out_absurd(losses):
+                node, text = self._roster.node_of(client), f"loss {answers.replies[client].loss:g}"
+                incidents.append(Incident(client, node, "outlier", text))
         loss = self._mean_loss(losses)
         record = RoundRecord(
             number,
@@ -251,14 +275,14 @@ class Coordinator:
             stepped=num_taken >= self.settings.needed_clients,
             round_seconds=answers.seconds,
             work_seconds=work,
-            diverged=loss is not None and has_diverged(float(np.nanmedian(losses))),
+            diverged=diverged,
         )
         if report.stepped and self._model is not None:
             self._model.step(statistics)
         _log_round(report, self.settings)
         return report
 
-    def _mean_loss(self, losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+    def _mean_loss(self, losses: Losses) -> float | None:
         """Return the weighted mean over the clients that measured; None where none did."""
         weights = self.book.weights
         measured = ~np.isnan(losses)
@@ -266,6 +290,8 @@ class Coordinator:
             return None
         if measured.all():
             return float(np.mean(weights * losses))
+        if not weights[measured].any():  # none of them has said how many samples it has
+            return float(np.mean(losses[measured]))
         return float(np.average(losses[measured], weights=weights[measured]))
 
     def payload(self) -> tuple[records.Payload | None, bytes]:
@@ -323,51 +349,20 @@ class Coordinator:
         )
 
 
-class _Sending:
-    """The orders of a round: sent to all, and again to those who lack something.
+def _have_diverged(losses: Losses, num_asked: int) -> bool:
+    """Tell whether more than half of the clients asked report a loss beyond all use.
 
-    Attributes:
-        downloads: the bytes that went out, by client.
-
+    In a federation of several, one client is never enough.
     """
+    num_diverged = sum(has_diverged(float(loss)) for loss in losses if not np.isnan(loss))
+    return 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses))
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        exchange: Exchange,
-        kind: str,
-        evaluate: bool,
-        seconds: float,
-    ) -> None:
-        self.downloads: Counter[int] = Counter()
-        self._coordinator = coordinator
-        self._exchange = exchange
-        self._kind = kind
-        self._evaluate = evaluate
-        self._payload = coordinator.payload()
-        self._end = exchange.now() + seconds
-        self._repeats: Counter[int] = Counter()
 
-    def send(self, clients: list[int]) -> list[int]:
-        """Send an order to each; return the nodes whose order was not taken."""
-        seconds = self._end - self._exchange.now()
-        messages = [
-            self._coordinator.message(client, self._kind, self._payload, seconds, self._evaluate)
-            for client in clients
-        ]
-        refused = self._exchange.send(messages)
-        for client, message in zip(clients, messages, strict=True):
-            if message.metadata.dst_node_id not in refused:
-                self.downloads[client] += records.carried_bytes(message.content)
-        return refused
-
-    def is_sent_again(self, client: int, reply: Reply) -> bool:
-        """Send a client that is lost what it lacks, if there is time; otherwise it is next time."""
-        self._coordinator.book.note_holding(client, reply)
-        if self._repeats[client] >= _MOST_REPEATS or self._exchange.now() >= self._end:
-            return False
-        self._repeats[client] += 1
-        return not self.send([client])
+def _leave_out_absurd(losses: Losses) -> list[int]:
+    """Strike the losses that are beyond all use, of either sign; return whose they were."""
+    absurd = [int(c) for c in np.flatnonzero(~np.isnan(losses)) if has_diverged(abs(losses[c]))]
+    losses[absurd] = np.nan
+    return absurd
 
 
 def _log_round(report: RoundReport, settings: Settings) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 
+from aqg.flower.tuning import bounded_pulls
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -95,14 +97,22 @@ class Exchange:
         return refused
 
     def collect(self, seconds: float, kind: str) -> Iterator[Arrival]:
-        """Yield replies until all messages of ``kind`` are answered, or the time is over."""
+        """Yield replies until all messages of ``kind`` are answered, or the time is over.
+
+        The last look is taken when the time is over: what came in while a node held up the one
+        before it is not lost.
+        """
         started = self.now()
+        waited = 0.0
         while True:
-            yield from self.poll()
-            waited = self.now() - started
-            if waited >= seconds or not self._waits_for(kind):
+            is_last = waited >= seconds
+            yield from self.poll(max(0.0, seconds - waited))
+            if is_last or not self._waits_for(kind):
                 return
-            self.rest(waited, seconds)
+            waited = self.now() - started
+            if waited < seconds:
+                self.rest(waited, seconds)
+                waited = self.now() - started
 
     def rest(self, waited: float, seconds: float) -> None:
         """Pause before the next poll: the longer, the longer one has ``waited`` already."""
@@ -122,9 +132,16 @@ class Exchange:
     def _waits_for(self, kind: str) -> bool:
         return any(sent.kind == kind for sent in self._open.values())
 
-    def poll(self) -> Iterator[Arrival]:
-        """Yield what has come since the last time."""
-        for identifier, reply, problem in self._pull([*self._open, *self._late]):
+    def poll(self, seconds: float) -> Iterator[Arrival]:
+        """Yield what has come since the last time; wait at most ``seconds`` for unfinished replies.
+
+        A reply that is not whole by then comes as an error. Nobody waits for late ones.
+        """
+        with bounded_pulls(0.0):
+            pulled = list(self._pull([*self._late]))
+        with bounded_pulls(seconds):
+            pulled += self._pull([*self._open])
+        for identifier, reply, problem in pulled:
             is_late = identifier in self._late
             sent = (self._late if is_late else self._open).pop(identifier, None)
             if sent is not None:

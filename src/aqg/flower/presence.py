@@ -20,6 +20,10 @@ _logger = logging.getLogger("flwr.aqg")
 
 QUERY = "query"
 _NO_CLIENT = -1
+MOST_SAMPLES = 2**53
+"""Whole numbers up to here are exact as floats."""
+_HELLO_SECONDS = 5.0
+"""How long nodes between two rounds may take to send an introduction that they have announced."""
 
 
 class Presence:
@@ -70,18 +74,24 @@ class Presence:
                 content, records.HELLO, "partition", "samples"
             )
         except MessageError as error:
-            text = f"could not introduce itself: {error}"
+            text = records.plain(f"could not introduce itself: {error}")
             self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
+            return
+        fewest = 1 if self._settings.weighting == "samples" else 0
+        if not fewest <= samples <= MOST_SAMPLES:
+            bound = f"{fewest} to {MOST_SAMPLES} are taken"
+            self.roster.refuse(node, f"node {node} reports {samples} samples; {bound}")
             return
         self.roster.introduce(node, partition, samples)
 
     def wait_for(self, num_clients: int, seconds: float) -> bool:
         """Wait until so many clients are there; return whether they came in time."""
         started = self._exchange.now()
+        waited = 0.0
         while True:
             self.refresh()
             self._exchange.send(self.introductions())
-            for arrival in self._exchange.poll():
+            for arrival in self._exchange.poll(min(max(0.0, seconds - waited), _HELLO_SECONDS)):
                 self.hear(arrival)
             if len(self.roster.present) >= num_clients and self._all_introduced():
                 return True
@@ -100,6 +110,10 @@ class Presence:
                 f"{len(self.roster.present)} clients are connected after {seconds:g} s, and "
                 f"{num_clients} are needed; start again with the same run-dir to go on"
             )
+
+    def note(self, incident: Incident) -> None:
+        """Keep an incident for the round's report."""
+        self._incidents.append(incident)
 
     def take_incidents(self) -> list[Incident]:
         """Return what happened since the last call."""

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from aqg.protocol.follower import Holding, Parcel
 
 PROTOCOL_VERSION = 1
+EPOCH_DRAWS = 2**32
+"""How many epochs a client that starts again chooses from, beginning with the server's next."""
 _FRAME_MARGIN = 1024
 """More than any frame needs around its payload."""
 _FULL = Full()
@@ -137,8 +139,8 @@ class Base(NamedTuple):
 def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> Base | None:
     """Return the state that matches the server's; None where the order is an old one.
 
-    ``draw`` is a random number from 0 to 2^32, by which a new epoch is beyond the server's: later
-    than every epoch the server knew, and unlike any that it may have forgotten.
+    ``draw`` is a random number below `EPOCH_DRAWS`, by which a new epoch is beyond the server's
+    next: later than every epoch the server knew, and unlike any that it may have forgotten.
     """
     if order.serial <= mirror.answered:
         return None
@@ -443,10 +445,11 @@ def _restart(
     recipe: Recipe, state: ServerState, client: int, entry: Entry, reply: Reply, weight: float
 ) -> tuple[ServerState, Entry]:
     """Take a client's ``ref_m`` out of the sum and begin it again from zero."""
-    if reply.uploads != 0 or reply.epoch <= entry.stamp.epoch:
+    last = entry.stamp.epoch + EPOCH_DRAWS
+    if reply.uploads != 0 or not entry.stamp.epoch < reply.epoch <= last:
         raise MessageError(
             f"a restart at upload {reply.uploads} of epoch {reply.epoch}; "
-            f"it must be at upload 0 of an epoch after {entry.stamp.epoch}"
+            f"it must be at upload 0 of an epoch after {entry.stamp.epoch}, {last} at the most"
         )
     state = forget(recipe, state, client, weight)
     lineage = first_lineage(reply.epoch)

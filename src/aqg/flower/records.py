@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from aqg.errors import MessageError
-from aqg.flower.messages import Order, Reply
+from aqg.flower.messages import MAX_FAULT_LENGTH, Order, Reply
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -32,6 +32,17 @@ _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
 
 Payload = ConfigRecord | ArrayRecord
+
+
+def plain(text: str, max_length: int = MAX_FAULT_LENGTH) -> str:
+    r"""Make a text of a node fit for logs and terminals: one line, every character visible.
+
+    >>> plain("lost\n\x1b[2J  the\u202e end")
+    'lost \\x1b[2J the\\u202e end'
+    """
+    line = " ".join(text[:max_length].split())
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(shown)[:max_length]
 
 
 def pack_payload(data: bytes) -> Payload:
@@ -141,6 +152,8 @@ def unpack_reply(content: RecordDict, max_frame_bytes: int, max_statistics_bytes
     head = Reply.from_fields(_config(content, REPLY))
     return replace(
         head,
+        fault=plain(head.fault),
+        lost=plain(head.lost),
         frame=unpack_payload(content, FRAME, max_frame_bytes),
         statistics=unpack_statistics(content, max_statistics_bytes),
     )
@@ -179,17 +192,16 @@ class ClientError(MessageError):
     """
 
     def __init__(self, code: int, reason: str) -> None:
-        super().__init__(f"code {code}: {reason[:_LONGEST_ERROR]}")
+        super().__init__(f"code {code}: {plain(reason, _LONGEST_ERROR)}")
         self.is_unreachable = code in _UNREACHABLE
 
 
 def content_of(reply: Message | None, problem: str) -> RecordDict:
     """Return what a reply holds, or raise what it says went wrong."""
     if reply is None:
-        raise MessageError(problem)
+        raise MessageError(plain(problem))
     if reply.has_error():
-        reason = " ".join((reply.error.reason or "").split())
-        raise ClientError(reply.error.code, reason)
+        raise ClientError(reply.error.code, reply.error.reason or "")
     if not reply.has_content():
         raise MessageError("the reply is empty")
     return reply.content

@@ -25,6 +25,8 @@ INCIDENTS = {
     "error": "errors",
     "missing": "missing",
     "refused": "refused",
+    "outlier": "outliers",
+    "capped": "capped",
     "lost": "lost",
 }
 """Every kind of incident, and the name of its count in ``rounds.jsonl``.
@@ -38,7 +40,9 @@ stale       a client was asked for a round that it had answered before, and did 
 late        a reply came after its round was over, and was thrown away
 error       Flower reports that a client failed
 missing     a client that was asked had not answered when the round ended
-refused     a node that is no client: too many, or a partition taken already
+refused     a node that is no client: too many, a partition taken already, absurd samples
+outlier     a client's loss was beyond all use, and most others' was not: it was left out
+capped      a client reports so many samples that it counts only for the largest share
 lost        a client could not reach the model from what it holds; it was sent what it lacks
 =========== ================================================================================
 """
@@ -68,8 +72,8 @@ class RoundReport:
         stepped: whether enough clients answered for the model to take a step.
         round_seconds: from the first message out to the last reply in.
         work_seconds: the slowest client's own work.
-        diverged: whether at least half of the clients report a loss beyond all use. One client
-            alone cannot stop a run.
+        diverged: whether more than half of the clients asked, and at least two where there are
+            more than one, report a loss beyond all use.
 
     """
 

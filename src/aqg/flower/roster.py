@@ -51,6 +51,7 @@ class Roster:
         self._reported = {n for n, client in self._clients.items() if self.num_samples[client]}
         self._silent: set[int] = set()
         self._refused: dict[int, str] = {}
+        self._unfit: set[int] = set()
 
     @property
     def nodes(self) -> list[int]:
@@ -80,11 +81,12 @@ class Roster:
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
         self._reported &= online | self._clients.keys()
         self._refused = {node: why for node, why in self._refused.items() if node in online}
+        self._unfit &= online
         if self.trust_partition_id:
             for node in sorted(self._claims):
                 self._bind_claim(node)
             return
-        newcomers = sorted(online - self._clients.keys())
+        newcomers = sorted(online - self._clients.keys() - self._unfit)
         free = self._free_indices() if newcomers else []
         for client, node in zip(free, newcomers, strict=False):
             self._bind(client, node)
@@ -100,6 +102,16 @@ class Roster:
         client = self.client_of(node)
         if client is not None:
             self.num_samples[client] = num_samples
+
+    def refuse(self, node: int, why: str) -> None:
+        """Make a node no client, as long as it is connected; its place is free for others."""
+        self._unfit.add(node)
+        self._reported.add(node)
+        self._claims.pop(node, None)
+        client = self._clients.pop(node, None)
+        if client is not None:
+            del self._nodes[client]
+        self._refused.setdefault(node, why)
 
     def heard(self, node: int, answered: bool) -> None:
         """Take note of whether a node answered its last order."""

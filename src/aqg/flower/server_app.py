@@ -261,7 +261,7 @@ class _Run:
                 "model; give it a new directory"
             )
         for name, value in self.terms.items():
-            if saved.terms[name] != value:
+            if saved.terms.get(name, value) != value:
                 raise ConfigError(
                     f"run-dir {self.settings.run_dir!r} holds a run with {name} "
                     f"{saved.terms[name]}, and {name} is {value}; set it back, or give it a new "

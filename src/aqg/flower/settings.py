@@ -44,6 +44,8 @@ class Settings:
         seed: makes every random draw of the run.
         optimizer: of the server: ``sgd``, ``momentum`` or ``adam``, with options.
         weighting: ``equal``, or by the clients' number of ``samples``.
+        max_share: with weighting by ``samples``, the largest share of all weights that one client
+            can have; 0 stands for 0.9 among two clients, 0.6 among three and 0.5 among more.
         participation: the fraction of clients asked in a round.
         dropout: ``p``, the rate of absence that Augmented AQG amplifies against.
         downlink: how clients receive the model: ``full``, ``exact`` or ``condensed``, with options;
@@ -71,6 +73,7 @@ class Settings:
     seed: int = 0
     optimizer: str = "sgd"
     weighting: str = "equal"
+    max_share: float = 0.0
     participation: float = 1.0
     dropout: float = 0.0
     downlink: str = AUTO
@@ -94,6 +97,9 @@ class Settings:
         _require("alpha", self.alpha, 0 <= self.alpha < math.inf, "above 0, or 0 for 1/num-clients")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
         _require("dropout", self.dropout, 0 <= self.dropout < 1, "at least 0 and below 1")
+        fair = 1 / self.num_clients
+        is_share = self.max_share == 0 or fair <= self.max_share <= 1
+        _require("max_share", self.max_share, is_share, f"{fair:.3g}, a fair share, to 1")
         bound = f"0 to {self.num_clients}, the number of clients"
         _require("min_clients", self.min_clients, 0 <= self.min_clients <= self.num_clients, bound)
         if self.recipe:
@@ -114,7 +120,8 @@ class Settings:
     def terms(self) -> dict[str, Any]:
         """What a run that goes on must have kept as it was, beside recipe, model and seed."""
         names = ("num_clients", "alpha", "optimizer", "weighting", "participation", "dropout")
-        return {name.replace("_", "-"): getattr(self, name) for name in names}
+        terms = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return terms if self.weighting == "equal" else terms | {"max-share": self.largest_share}
 
     @property
     def step_size(self) -> float:
@@ -143,17 +150,46 @@ class Settings:
         )
 
     def client_weights(self, num_samples: Float64Array) -> Float64Array:
-        """Return ``w_m`` of mean 1, for clients with so many samples."""
+        """Return ``w_m`` of mean 1, for clients with so many samples, 0 where not known yet."""
         if self.weighting == "equal":
             return np.ones(self.num_clients)
-        if not (num_samples > 0).all():
-            absent = np.flatnonzero(num_samples <= 0)[:10].tolist()
+        if not (num_samples > 0).any():
             raise ConfigError(
-                f"weighting is samples, but clients {absent} have none or were not there at the "
-                "start; wait longer with start-timeout, or use weighting equal"
+                "weighting is samples, but no client has said how many it has; wait longer with "
+                "start-timeout, or use weighting equal"
             )
-        weights: Float64Array = num_samples / num_samples.mean()
+        counted = cap_shares(num_samples, self.largest_share)
+        weights: Float64Array = counted / counted.mean()
         return weights
+
+    @property
+    def largest_share(self) -> float:
+        """The largest share of the weights that one client can have."""
+        return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
+
+
+def cap_shares(amounts: Float64Array, share: float) -> Float64Array:
+    """Lower the largest amounts until none is more than a share of all.
+
+    Nothing is lowered for the sake of amounts of zero alone: somebody must have something.
+
+    >>> cap_shares(np.array([10.0, 1e15, 30.0]), 0.6).tolist()
+    [10.0, 60.0, 30.0]
+    >>> cap_shares(np.array([10.0, 20.0, 30.0]), 0.6).tolist()
+    [10.0, 20.0, 30.0]
+    """
+    descending = np.sort(amounts)[::-1]
+    cap = descending[-1]
+    for count, largest in enumerate(descending):  # so many are lowered
+        free, rest = 1 - count * share, descending[count:].sum()
+        if free <= 0 or rest <= 0:
+            cap = descending[count - 1]
+            break
+        cap = share * rest / free
+        if largest <= cap:
+            break
+    capped: Float64Array = np.minimum(amounts, cap)
+    return capped
 
 
 def read_settings(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aqg.flower.commands import become_subreaper, fork_command, preload
+from aqg.flower.repairs import repair_node
 from aqg.flower.tuning import apply_tuning
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever started this process
     preload(sys.argv[1:])
     apply_tuning()
+    repair_node()
     supervisor = Supervisor()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -2,26 +2,33 @@
 
 These are private parts of Flower: they are touched only in versions in which they were tried, only
 where they still look as expected, and only in processes whose environment asks for it. Everything
-works without them; rounds then take some seconds longer.
+works without them; rounds then take some seconds longer. The one exception is `bounded_pulls`,
+which a server always uses where it can.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
+from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SWITCH = "AQG_FLOWER_QUICK"
 """The environment variable that asks for shorter waits: ``"1"``."""
 LEASE = "AQG_FLOWER_LEASE_SECONDS"
 """The environment variable for how long a silent node counts as online (Flower: 60 s)."""
 
-_TRIED = ("1.41.", "1.42.")
+TRIED = ("1.41.", "1.42.")
+"""Versions of Flower whose private parts are known."""
 _LOCAL_SECONDS = 0.05
 """Between two looks into the node's own memory."""
 _REMOTE_SECONDS = 0.2
@@ -29,6 +36,9 @@ _REMOTE_SECONDS = 0.2
 _BEATS_PER_LEASE = 2
 _CALL_SECONDS = 5.0
 """Flower subtracts this from the time between two heartbeats."""
+
+_PULL_CAP_SECONDS = 0.5
+"""The longest pause between two questions for an object that a node is still sending."""
 
 _log = logging.getLogger("aqg.flower")
 
@@ -38,7 +48,7 @@ def apply_tuning() -> None:
     quick, lease = os.environ.get(SWITCH) == "1", os.environ.get(LEASE)
     if not (quick or lease):
         return
-    if not __version__.startswith(_TRIED):
+    if not __version__.startswith(TRIED):
         _log.warning("flwr %s is untried: its waits stay as they are", __version__)
         return
     if quick:
@@ -77,3 +87,31 @@ def _shorten_lease(seconds: float) -> None:
         module = import_module(module_name)
         if hasattr(module, name):
             setattr(module, name, value)
+
+
+@contextmanager
+def bounded_pulls(seconds: float) -> Iterator[None]:
+    """Let Flower wait no longer than this, in all, for replies that nodes do not finish sending.
+
+    A reply is announced before its content is sent. Where a node dies in between, Flower waits for
+    the content for three minutes, and every other reply waits behind it.
+    """
+    grid = sys.modules.get("flwr.superlink.grid.http_grid")
+    pull: Any = getattr(grid, "pull_objects", None)
+    known = getattr(pull, "__kwdefaults__", None) or {}
+    if grid is None or not {"max_time", "initial_backoff", "backoff_cap"} <= set(known):
+        yield
+        return
+    end = time.monotonic() + seconds
+
+    def pull_in_time(*arguments: Any, **options: Any) -> Any:
+        options["max_time"] = max(0.0, end - time.monotonic())
+        options["initial_backoff"] = _LOCAL_SECONDS
+        options["backoff_cap"] = _PULL_CAP_SECONDS
+        return pull(*arguments, **options)
+
+    grid.pull_objects = pull_in_time  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        grid.pull_objects = pull  # type: ignore[attr-defined]
