@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: run test check format clean
 
-run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they upload
+run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
 
 test: check  ## every check: format, lint, types, tests

@@ -34,7 +34,8 @@ def aqg(*arguments, cwd, env=None, check=True):
 def test_the_first_run(tmp_path):
     done = aqg("run", *QUICK, cwd=tmp_path)
     assert "Traceback" not in done.stderr
-    for word in ("auto", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "bytes"):
+    words = ("auto", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "up", "down")
+    for word in (*words, "total", "vs gd", "bytes that all clients sent and received"):
         assert word in done.stdout
     (directory,) = (tmp_path / "runs").iterdir()
     assert f"runs/{directory.name}" in done.stdout
@@ -62,11 +63,14 @@ def test_json_is_one_object_on_stdout(tmp_path):
     for run in runs:
         assert run["rounds"] == 25
         assert run["upload_bytes"] > 0
+        assert run["total_bytes"] == run["upload_bytes"] + run["download_bytes"]
         assert 0 < run["test_accuracy"] <= 1
         assert run["residual"] > 0
         target = run["target"]
         assert 0 < target["reached_round"] <= 25
         assert 0 < target["upload_bytes"] < run["upload_bytes"]
+        assert target["total_bytes"] == target["upload_bytes"] + target["download_bytes"]
+        assert target["upload_bytes"] < target["total_bytes"] < run["total_bytes"]
         assert target["uploads"] * 32 >= target["bits_per_param"]
     unreached = aqg("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json", cwd=tmp_path)
     assert set(json.loads(unreached.stdout)["runs"][0]["target"].values()) == {1e-9, None}

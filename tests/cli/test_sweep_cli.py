@@ -80,7 +80,17 @@ def test_lines_table_and_results(whole, capsys):
     assert {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")} == times
     shown = capsys.readouterr().out
     assert "3 runs (recipe × seed), 3 finished before, in " in shown
-    for word in ("recipe", "runs", "final loss", "test acc", "uploads", "bytes", ".."):
+    for word in (
+        "recipe",
+        "runs",
+        "final loss",
+        "test acc",
+        "uploads",
+        "up",
+        "down",
+        "total",
+        "..",
+    ):
         assert word in shown
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
     assert (whole / "whole" / "sweep.toml").read_text() == TEXT
@@ -227,13 +237,14 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
         return {"settings": {"recipe": f"lean:eta={eta}", "seed": 0}, **results}
 
     def result(loss, size, reached):
+        sizes = {"upload_bytes": size, "download_bytes": 2 * size, "total_bytes": 3 * size}
         return {
             "diverged": loss is None,
             "final_loss": loss,
             "test_accuracy": 0.5,
             "uploads": 10,
-            "upload_bytes": size,
-            "target": {"upload_bytes": reached},
+            **sizes,
+            "target": {"upload_bytes": reached, "total_bytes": reached and 3 * reached},
         }
 
     rows = [
@@ -250,6 +261,22 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
         "final loss": ["0.500000\n0.250000..0.750000", "diverged\n(1 of 1)", "failed"],
         "test acc": ["50.0%", "50.0%", "-"],
         "uploads": ["10", "10", "-"],
-        "bytes": ["200 B\n100 B..300 B", "100 B", "-"],
-        "bytes to target": ["50 B\n1 of 2 reached", "not reached", "-"],
+        "up": ["200 B\n100 B..300 B", "100 B", "-"],
+        "down": ["400 B\n200 B..600 B", "200 B", "-"],
+        "total": ["600 B\n300 B..900 B", "300 B", "-"],
+        "total to target": ["150 B\n1 of 2 reached", "not reached", "-"],
     }
+
+
+def test_downloads_that_an_earlier_version_did_not_count_are_unknown():
+    row = {"settings": {"recipe": "lean"}, "diverged": False, "final_loss": 1.0, "uploads": 10}
+    row |= {"upload_bytes": 100, "target": {"upload_bytes": 50}}
+    columns = {
+        column.header: list(column.cells) for column in sweep_table(("recipe",), [row]).columns
+    }
+    assert [columns[name] for name in ("up", "down", "total")] == [
+        ["100 B"],
+        ["unknown"],
+        ["unknown"],
+    ]
+    assert columns["total to target"] == ["unknown"]

@@ -18,6 +18,7 @@ from aqg.errors import ConfigError
 from aqg.experiments.config import resolve
 from aqg.experiments.rundir import read_lines
 from aqg.experiments.setup import build_problem, make_simulation
+from aqg.experiments.sweep import read_summary
 
 pytest.importorskip("torch")
 
@@ -115,15 +116,17 @@ def test_outcomes_are_those_of_runs(home):
     simulation = make_simulation(config, build_problem(config))
     size, accuracies, sizes = 0, [], []
     for _ in range(outcomes[trial].rounds + task.target.hold - 1):
-        size += simulation.run_round().upload_bytes
+        size += simulation.run_round().total_bytes
         sizes.append(size)
         accuracies.append(simulation.problem.measure(simulation.parameters)["accuracy"])
     assert min(accuracies[-3:]) >= 0.8
     assert len(accuracies) == 3 or accuracies[-4] < 0.8
-    assert sizes[-3] == outcomes[trial].upload_bytes
+    assert sizes[-3] == outcomes[trial].cost == outcomes[trial].total_bytes
     lines = read_lines(home / "c/mine.py_problem_clients-5/onebit/onebit-seed-1")
     assert [line.metrics["accuracy"] for line in lines][1:] == accuracies[:-1]
-    assert sum(line.record.upload_bytes for line in lines) == size
+    assert sum(line.record.total_bytes for line in lines) == size
+    summary = read_summary(home / "c/mine.py_problem_clients-5/onebit/onebit-seed-1")
+    assert sum(summary["client_upload_bytes"]) + sum(summary["client_download_bytes"]) == size
     assert lines[0].record.loss is not None
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from aqg.cli.compare_display import comparison_tables
+from aqg.compare.ledger import TRIALS
 from aqg.compare.picture import draw
-from aqg.compare.plan import Comparison
+from aqg.compare.plan import PLAN, Comparison, open_comparison
+from aqg.compare.results import TABLES, write_results
 from aqg.compare.search import pending_settings
 from aqg.compare.table import as_tables, cell_text, make_cells, settings_table, summary
 from aqg.compare.tasks import select_tasks
@@ -163,6 +170,48 @@ def test_tables_have_a_row_per_recipe_and_a_column_per_task():
     assert local.rows == (("`stc`", "2 kB ×1.00<br>1 kB–3 kB"),)
     settings = settings_table(make_cells(COMPARISON, outcomes_of("stc", [1], setting=FAST)))
     assert settings.rows == (("`stc`", "keep=0.1"),)
+
+
+def with_downloads(outcomes):
+    """Return the outcomes with as many bytes down as up, times nine."""
+    return {t: replace(o, download_bytes=9 * o.upload_bytes) for t, o in outcomes.items()}
+
+
+def test_the_cost_is_both_directions_and_uploads_have_a_column():
+    outcomes = outcomes_of("stc", [1000, 2000, 3000]) | outcomes_of("gd", [None])
+    cells = make_cells(COMPARISON, with_downloads(outcomes))
+    stc, gd = cells
+    assert (stc.median_bytes, stc.counted) == (20_000, "total_bytes")
+    assert (stc.median_upload_bytes, stc.median_download_bytes) == (2000, 18_000)
+    assert stc.to_json()["median_upload_bytes"] == 2000
+    assert gd.median_upload_bytes is None
+    ((local, _),) = as_tables(COMPARISON, cells)
+    assert local.header == ("recipe", "digits-local<br>accuracy 90.0%", "of it uploaded")
+    assert local.rows == (
+        ("`stc`", "20 kB ×1.00<br>10 kB–30 kB", "2 kB"),
+        ("`gd`", "– (91.0%)", ""),
+    )
+    assert local.note.startswith("Bytes uploaded and downloaded by all clients until the target")
+    (table,) = comparison_tables(COMPARISON, cells, 200)
+    columns = [list(column.cells) for column in table.columns if "uploaded" in column.header]
+    assert ["2 kB", ""] in columns
+
+
+def test_a_comparison_without_downloads_counts_uploads_and_says_so():
+    cells = make_cells(COMPARISON, outcomes_of("stc", [1000]))
+    assert [cell.counted for cell in cells] == ["upload_bytes"]
+    ((local, _),) = as_tables(COMPARISON, cells)
+    assert local.header == ("recipe", "digits-local<br>accuracy 90.0%")
+    assert local.note.startswith("Bytes uploaded by all clients until the target")
+
+
+def test_the_published_tables_stay_as_they_are(tmp_path):
+    published = Path(__file__).parents[2] / "results" / "compare"
+    for name in (PLAN, TRIALS):
+        shutil.copy(published / name, tmp_path)
+    cells = write_results(open_comparison(tmp_path), tmp_path)
+    assert {cell.counted for cell in cells} == {"upload_bytes"}
+    assert (tmp_path / TABLES).read_text() == (published / TABLES).read_text()
 
 
 def test_the_picture_is_a_picture():

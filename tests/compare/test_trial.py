@@ -25,14 +25,22 @@ def workshop():
 
 
 def follow(target, values, limits=Limits(), num_rounds=1000):  # noqa: B008
-    """Feed a meter one value per round of two uploads and 100 bytes; return how it ends."""
+    """Feed a meter one value per round of two uploads and 30 bytes up, 70 down.
+
+    Return how it ends, and the rounds, uploads and bytes.
+    """
+
+    def paid(costs):
+        assert 70 * costs.upload_bytes == 30 * costs.download_bytes
+        return costs.rounds, costs.uploads, costs.total_bytes
+
     meter = Meter(target, num_rounds)
     for number, value in enumerate(values, start=1):
-        meter.pay(RoundRecord(number, None, (4, 4, 0), 100))
+        meter.pay(RoundRecord(number, None, (4, 4, 0), 30, download_bytes=70))
         ending = meter.look(value, limits)
         if ending is not None:
-            return ending, meter.costs(ending)
-    return None, meter.costs("rounds")
+            return ending, paid(meter.costs(ending))
+    return None, paid(meter.costs("rounds"))
 
 
 def test_the_first_of_the_rounds_that_stay_counts():
@@ -65,6 +73,8 @@ def test_an_accuracy_of_zero_is_no_divergence():
         (Limits(ceiling=250), "beyond"),
         (Limits(own=250, ceiling=250), "costlier"),
         (Limits(own=900, ceiling=900), None),
+        (Limits(ceiling=75, uploads_only=True), "beyond"),
+        (Limits(ceiling=270, uploads_only=True), None),
     ],
 )
 def test_costs_beyond_a_limit_are_of_no_interest(limits, ending):
@@ -97,7 +107,10 @@ def test_costs_are_those_of_the_plain_simulation(workshop):
     assert residuals[outcome.rounds - 1] > SOFTMAX.target.value
     assert max(residuals[outcome.rounds :]) <= SOFTMAX.target.value
     spent = records[: outcome.rounds]
-    assert outcome.upload_bytes == sum(record.upload_bytes for record in spent)
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert getattr(outcome, name) == sum(getattr(record, name) for record in spent)
+    assert outcome.cost == outcome.total_bytes
+    assert Outcome.from_json(outcome.to_json()) == outcome
     assert outcome.uploads == sum(record.num_uploads for record in spent)
 
 

@@ -7,9 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from aqg.cli.display import result_table
 from aqg.errors import ConfigError, RunError
 from aqg.experiments import runner
 from aqg.experiments.config import read_settings, resolve
+from aqg.experiments.figure import draw_comparison
 from aqg.experiments.rundir import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
 from aqg.experiments.setup import build_problem, find_minimum
 from aqg.experiments.summary import Cost, Trace
@@ -52,7 +54,12 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, 31))
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
-    assert summary["upload_bytes"] == sum(line["upload_bytes"] for line in lines)
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert summary[name] == sum(line[name] for line in lines)
+    assert summary["total_bytes"] == summary["upload_bytes"] + summary["download_bytes"]
+    assert sum(summary["client_upload_bytes"]) == summary["upload_bytes"]
+    assert sum(summary["client_download_bytes"]) == summary["download_bytes"]
+    assert not any(name.startswith("client_") for name in lines[0])
     assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
     minimum = find_minimum(config, problem)
     assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
@@ -75,6 +82,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     minimum = find_minimum(config, problem)
     resumed = runner.run(config, problem, minimum, directory)
     assert resumed.summary == whole.summary
+    assert (directory / SUMMARY).read_text() == (tmp_path / "whole" / SUMMARY).read_text()
     for name in (BEST, FINAL):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
@@ -83,6 +91,35 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
         np.load(tmp_path / "whole" / CHECKPOINT) as right,
     ):
         assert all(np.array_equal(left[key], right[key]) for key in right)
+
+
+def test_a_run_begun_before_downloads_were_counted_goes_on(config, problem, tmp_path, monkeypatch):
+    minimum = find_minimum(config, problem)
+    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    directory = tmp_path / "run"
+    runner.create_run(directory, config)
+    with pytest.raises(StopAfter):
+        runner.run(config, problem, None, directory, crash_after(9))
+    rows = [json.loads(line) for line in (directory / ROUNDS).read_text().splitlines()]
+    for row in rows:
+        del row["download_bytes"], row["total_bytes"]
+    (directory / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with np.load(directory / CHECKPOINT) as stored:
+        kept = {name: stored[name] for name in stored.files if "client_" not in name}
+    np.savez(directory / CHECKPOINT, **kept)
+
+    result = runner.run(config, problem, minimum, directory)
+    lines = [json.loads(line) for line in (directory / ROUNDS).read_text().splitlines()]
+    assert [line["download_bytes"] is None for line in lines] == [True] * 8 + [False] * 22
+    summary = json.loads((directory / SUMMARY).read_text())
+    assert (summary["download_bytes"], summary["total_bytes"]) == (None, None)
+    assert summary["upload_bytes"] == sum(line["upload_bytes"] for line in lines)
+    assert summary["target"]["upload_bytes"] > 0
+    assert summary["target"]["total_bytes"] is None
+    assert not any(name.startswith("client_") for name in summary)
+    columns = {c.header: list(c.cells) for c in result_table([result.summary]).columns}
+    assert (columns["down"], columns["total"]) == (["unknown"], ["unknown"])
+    assert draw_comparison([result], minimum).startswith(b"\x89PNG")
 
 
 def test_resume_refuses_another_config(config, problem, tmp_path):

@@ -100,7 +100,7 @@ class Federation:
     def agree(self) -> bool:
         """Whether every client's mirror and model on disk have the stamps of the server's."""
         recipe = make_recipe(self.config["recipe"])
-        downlink = resolve_downlink(self.config["downlink"], recipe)
+        downlink = resolve_downlink(self.config["downlink"], recipe, 3)
         saved = load_checkpoint(self.path / "run", recipe, downlink)
         assert saved is not None
         book = saved.book
@@ -161,9 +161,10 @@ def test_without_faults_the_model_is_the_simulators(
     records = [again.run_round() for _ in range(8)]
     rows = federation.rows()
     assert [row["widths"] for row in rows] == [list(record.widths) for record in records]
-    assert [row["upload_bytes"] for row in rows] == [record.upload_bytes for record in records]
-    received = [record.download_bytes for record in records]
-    assert [row["download_bytes"] for row in rows] == received
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert [row[name] for row in rows] == [getattr(record, name) for record in records]
+    for name in ("client_upload_bytes", "client_download_bytes"):
+        assert [tuple(row[name]) for row in rows] == [getattr(record, name) for record in records]
     if "participation" not in config:
         assert [row["loss"] for row in rows] == [record.loss for record in records]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -910,8 +911,11 @@ def test_tensorboard_shows_every_round(tmp_path: Path) -> None:
     rows = federation.rows()
     assert [event.step for event in losses] == [row["round"] for row in rows]
     assert [event.value for event in losses] == pytest.approx([row["loss"] for row in rows])
-    sizes = events.Scalars("aqg/upload_bytes")
-    assert [event.value for event in sizes] == [row["upload_bytes"] for row in rows]
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        sizes = events.Scalars(f"aqg/{name}")
+        assert [event.value for event in sizes] == [row[name] for row in rows]
+    sizes = events.Scalars("aqg/client-1/download_bytes")
+    assert [event.value for event in sizes] == [row["client_download_bytes"][1] for row in rows]
     assert "aqg/incidents/resyncs" in events.Tags()["scalars"]
     widths = events.Scalars("aqg/client-1/width")
     assert [event.value for event in widths] == [row["widths"][1] for row in rows]

@@ -14,22 +14,19 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from aqg.core.downlink import resolve_downlink
-from aqg.core.recipes import make_recipe
 from aqg.errors import RunError
+from aqg.experiments.setup import make_simulation
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
 from aqg.flower.certificates import make_certificates, make_node_key
 from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
 from aqg.flower.meter import Meter, Traffic
 from aqg.sim.record import DROPPED
-from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
 
 from tests.flower.deployment_run import (
     PATIENCE_SECONDS,
@@ -58,9 +55,9 @@ def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path)
         deployment.start()
         run = deployment.run(APP, {**config, "trust-partition-id": True})
         assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
-        sent = [deployment.traffic(node).up_bytes for node in range(3)]
+        moved = [deployment.traffic(node) for node in range(3)]
 
-    simulation = simulated(config)
+    simulation = make_simulation(simulator_config(config), make_problem(config))
     records = [simulation.run_round() for _ in range(6)]
     with np.load(tmp_path / "run" / "checkpoint.npz") as checkpoint:
         model = checkpoint["parameters"]
@@ -68,21 +65,16 @@ def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path)
     text = (tmp_path / "run" / "rounds.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["loss"] for row in rows] == [record.loss for record in records]
-    assert [row["upload_bytes"] for row in rows] == [record.upload_bytes for record in records]
-    received = [record.download_bytes for record in records]
-    assert [row["download_bytes"] for row in rows] == received
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert [row[name] for row in rows] == [getattr(record, name) for record in records]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["final_loss"] == simulation.loss()
-    payload = [sum(row["client_bytes"][node] for row in rows) for node in range(3)]
-    assert all(total > part for total, part in zip(sent, payload, strict=True))
-
-
-def simulated(config: dict[str, Any]) -> ReferenceSimulation:
-    """Return the simulation of a deployment of the digits app."""
-    chosen, problem = simulator_config(config), make_problem(config)
-    recipe = make_recipe(chosen.recipe)
-    training = Training(downlink=resolve_downlink("auto", recipe))
-    return ReferenceSimulation(problem, recipe, chosen.alpha, seed=chosen.seed, training=training)
+    assert summary["download_bytes"] == sum(record.download_bytes for record in records)
+    for traffic, up, down in zip(
+        moved, summary["client_upload_bytes"], summary["client_download_bytes"], strict=True
+    ):
+        assert traffic.up_bytes > up > 0
+        assert traffic.down_bytes > down > 0
 
 
 def test_training_survives_every_fault(tmp_path: Path) -> None:
@@ -314,9 +306,14 @@ def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     rows = [json.loads(line) for line in (out / "auto" / "rounds.jsonl").read_text().splitlines()]
     for node in result["nodes"]:
-        assert node["payload_bytes"] == sum(row["client_bytes"][node["node"]] for row in rows)
-        assert 0 < node["payload_bytes"] < node["transport"]["up_bytes"]
-        assert node["plain_bytes"] == 2 * 4 * 650
+        for name in ("upload_bytes", "download_bytes"):
+            assert node[name] == sum(row[f"client_{name}"][node["node"]] for row in rows)
+        assert node["total_bytes"] == node["upload_bytes"] + node["download_bytes"]
+        assert 0 < node["upload_bytes"] < node["transport"]["up_bytes"]
+        assert 0 < node["download_bytes"] < node["transport"]["down_bytes"]
+        assert node["plain_bytes"] == 2 * 2 * 4 * 650
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert result[name] == sum(node[name] for node in result["nodes"])
     assert result["final_loss"] < rows[0]["loss"]
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert again.returncode == 2

@@ -325,8 +325,10 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe: str, downlink
     assert np.array_equal(state.positions, [book.book.round - 1, book.book.round, 1])
 
 
-def test_entries_that_a_client_has_are_left_out_of_account() -> None:
-    book = Book("laq", Exact())
+@pytest.mark.parametrize("downlink", [Exact(), Condensed()])
+@pytest.mark.parametrize("recipe", ["laq", "stc"])
+def test_entries_that_a_client_has_are_left_out_of_account(recipe: str, downlink: Downlink) -> None:
+    book = Book(recipe, downlink)
     held = [first_held(book.terms, lambda: book.start)]
     for _ in range(5):
         book.step()

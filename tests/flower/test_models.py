@@ -141,8 +141,12 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Pa
         np.testing.assert_allclose(value.numpy(), mean, rtol=tolerance, atol=1e-6, err_msg=name)
     (row,) = federation.rows()
     assert row["statistics_upload_bytes"] == 3 * (2 + 1 + 2 * (1 + 8) + 1 + 4)
-    assert row["upload_bytes"] == sum(row["client_bytes"]) > row["statistics_upload_bytes"]
+    assert row["upload_bytes"] == sum(row["client_upload_bytes"]) > row["statistics_upload_bytes"]
     assert row["statistics_download_bytes"] == row["statistics_upload_bytes"]
+    model_bytes = 3 * (sum(p.numel() for p in normalized().parameters()) * 4 + 8)
+    assert row["download_bytes"] == model_bytes + row["statistics_download_bytes"]
+    assert row["download_bytes"] == sum(row["client_download_bytes"])
+    assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
 
 
 @pytest.mark.parametrize("recipe", ["auto", "lean", "signsgd", "stc", "qsgd"])

@@ -46,5 +46,6 @@ def test_flowers_simulation_ends_with_the_same_model_bit_for_bit(tmp_path: Path)
     assert np.array_equal(np.load(tmp_path / "parameters.npy"), simulation.parameters)
     rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [row["widths"] for row in rows] == [list(record.widths) for record in records]
-    assert [row["upload_bytes"] for row in rows] == [record.upload_bytes for record in records]
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert [row[name] for row in rows] == [getattr(record, name) for record in records]
     assert not any(row.get("incidents") for row in rows)

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from aqg.experiments.client_bytes import ClientBytes
 from aqg.experiments.config import resolve
-from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
+from aqg.experiments.rundir import ROUNDS, SUMMARY, Line, rewrite_lines, write_atomically
 from aqg.experiments.runner import create_run
 from aqg.experiments.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
@@ -25,12 +26,17 @@ def make_lines(num_rounds, num_clients, seed, decay=0.05, fault=None):
         widths = np.where(draw.random(num_clients) < 0.4, width, 0)
         widths[draw.random(num_clients) < 0.2] = DROPPED
         loss = MINIMUM + float(np.exp(-decay * k + 0.05 * draw.normal()))
+        sent = np.where(widths == DROPPED, 0, 10 + 50 * widths)
+        received = np.where(widths == DROPPED, 0, 500)
         record = RoundRecord(
             k + 1,
             loss,
             tuple(widths.tolist()),
-            100 + 50 * int(np.maximum(widths, 0).sum()),
+            int(sent.sum()),
             ((1, fault),) if fault and k == 2 else (),
+            download_bytes=int(received.sum()),
+            client_upload_bytes=tuple(sent.tolist()),
+            client_download_bytes=tuple(received.tolist()),
         )
         accuracy = 0.1 + 0.8 * k / num_rounds
         metrics = {"accuracy": accuracy, "perplexity": 9 - 8 * accuracy}
@@ -54,7 +60,31 @@ def make_run():
             final = lines[-1].record.loss
             metrics = {"accuracy": 0.9, "perplexity": 1.8}
             summary = summarize(recipe, lines, final, metrics, MINIMUM, config.target)
-            write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
+            client_bytes = ClientBytes.first(config.clients)
+            for line in lines:
+                client_bytes.add(line.record)
+            row = summary.to_json() | client_bytes.to_json()
+            write_atomically(directory / SUMMARY, json.dumps(row).encode())
         return directory
 
     return write
+
+
+@pytest.fixture(scope="session")
+def forget_downloads():
+    """Return a function that makes a run directory what it was before downloads were counted."""
+
+    def change(directory):
+        rows = [json.loads(line) for line in (directory / ROUNDS).read_text().splitlines()]
+        for row in rows:
+            del row["download_bytes"], row["total_bytes"]
+        (directory / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if (directory / SUMMARY).exists():
+            summary = json.loads((directory / SUMMARY).read_text())
+            for row in (summary, summary["target"]):
+                del row["download_bytes"], row["total_bytes"]
+            del summary["client_upload_bytes"], summary["client_download_bytes"]
+            (directory / SUMMARY).write_text(json.dumps(summary))
+        return directory
+
+    return change

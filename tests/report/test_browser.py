@@ -88,7 +88,7 @@ def chip(page, name):
 
 
 def test_every_plot_and_table_is_drawn(page):
-    assert page.locator(".plot svg").count() == len(PLOTS) + 4
+    assert page.locator(".plot svg").count() == len(PLOTS) + 8
     for plot in CURVES:
         assert recipes_drawn(page, plot) == ["0", "1", "2", "3"], plot
         assert page.locator(f"{plot} .band").count() == 3, plot  # all but the run without company
@@ -142,7 +142,7 @@ def test_hovering_tells_values_and_dragging_zooms(page):
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    assert "bytes uploaded" in page.locator("#tooltip").inner_text()
+    assert "bytes uploaded and downloaded" in page.locator("#tooltip").inner_text()
     assert page.locator("#tooltip div").count() >= 3
     before = plot.inner_text()
     page.mouse.down()
@@ -156,13 +156,35 @@ def test_hovering_tells_values_and_dragging_zooms(page):
     box = heat.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert page.locator("#tooltip b").inner_text().startswith("client ")
+    bars = page.locator('.bytes-plot[data-direction="upload"]').first
+    bars.scroll_into_view_if_needed()
+    box = bars.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    told = page.locator("#tooltip").inner_text()
+    assert all(word in told for word in ("client ", "uploaded", "downloaded", "total"))
     page.mouse.move(1, 1)
     assert page.locator("#tooltip").is_hidden()
+
+
+def test_a_bar_for_what_each_client_sent_and_received(page):
+    for direction in ("upload", "download"):
+        plots = page.locator(f'.bytes-plot[data-direction="{direction}"]')
+        assert plots.count() == 2
+        assert plots.first.locator(".bar").count() == 10
+    headings = page.locator("#results-table thead").inner_text()
+    assert all(word in headings for word in ("uploaded", "downloaded", "total to target"))
 
 
 def test_controls_sorting_and_theme(page):
     path = page.locator(f"{PLOTS[0]} .line").first
     before = path.get_attribute("d")
+    caption = page.locator('.panels[data-metric="loss"] figcaption').last
+    assert caption.inner_text() == "against bytes uploaded and downloaded"
+    curve = page.locator(f"{PLOTS[2]} .line").first
+    total = curve.get_attribute("d")
+    page.locator('[data-control="bytes"] [data-value="upload_bytes"]').click()
+    assert caption.inner_text() == "against bytes uploaded"
+    assert curve.get_attribute("d") != total
     for control, value in (("metric", "loss"), ("losses", "linear"), ("rounds", "log")):
         page.locator(f'[data-control="{control}"] [data-value="{value}"]').click()
         after = path.get_attribute("d")

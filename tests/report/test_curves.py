@@ -85,15 +85,24 @@ def test_thinning_leaves_short_curves_alone():
     assert thin(band, 5) is band
 
 
+def test_there_is_no_curve_against_bytes_that_are_not_on_record(
+    make_run, forget_downloads, tmp_path
+):
+    run = read_run(forget_downloads(make_run(tmp_path / "run", rounds=6)), "run")
+    assert len(run_points(run, "total_bytes", "loss").x) == 0
+    assert len(run_points(run, "upload_bytes", "loss").x) == 7
+
+
 def test_a_round_reports_the_model_it_starts_from(make_run, tmp_path):
     run = read_run(make_run(tmp_path / "run", rounds=6), "run")
     loss = run_points(run, "rounds", "loss")
     np.testing.assert_array_equal(loss.x, np.arange(7))
     np.testing.assert_array_equal(loss.y[:-1], run.losses)
     assert loss.y[-1] == run.summary["final_loss"]
-    sent = run_points(run, "bytes", "loss")
-    assert sent.x[0] == 0
-    assert sent.x[-1] == run.summary["upload_bytes"]
+    for name in ("upload_bytes", "total_bytes"):
+        spent = run_points(run, name, "loss")
+        assert spent.x[0] == 0
+        assert spent.x[-1] == run.summary[name]
     residual = run_points(run, "uploads", "residual")
     assert residual.y[-1] == pytest.approx(run.summary["residual"])
     accuracy = run_points(run, "rounds", "accuracy")

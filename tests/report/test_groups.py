@@ -9,7 +9,7 @@ from aqg.experiments.rundir import CONFIG
 from aqg.report.groups import COLORS, assign_colors, compare
 from aqg.report.results import result_of
 from aqg.report.runs import read_runs
-from aqg.report.words import facts, headline, title
+from aqg.report.words import facts, format_size, headline, title
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_deployment_need_not_say_what_it_trains(make_run, tmp_path):
 def test_the_headline_compares_equal_settings(comparison):
     costs = {}
     for group in comparison.groups:
-        costs[group.label] = sorted(result_of(run).target_bytes for run in group.runs)[1]
+        costs[group.label] = sorted(result_of(run).target_total_bytes for run in group.runs)[1]
     savings = [
         costs[f"gd · dropout {dropout}"] / costs[f"lean · dropout {dropout}"]
         for dropout in ("0", "0.5")
@@ -91,7 +91,20 @@ def test_the_headline_compares_equal_settings(comparison):
     sentence = headline(comparison)
     assert sentence.startswith("lean came within 0.5 of the minimum after ")
     assert f"{min(savings):.3g}" in sentence
+    assert " up and down, " in sentence
     assert sentence.endswith("than gd.")
+
+
+def test_the_headline_counts_uploads_where_downloads_are_not_on_record(
+    make_run, forget_downloads, tmp_path
+):
+    for recipe, decay in (("lean", 0.1), ("gd", 0.05)):
+        make_run(tmp_path / recipe, recipe, decay=decay)
+    assert " up and down, " in headline(compare(read_runs([tmp_path])))
+    forget_downloads(tmp_path / "gd")
+    costs = [result_of(run).target_upload_bytes for run in read_runs([tmp_path])]
+    sentence = headline(compare(read_runs([tmp_path])))
+    assert f"after {format_size(min(costs))} of uploads, " in sentence
 
 
 def test_no_headline_without_a_target_or_a_rival(make_run, tmp_path):

@@ -17,6 +17,7 @@ from aqg.cli.app import run_app
 from aqg.experiments.rundir import CONFIG, ROUNDS
 from aqg.report.packing import Packer
 from aqg.report.page import make_page
+from aqg.report.runs import read_run
 
 
 @pytest.fixture
@@ -73,9 +74,11 @@ def test_one_file_with_everything_in_it(runs, tmp_path, capsys):
     assert [len(group["runs"]) for group in data["groups"]] == [1, 2]
     lean = data["groups"][1]
     assert lean["results"]["faults"] == [1, 1, 1]
-    curve = lean["curves"]["residual"]["bytes"]
-    assert (curve["low"] <= curve["y"]).all()
-    assert (curve["y"] <= curve["high"]).all()
+    for name in ("total_bytes", "upload_bytes"):
+        curve = lean["curves"]["residual"][name]
+        assert (curve["low"] <= curve["y"]).all()
+        assert (curve["y"] <= curve["high"]).all()
+        assert curve["x"][-1] == lean["results"][name][0]
     assert data["runs"][0]["activity"]["away"].sum() > 0
 
 
@@ -100,8 +103,63 @@ def test_pictures_and_tables_on_request(runs, tmp_path):
     assert len(points) == 3 * 41
     last = points[40]
     assert int(last["round"]) == 40
-    assert int(last["bytes"]) == int(rows[0]["upload_bytes"])
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert int(last[name]) == int(rows[0][name])
     assert float(last["residual"]) == pytest.approx(float(rows[0]["residual"]))
+    with (tmp_path / "deep" / "csv" / "clients.csv").open() as file:
+        clients = list(csv.DictReader(file))
+    assert len(clients) == 3 * 10
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert sum(int(row[name]) for row in clients[:10]) == int(rows[0][name])
+
+
+def test_downloads_that_are_not_on_record_are_unknown(make_run, forget_downloads, tmp_path):
+    make_run(tmp_path / "new", "gd", rounds=10)
+    forget_downloads(make_run(tmp_path / "old", rounds=10))
+    page, tables = tmp_path / "r.html", tmp_path / "csv"
+    arguments = ["report", str(tmp_path), "--out", str(page), "--csv", str(tables)]
+    assert run_app([*arguments, "--png", str(tmp_path / "png")]) == 0
+    new, old = data_of(page.read_text())["groups"]
+    assert new["results"]["total_bytes"] is not None
+    assert old["results"]["upload_bytes"] is not None
+    assert (old["results"]["download_bytes"], old["results"]["total_bytes"]) == (None, None)
+    assert old["curves"]["loss"]["total_bytes"] is None
+    assert data_of(page.read_text())["runs"][1]["clients"] == {"upload": None, "download": None}
+    with (tables / "curves.csv").open() as file:
+        row = list(csv.DictReader(file))[-1]
+    assert int(row["upload_bytes"]) > 0
+    assert (row["download_bytes"], row["total_bytes"]) == ("", "")
+    with (tables / "clients.csv").open() as file:
+        assert list(csv.DictReader(file))[-1]["upload_bytes"] == ""
+
+
+def test_what_each_client_sent_and_received_is_on_the_page(make_run, tmp_path):
+    run = make_run(tmp_path / "run", rounds=10)
+    summary = json.loads((run / "summary.json").read_text())
+    page = tmp_path / "r.html"
+    assert run_app(["report", str(run), "--out", str(page)]) == 0
+    (shown,) = data_of(page.read_text())["runs"]
+    assert shown["clients"]["upload"].tolist() == summary["client_upload_bytes"]
+    assert shown["clients"]["download"].tolist() == summary["client_download_bytes"]
+    many = make_run(tmp_path / "many", rounds=3, clients=600, partition="iid")
+    summary = json.loads((many / "summary.json").read_text())
+    assert run_app(["report", str(many), "--out", str(page)]) == 0
+    (shown,) = data_of(page.read_text())["runs"]
+    means = np.array(summary["client_upload_bytes"]).reshape(200, 3).mean(axis=1)
+    np.testing.assert_allclose(shown["clients"]["upload"], means, rtol=1e-6)
+
+
+def test_a_deployment_has_the_bytes_of_its_clients_round_by_round(make_run, tmp_path):
+    run = make_run(tmp_path / "run", rounds=4, finished=False)
+    rows = [json.loads(line) for line in (run / ROUNDS).read_text().splitlines()]
+    for row in rows:
+        row["client_upload_bytes"] = [row["round"]] * 10
+        row["client_download_bytes"] = list(range(10))
+    (run / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_run(run, "run")
+    assert found.client_upload_bytes.tolist() == [10] * 10
+    assert found.client_download_bytes.tolist() == [4 * client for client in range(10)]
+    assert not any(name.startswith("client_") for name in found.extras)
 
 
 def test_runs_in_every_state_are_shown(make_run, tmp_path):

@@ -214,6 +214,7 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     (qgd,) = results.select(recipe="qgd", partition="iid")
     assert (qgd.total.uploads, qgd.total.bits_per_param) == (18 * 25, 18 * 25 * 4)
     (gd,) = results.select(recipe="gd", partition="iid")
+    assert gd.total.download_bytes == 25 * 18 * (8 * 34 + 8)  # the model in float64, the movement
     assert gd.minimum == qgd.minimum == pytest.approx(70.34135772)
     assert set(gd.reached) == {r for r in RESIDUALS if r >= gd.residual}
 

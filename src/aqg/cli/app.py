@@ -225,6 +225,14 @@ def run(
             rich_help_panel=_TRAINING,
         ),
     ] = None,
+    downlink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|full|exact|condensed",
+            help="How clients receive the model: whole, or what changed of it.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A TOML file with settings.", rich_help_panel=_OUTPUT),
@@ -261,7 +269,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Train with one or more recipes and compare what they upload.
+    """Train with one or more recipes and compare what they cost.
 
     Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
     """
@@ -291,6 +299,7 @@ def run(
         "weighting": weighting,
         "participation": participation,
         "optimizer": optimizer,
+        "downlink": downlink,
     }
     run_command(
         RunOptions(

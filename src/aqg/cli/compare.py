@@ -183,7 +183,7 @@ def compare(
         ),
     ] = False,
 ) -> int:
-    """Compare recipes by the bytes they upload until a target is reached.
+    """Compare recipes by the bytes that clients send and receive until a target is reached.
 
     A run ends when its model has the loss or test accuracy that the task asks for. Every recipe is
     run with the best step size and knob that the same search found for each. Ctrl-C keeps what is
@@ -344,7 +344,7 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     """Write results, tables, picture and the settings found; print the table."""
     from aqg.cli.compare_display import comparison_tables
     from aqg.compare.results import PICTURE, write_results
-    from aqg.compare.table import summary
+    from aqg.compare.table import counts_uploads_only, summary
     from aqg.compare.trial import CEILING
 
     cells = write_results(comparison, directory)
@@ -356,9 +356,14 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
         console.width = max(console.width, 200)  # a file has no edge to wrap at
     for table in comparison_tables(comparison, cells, console.width):
         console.print(table)
+    uploads_only = counts_uploads_only(cells)
+    if uploads_only:
+        counted = "Bytes uploaded (uploads only: some runs have no downloads on record)"
+    else:
+        counted = "Bytes uploaded and downloaded"
     console.print(
-        "Bytes until the target is reached: median, its ratio to the best, smallest–largest; 2/3: "
-        f"only so many seeds reached it. > ×{CEILING}: stopped there. –: not reached. †: the "
+        f"{counted} until the target is reached: median, its ratio to the best, smallest–largest; "
+        f"2/3: only so many seeds reached it. > ×{CEILING}: stopped there. –: not reached. †: the "
         "search or final is not finished.\n",
         style="dim",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from aqg.cli.live import LiveDisplay, plain_table
-from aqg.compare.table import cell_text
+from aqg.compare.table import cell_text, counts_uploads_only, upload_text
 from aqg.errors import AqgError
 from aqg.reproduce.cells import size
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _FIRST_COLUMN = 16
 _COLUMN = 24
 """A task's column in a table, at its widest."""
+_UPLOADS_COLUMN = 12
 
 
 class Overview(LiveDisplay):
@@ -77,15 +78,23 @@ def _clock(seconds: float) -> str:
 def _in_one_line(outcome: Outcome) -> str:
     value = "" if outcome.value is None else f" at {outcome.value:.4g}"
     return (
-        f"{outcome.ending}{value}, {outcome.rounds} rounds, {size(outcome.upload_bytes)}, "
+        f"{outcome.ending}{value}, {outcome.rounds} rounds, {_costs(outcome)}, "
         f"{outcome.seconds:.1f} s"
     )
+
+
+def _costs(outcome: Outcome) -> str:
+    if outcome.download_bytes is None:
+        return f"{size(outcome.upload_bytes)} up"
+    return f"{size(outcome.upload_bytes)} up, {size(outcome.download_bytes)} down"
 
 
 def comparison_tables(comparison: Comparison, cells: Sequence[Cell], width: int) -> Iterator[Table]:
     """Yield the comparison, a column per task; as many tables as the width makes necessary."""
     by_place = {(cell.recipe, cell.task): cell for cell in cells}
-    per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
+    with_uploads = not counts_uploads_only(cells)
+    column = _COLUMN + (_UPLOADS_COLUMN if with_uploads else 0)
+    per_table = max(1, (width - _FIRST_COLUMN) // column)
     tasks = comparison.tasks
     for start in range(0, len(tasks), per_table):
         shown = tasks[start : start + per_table]
@@ -93,12 +102,16 @@ def comparison_tables(comparison: Comparison, cells: Sequence[Cell], width: int)
         table.add_column("recipe", style="bold", no_wrap=True)
         for task in shown:
             table.add_column(f"{task.name}\n{task.target}", justify="right", no_wrap=True)
+            if with_uploads:
+                table.add_column("of it\nuploaded", justify="right", no_wrap=True)
         for recipe in comparison.recipes:
             row = [by_place.get((recipe, task.name)) for task in shown]
             if not any(row):
                 continue
             texts = [cell_text(cell, task) for cell, task in zip(row, shown, strict=True)]
-            table.add_row(
-                recipe, *(f"{text}\n{spread}" if spread else text for text, spread in texts)
-            )
+            shown_row = [f"{text}\n{spread}" if spread else text for text, spread in texts]
+            if with_uploads:
+                pairs = zip(shown_row, map(upload_text, row), strict=True)
+                shown_row = [text for pair in pairs for text in pair]
+            table.add_row(recipe, *shown_row)
         yield table

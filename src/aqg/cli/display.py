@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -15,23 +16,33 @@ from aqg.objectives.metrics import named_metric
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rich.console import Console
-
     from aqg.experiments import runner
-    from aqg.experiments.summary import Summary
+    from aqg.experiments.summary import Cost, Summary
     from aqg.objectives.metrics import Metric
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: int | None) -> str:
     """Write a size for humans.
 
-    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000)
-    ('812 B', '48.2 kB', '3.14 MB')
+    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000), format_bytes(None)
+    ('812 B', '48.2 kB', '3.14 MB', 'unknown')
     """
+    if count is None:
+        return "unknown"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
+
+
+def both_directions(progress: runner.Progress) -> str:
+    """Write what was sent and received so far, in a few letters.
+
+    >>> from aqg.experiments.runner import Progress
+    >>> both_directions(Progress(upload_bytes=812, download_bytes=48_200))
+    '812 B up, 48.2 kB down'
+    """
+    return f"{format_bytes(progress.upload_bytes)} up, {format_bytes(progress.download_bytes)} down"
 
 
 @contextmanager
@@ -52,7 +63,7 @@ def progress_bars(
         width = max(len(name) for name in names)
         tasks = {
             name: bars.add_task(
-                name.ljust(width), total=num_rounds, loss="-", uploads=0, size="0 B", start=False
+                name.ljust(width), total=num_rounds, loss="-", uploads=0, size="", start=False
             )
             for name in names
         }
@@ -67,7 +78,7 @@ def progress_bars(
                     completed=progress.round,
                     loss="-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
                     uploads=progress.uploads,
-                    size=format_bytes(progress.upload_bytes),
+                    size=both_directions(progress),
                 )
 
             return watch
@@ -75,12 +86,24 @@ def progress_bars(
         yield watcher
 
 
-def result_table(summaries: Sequence[Summary]) -> Table:
-    """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present."""
+def result_table(summaries: Sequence[Summary], width: int | None = None) -> Table:
+    """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present.
+
+    Savings are of the bytes that `counted_bytes` returns. Where all columns do not fit into
+    ``width`` characters, bits per parameter are left out.
+    """
+    table = _result_table(summaries)
+    is_too_wide = width is not None and Console(width=1000).measure(table).maximum > width
+    return _result_table(summaries, with_bits=False) if is_too_wide else table
+
+
+def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table:
+    counted = counted_bytes(summaries)
     baselines = [s for s in summaries if s.recipe in ("gd", "laq")]
     metrics = measured(summary.metrics for summary in summaries)
     names = [metric_title(metric) for metric in metrics]
-    table = _table("final loss", *names, "uploads", "bits/param", "bytes")
+    bits = ["bits/param"] if with_bits else []
+    table = _table("final loss", *names, "uploads", *bits, *_DIRECTIONS)
     for baseline in baselines:
         table.add_column(f"vs {baseline.recipe}", justify="right", style="green")
     for summary in summaries:
@@ -89,11 +112,22 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
             *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
             f"{summary.uploads:,}",
-            f"{summary.bits_per_param:,}",
-            format_bytes(summary.upload_bytes),
-            *(_saving(summary.upload_bytes, baseline.upload_bytes) for baseline in baselines),
+            *([f"{summary.bits_per_param:,}"] if with_bits else []),
+            *_sizes(summary),
+            *(_saving(counted[summary.recipe], counted[b.recipe]) for b in baselines),
         )
     return table
+
+
+def counted_bytes(summaries: Sequence[Summary]) -> dict[str, int]:
+    """Return by recipe what runs are compared by: the bytes of both directions.
+
+    Where the downloads of some run are not on record, the uploads alone, of all.
+    """
+    totals = {summary.recipe: summary.total_bytes for summary in summaries}
+    known = {recipe: total for recipe, total in totals.items() if total is not None}
+    uploads = {summary.recipe: summary.upload_bytes for summary in summaries}
+    return known if len(known) == len(totals) else uploads
 
 
 def measured(found: Iterable[Mapping[str, float]]) -> list[Metric]:
@@ -113,21 +147,30 @@ def metric_title(metric: Metric) -> str:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    table = _table("rounds", "uploads", "bits/param", "bytes", "final residual")
+    table = _table("rounds", "uploads", "bits/param", *_DIRECTIONS, "final residual")
     for summary in summaries:
         cost = summary.target_cost
-        spent = ("not reached", "", "", "")
+        spent: tuple[str, ...] = ("not reached", *[""] * 5)
         if cost is not None:
             spent = (
                 f"{cost.rounds:,}",
                 f"{cost.uploads:,}",
                 f"{cost.bits_per_param:,}",
-                format_bytes(cost.upload_bytes),
+                *_sizes(cost),
             )
         residual = summary.residual
         known = residual is not None and not summary.diverged
         table.add_row(summary.recipe, *spent, f"{residual:.1e}" if known else "-")
     return table
+
+
+_DIRECTIONS = ("up", "down", "total")
+DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: both."
+
+
+def _sizes(spent: Summary | Cost) -> tuple[str, str, str]:
+    sizes = (spent.upload_bytes, spent.download_bytes, spent.total_bytes)
+    return format_bytes(sizes[0]), format_bytes(sizes[1]), format_bytes(sizes[2])
 
 
 def _table(*columns: str) -> Table:

@@ -76,8 +76,9 @@ def demo(
     )
     console.print(_byte_table(table))
     console.print(
-        "payload: the frames; sent, received: bytes on the node's connection, with all that Flower "
-        "adds and its polling;\nas float32: what plain gradients would take, without either.",
+        "up, down: frames and models, and both (total); sent, received: bytes on the node's "
+        "connection, with all that Flower adds and its polling; as float32: what plain gradients "
+        "and models would take in total, without either.",
         style="dim",
     )
     for name, path in (("Results", options.run_directory), ("Logs", running.deployment.logs)):
@@ -101,7 +102,7 @@ def _train(console: Console, running: Demo) -> None:
 
     options = running.options
     security = " with TLS and node keys" if options.tls else ""
-    total_bytes = 0
+    sent = received = 0
     with Progress(
         TextColumn("{task.description}", style="bold"),
         BarColumn(bar_width=30),
@@ -113,9 +114,10 @@ def _train(console: Console, running: Demo) -> None:
         state = f"starting a SuperLink and {options.nodes} SuperNodes{security}"
         bar = bars.add_task(options.recipe, total=options.rounds, state=state)
         for line in running.run():
-            total_bytes += line["upload_bytes"]
+            sent += line["upload_bytes"]
+            received += line["download_bytes"]
             loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
-            state = f"loss {loss}  {format_bytes(total_bytes)} uploaded  "
+            state = f"loss {loss}  {format_bytes(sent)} up, {format_bytes(received)} down  "
             state += f"{line['round_seconds']:.1f} s/round"
             bars.update(bar, completed=line["round"], state=state)
 
@@ -128,13 +130,15 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("node", style="bold")
-    for column in ("uploads", "payload", "sent", "received", "as float32", "smaller"):
+    for column in ("uploads", "up", "down", "total", "sent", "received", "as float32", "smaller"):
         table.add_column(column, justify="right", no_wrap=True)
     cells = [
         (
             str(node.node),
             node.uploads,
-            node.payload_bytes,
+            node.upload_bytes,
+            node.download_bytes,
+            node.total_bytes,
             node.transport.up_bytes,
             node.transport.down_bytes,
             node.plain_bytes,
@@ -143,8 +147,8 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
     ]
     _, *counts = zip(*cells, strict=True)
     sums = [sum(count) for count in counts]
-    for name, uploads, payload, sent, received, plain in [*cells, ("all", *sums)]:
-        ratio = f"{plain / payload:.3g}×" if payload else "-"
-        sizes = (format_bytes(size) for size in (payload, sent, received, plain))
-        table.add_row(name, str(uploads), *sizes, ratio)
+    for name, uploads, *sizes in [*cells, ("all", *sums)]:
+        _, _, total, _, _, plain = sizes
+        ratio = f"{plain / total:.3g}×" if total else "-"
+        table.add_row(name, str(uploads), *map(format_bytes, sizes), ratio)
     return table

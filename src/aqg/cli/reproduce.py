@@ -121,6 +121,7 @@ def run_plan(
     """Do what is unfinished; return how many runs failed."""
     from aqg.cli.sweep_display import Overview
     from aqg.experiments import runner
+    from aqg.experiments.summary import add_bytes
     from aqg.experiments.sweep import read_summary
     from aqg.experiments.sweep_tasks import by_problem, run_all
     from aqg.experiments.workers import Workers, default_jobs
@@ -153,11 +154,8 @@ def run_plan(
             with console.status(text):
                 minima = find_minima(workers, left, data_dir) if left else {}
             runs.mkdir(parents=True, exist_ok=True)
-            spent = sum(
-                read_summary(runs / planned.run.name)["upload_bytes"]
-                for planned in plan
-                if planned.run.name not in waiting
-            )
+            done = [p.run for p in plan if p.run.name not in waiting]
+            spent = add_bytes(*(read_summary(runs / run.name).get("total_bytes") for run in done))
             failures = {}
             if left:
                 with Overview(console, left, len(plan), spent) as overview:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from aqg.cli.display import progress_bars, result_table, target_table
+from aqg.cli.display import DIRECTIONS_NOTE, progress_bars, result_table, target_table
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
 from aqg.experiments.config import (
@@ -113,9 +113,14 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     if options.as_json:
         sys.stdout.write(text)
         return
-    console.print(result_table(summaries))
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file has no edge to wrap at
+    console.print(result_table(summaries, console.width))
+    note = DIRECTIONS_NOTE
     if any(summary.recipe in ("gd", "laq") for summary in summaries):
-        console.print("vs: how many times fewer bytes.\n", style="dim")
+        counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
+        note += f" vs: how many times fewer, {counted}."
+    console.print(f"{note}\n", style="dim")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries))

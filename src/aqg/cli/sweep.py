@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from aqg.cli.display import DIRECTIONS_NOTE
 from aqg.cli.sweep_display import Overview, sweep_table
+from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.experiments import runner
 from aqg.experiments.config import located, read_settings, refuse_unnamed_code
 from aqg.experiments.rundir import output_directory
+from aqg.experiments.summary import add_bytes
 from aqg.experiments.sweep import (
     GRID,
     TABLE,
@@ -82,8 +85,8 @@ def _carry_out(plan: _Plan, options: SweepOptions) -> int:
         if not console.is_terminal:
             console.width = max(console.width, 160)  # a file has no edge to wrap at
         console.print(sweep_table(plan.sweep.varying, rows))
-        if "seed" in plan.sweep.varying:
-            console.print("Means over seeds, and smallest..largest.\n", style="dim")
+        seeds = " Means over seeds, and smallest..largest." if "seed" in plan.sweep.varying else ""
+        console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
         console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
         console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
@@ -106,6 +109,8 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
         document = read_settings(options.grid)
         _guard(options.grid, document, options)
         # Top-level keys come before tables in TOML.
+        if "downlink" not in document and "downlink" not in document.get("grid", {}):
+            flags = {"downlink": AUTO, **flags}
         lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
         grid_file = "".join(lines).encode() + options.grid.read_bytes()
         for key in flags:
@@ -173,11 +178,9 @@ def _run(
             if plan.grid_file is not None:
                 create_sweep(directory, plan.grid_file)
             left = {run.name for run in runs}
-            bytes_before = sum(
-                read_summary(directory / run.name)["upload_bytes"]
-                for run in plan.sweep.runs
-                if run.name not in left
-            )
+            done = [run for run in plan.sweep.runs if run.name not in left]
+            spent = (read_summary(directory / run.name).get("total_bytes") for run in done)
+            bytes_before = add_bytes(*spent)
             with Overview(console, runs, len(plan.sweep.runs), bytes_before) as overview:
                 return run_all(workers, runs, minima, directory, data_dir, overview.show)
     except runner.Interrupted:

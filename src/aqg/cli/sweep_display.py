@@ -10,9 +10,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from aqg.cli.display import format_bytes, measured, metric_title
+from aqg.cli.display import both_directions, format_bytes, measured, metric_title
 from aqg.cli.live import LiveDisplay, plain_table
 from aqg.experiments.rundir import read_metrics
+from aqg.experiments.summary import add_bytes
 from aqg.experiments.workers import Done, Event, Failed, Reported, Started, Stopping
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     Row = Mapping[str, Any]
 
 
+_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+
+
 class Overview(LiveDisplay):
     """Shows what happens to ``runs``, the part of a sweep of ``total`` that was left to do.
 
@@ -36,13 +40,13 @@ class Overview(LiveDisplay):
     """
 
     def __init__(
-        self, console: Console, runs: Sequence[SweepRun], total: int, bytes_before: int
+        self, console: Console, runs: Sequence[SweepRun], total: int, bytes_before: int | None
     ) -> None:
         self._runs = runs
         self._total = total
         self._num_ended = total - len(runs)
         self._bytes_before = bytes_before
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[int, int | None] = {}
         self._lines: dict[int, TaskID] = {}
         self._sweep_bar = Progress(
             TextColumn("{task.description}", style="bold"),
@@ -54,7 +58,7 @@ class Overview(LiveDisplay):
             console=console,
         )
         self._sweep = self._sweep_bar.add_task(
-            "sweep", total=total, completed=self._num_ended, size=format_bytes(bytes_before)
+            "sweep", total=total, completed=self._num_ended, size=_total_size(bytes_before)
         )
         self._run_lines = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
@@ -76,22 +80,22 @@ class Overview(LiveDisplay):
                 )
             case Reported(index, progress):
                 loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
-                size = format_bytes(progress.upload_bytes)
+                size = both_directions(progress)
                 self._run_lines.update(
                     self._lines[index], completed=progress.round, loss=loss, size=size
                 )
-                self._count_bytes(index, progress.upload_bytes)
+                self._count_bytes(index, progress.total_bytes)
             case Done(index, summary):
-                self._count_bytes(index, summary["upload_bytes"])
+                self._count_bytes(index, summary.get("total_bytes"))
                 self._end(index, _in_one_line(summary))
             case Failed(index, error):
                 self._end(index, f"failed: {error}", failed=True)
             case Stopping():
                 self._say("Stopping after the current rounds; Ctrl-C once more stops at once.")
 
-    def _count_bytes(self, index: int, upload_bytes: int) -> None:
-        self._bytes[index] = upload_bytes
-        size = format_bytes(self._bytes_before + sum(self._bytes.values()))
+    def _count_bytes(self, index: int, total_bytes: int | None) -> None:
+        self._bytes[index] = total_bytes
+        size = _total_size(add_bytes(self._bytes_before, *self._bytes.values()))
         self._sweep_bar.update(self._sweep, size=size)
 
     def _end(self, index: int, result: str, failed: bool = False) -> None:
@@ -104,8 +108,12 @@ class Overview(LiveDisplay):
 
 def _in_one_line(summary: Row) -> str:
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    size = format_bytes(summary["upload_bytes"])
-    return f"{loss}, {summary['uploads']:,} uploads, {size}"
+    up, down = (format_bytes(summary.get(name)) for name in _BYTES[:2])
+    return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"
+
+
+def _total_size(total_bytes: int | None) -> str:
+    return f"{format_bytes(total_bytes)} up and down"
 
 
 def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
@@ -124,10 +132,10 @@ def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
         table.add_column(name, style="bold")
     metrics = measured(read_metrics(row) for row in rows)
     titles = [metric_title(metric) for metric in metrics]
-    for column in ("runs", "final loss", *titles, "uploads", "bytes"):
+    for column in ("runs", "final loss", *titles, "uploads", "up", "down", "total"):
         table.add_column(column, justify="right")
     if with_target:
-        table.add_column("bytes to target", justify="right")
+        table.add_column("total to target", justify="right")
     for group in groups.values():
         table.add_row(
             *(str(group[0]["settings"][name]) for name in names),
@@ -140,7 +148,7 @@ def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
 def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
     done = [row for row in group if "error" not in row]
     if not done:
-        return [f"0 of {len(group)}", "failed", *("-" for _ in metrics), "-", "-"]
+        return [f"0 of {len(group)}", "failed", *("-" for _ in metrics), *("-" for _ in range(4))]
     num_diverged = sum(row["diverged"] for row in done)
     loss = _spread([row["final_loss"] for row in done if not row["diverged"]], "{:.6f}".format)
     if num_diverged:
@@ -153,25 +161,30 @@ def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
             for metric in metrics
         ),
         _spread([row["uploads"] for row in done], "{:,.0f}".format),
-        _spread([row["upload_bytes"] for row in done], _size),
+        *(_spread([row.get(name) for row in done], _size, "unknown") for name in _BYTES),
     ]
 
 
 def _target_cost(group: Sequence[Row]) -> str:
     targets = [row["target"] for row in group if "target" in row]
-    reached = [t["upload_bytes"] for t in targets if t["upload_bytes"] is not None]
+    reached = [t.get("total_bytes") for t in targets if t["upload_bytes"] is not None]
     if not reached:
         return "not reached" if targets else "-"
-    if len(reached) < len(targets):
-        return f"{_spread(reached, _size)}\n{len(reached)} of {len(targets)} reached"
-    return _spread(reached, _size)
+    text = _spread(reached, _size, "unknown")
+    return (
+        text
+        if len(reached) == len(targets)
+        else f"{text}\n{len(reached)} of {len(targets)} reached"
+    )
 
 
 def _size(mean: float) -> str:
     return format_bytes(round(mean))
 
 
-def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+def _spread(
+    values: Sequence[float | None], write: Callable[[float], str], otherwise: str = "-"
+) -> str:
     r"""Write the mean and, where values differ, the smallest and the largest.
 
     >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
@@ -181,7 +194,7 @@ def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> st
     """
     known = [value for value in values if value is not None]
     if not known:
-        return "-"
+        return otherwise
     mean = write(sum(known) / len(known))
     low, high = write(min(known)), write(max(known))
     return mean if low == high else f"{mean}\n{low}..{high}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aqg.compare.search import SEARCH_SEED
@@ -13,7 +14,7 @@ from aqg.errors import RunError
 from aqg.experiments.rundir import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from aqg.compare.trial import Trial
@@ -27,6 +28,7 @@ class Ledger:
     def __init__(self, directory: Path) -> None:
         self.path = directory / TRIALS
         self._position = 0
+        self._stored: dict[Trial, Outcome] = {}
         self._outcomes: dict[Trial, Outcome] = {}
 
     def repair(self) -> None:
@@ -51,7 +53,10 @@ class Ledger:
             os.close(descriptor)
 
     def outcomes(self) -> dict[Trial, Outcome]:
-        """Return all outcomes by trial; of one trial, the last counts."""
+        """Return all outcomes by trial; of one trial, the last counts.
+
+        They are made `comparable`.
+        """
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._position)
@@ -66,7 +71,9 @@ class Ledger:
                     raise RunError(
                         f"{str(self.path)!r} has a damaged line, {text!r} ({error!r}); delete it"
                     ) from None
-                self._outcomes[outcome.trial] = outcome
+                self._stored[outcome.trial] = outcome
+            if whole:
+                self._outcomes = comparable(self._stored)
         return self._outcomes
 
     def limits(self, trial: Trial) -> Limits:
@@ -81,27 +88,39 @@ class Ledger:
         own = every = math.inf
         for other, outcome in self.outcomes().items():
             if outcome.is_reached and (other.task, other.seed) == (trial.task, SEARCH_SEED):
-                every = min(every, outcome.upload_bytes)
+                every = min(every, outcome.cost)
                 if other.recipe == trial.recipe:
-                    own = min(own, outcome.upload_bytes)
-        return Limits(own if is_search else math.inf, CEILING * every)
+                    own = min(own, outcome.cost)
+        uploads_only = any(o.download_bytes is None for o in self.outcomes().values())
+        return Limits(own if is_search else math.inf, CEILING * every, uploads_only)
 
     def forget(self, recipes: Collection[str], tasks: Collection[str]) -> int:
         """Drop all trials of these recipes on these tasks, and return how many there were.
 
         The file is replaced whole or not at all; no one else may be writing to it.
         """
-        outcomes = self.outcomes()
+        self.outcomes()
         kept = [
             outcome
-            for trial, outcome in outcomes.items()
+            for trial, outcome in self._stored.items()
             if trial.recipe not in recipes or trial.task not in tasks
         ]
-        num_dropped = len(outcomes) - len(kept)
+        num_dropped = len(self._stored) - len(kept)
         if num_dropped:
             write_atomically(self.path, "".join(map(_write, kept)).encode())
-            self._position, self._outcomes = 0, {}
+            self._position, self._stored, self._outcomes = 0, {}, {}
         return num_dropped
+
+
+def comparable(outcomes: Mapping[Trial, Outcome]) -> dict[Trial, Outcome]:
+    """Return outcomes whose costs count the same: both directions, or uploads alone.
+
+    A comparison from before downloads were counted has trials without; all of its trials are then
+    returned without, also those that were run since.
+    """
+    if all(outcome.download_bytes is not None for outcome in outcomes.values()):
+        return dict(outcomes)
+    return {trial: replace(o, download_bytes=None) for trial, o in outcomes.items()}
 
 
 def _write(outcome: Outcome) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from aqg.compare.own import trial_config
 from aqg.compare.trial import Limits, Meter, follow
+from aqg.experiments.client_bytes import ClientBytes
 from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
 from aqg.experiments.runner import create_run, slug
 from aqg.experiments.setup import make_simulation
@@ -52,9 +53,9 @@ def run_own_trial(
     meter = Meter(task.target, task.rounds)
     lines: list[Line] = []
     values = _accuracies if task.target.kind == "accuracy" else _losses
-    outcome = follow(
-        trial, meter, values(simulation, meter, lines, task.rounds), started, limits=limits
-    )
+    client_bytes = ClientBytes.first(problem.num_clients)
+    rounds = values(simulation, meter, lines, client_bytes, task.rounds)
+    outcome = follow(trial, meter, rounds, started, limits=limits)
 
     place = run_directory(directory, trial)
     shutil.rmtree(place, ignore_errors=True)  # of a trial that is repeated
@@ -64,32 +65,43 @@ def run_own_trial(
     summary = summarize(config.recipe, lines, simulation.loss(), metrics, None, None)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
     row = summary.to_json() | {"metrics": described, "versions": installed_versions()}
+    row |= client_bytes.to_json()
     text = json.dumps(row, indent=2, allow_nan=False) + "\n"
     write_atomically(place / SUMMARY, text.encode())
     return outcome
 
 
 def _losses(
-    simulation: Simulation, meter: Meter, lines: list[Line], num_rounds: int
+    simulation: Simulation,
+    meter: Meter,
+    lines: list[Line],
+    client_bytes: ClientBytes,
+    num_rounds: int,
 ) -> Iterator[float]:
     """Yield the loss before every round: what the rounds before it led to."""
     for _ in range(num_rounds):
         record = simulation.run_round()
-        lines.append(Line(record))
+        client_bytes.add(record)
+        lines.append(Line(record.without_clients()))
         assert record.loss is not None
         yield record.loss
         meter.pay(record)
 
 
 def _accuracies(
-    simulation: Simulation, meter: Meter, lines: list[Line], num_rounds: int
+    simulation: Simulation,
+    meter: Meter,
+    lines: list[Line],
+    client_bytes: ClientBytes,
+    num_rounds: int,
 ) -> Iterator[float]:
     """Yield the test accuracy after every round."""
     measured = simulation.problem.measure(simulation.parameters)
     every = max(1, num_rounds // _LOSS_POINTS)
     for number in range(num_rounds):
         record = simulation.run_round(evaluate=number % every == 0)
-        lines.append(Line(record, measured))
+        client_bytes.add(record)
+        lines.append(Line(record.without_clients(), measured))
         meter.pay(record)
         measured = simulation.problem.measure(simulation.parameters)
         yield measured.get("accuracy", math.nan)

@@ -47,8 +47,8 @@ class Finished:
         for trial, outcome in outcomes.items():
             self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
             if outcome.is_reached and trial.seed == SEARCH_SEED:
-                fewest = self.fewest_bytes.get(trial.task, outcome.upload_bytes)
-                self.fewest_bytes[trial.task] = min(fewest, outcome.upload_bytes)
+                fewest = self.fewest_bytes.get(trial.task, outcome.cost)
+                self.fewest_bytes[trial.task] = min(fewest, outcome.cost)
         for (_, task), own in self.by_pair.items():
             costs = costs_by_setting(own.values(), num_seeds)
             lowest = self.lowest_median.get(task, math.inf)
@@ -82,7 +82,7 @@ def pending_trials(
         return trials, most_later + num_seeds - 1 + most_in_final
     best = best_setting(tried.values())
     ceiling = CEILING * finished.fewest_bytes.get(task.name, math.inf)
-    if best is None or tried[best].upload_bytes > ceiling:
+    if best is None or tried[best].cost > ceiling:
         return [], 0
     if trials := missing([best], num_seeds):
         return trials, most_in_final

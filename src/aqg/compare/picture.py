@@ -6,7 +6,7 @@ import io
 import math
 from typing import TYPE_CHECKING
 
-from aqg.compare.table import DEFAULT, PARTIAL, above_text
+from aqg.compare.table import DEFAULT, PARTIAL, above_text, counts_uploads_only
 from aqg.compare.trial import CEILING
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     late = "*: first run late; the default was changed twice after that, so no independent test"
+    uploads_only = counts_uploads_only(cells)
+    counted = "bytes uploaded" if uploads_only else "bytes uploaded and downloaded"
     axis.set_xlabel(
-        "bytes uploaded until the target, as a multiple of the best recipe's (median over seeds)\n"
+        f"{counted} until the target, as a multiple of the best recipe's (median over seeds)\n"
         f"> ×{CEILING}: stopped there    –: target not reached    white: not run    "
         f"{PARTIAL}: search or final not finished\n"
         + (late if any(task.is_late for task in tasks) else ""),

@@ -170,7 +170,7 @@ def _best_of(
 def _rank(outcome: Outcome, task: Task) -> tuple[bool, float]:
     """Order outcomes: the fewest bytes to the target; without it, the value that came closest."""
     if outcome.is_reached:
-        return False, outcome.upload_bytes
+        return False, outcome.cost
     if outcome.value is None:
         return True, math.inf
     return True, -outcome.value if task.target.kind == "accuracy" else outcome.value
@@ -209,7 +209,7 @@ def costs_by_setting(
     costs: dict[Setting, dict[int, float]] = {}
     for outcome in outcomes:
         if outcome.ending != "costlier":
-            cost = outcome.upload_bytes if outcome.is_reached else math.inf
+            cost = outcome.cost if outcome.is_reached else math.inf
             costs.setdefault(outcome.trial.setting, {})[outcome.trial.seed] = cost
     run = {
         setting: [own[seed] for seed in itertools.takewhile(own.__contains__, itertools.count())]

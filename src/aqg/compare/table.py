@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "auto"
 PARTIAL = "†"
+TOTAL, UPLOADS = "total_bytes", "upload_bytes"
 _CLOSE = 1.1
 
 
@@ -35,7 +36,8 @@ class Cell:
         setting: what was run; of several that did not reach the target, the one that came closest.
         num_seeds: how many were run.
         num_reached: how many of them reached the target.
-        median_bytes: where a seed that did not counts as infinite; None if that is the median.
+        median_bytes: the cost, where a seed that did not counts as infinite; None if that is the
+            median.
         lowest_bytes: of the seeds that reached the target.
         highest_bytes: of the seeds that reached the target.
         median_rounds: of the seeds that reached the target.
@@ -46,6 +48,10 @@ class Cell:
         ratio: ``median_bytes`` over the smallest of all recipes on this task.
         ratio_above: ``beyond_bytes`` over the smallest of all recipes on seed 0, at most the
             ceiling: the ratio is larger than this.
+        counted: which bytes the costs above are: ``"total_bytes"``, those of both directions, or
+            ``"upload_bytes"`` in a comparison from before downloads were counted.
+        median_upload_bytes: of the seeds that reached the target.
+        median_download_bytes: likewise; None where it is not on record.
 
     """
 
@@ -63,6 +69,9 @@ class Cell:
     beyond_bytes: int | None = None
     ratio: float | None = None
     ratio_above: int | None = None
+    counted: str = TOTAL
+    median_upload_bytes: float | None = None
+    median_download_bytes: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object."""
@@ -106,9 +115,11 @@ def _make_cell(task: Task, outcomes: Sequence[Outcome]) -> Cell:
     setting = winning_setting(outcomes) or leading_setting(searched, task)
     own = sorted((o for o in outcomes if o.trial.setting == setting), key=lambda o: o.trial.seed)
     reached = [o for o in own if o.is_reached]
-    costs = [o.upload_bytes for o in reached]
+    costs = [o.cost for o in reached]
     middle = median([*costs, *[math.inf] * (len(own) - len(costs))])
-    beyond = [o.upload_bytes for o in (own if reached else searched) if o.ending == "beyond"]
+    downloads = [o.download_bytes for o in reached if o.download_bytes is not None]
+    uploads_only = any(outcome.download_bytes is None for outcome in outcomes)
+    beyond = [o.cost for o in (own if reached else searched) if o.ending == "beyond"]
     return Cell(
         task=task.name,
         recipe=own[0].trial.recipe,
@@ -121,7 +132,25 @@ def _make_cell(task: Task, outcomes: Sequence[Outcome]) -> Cell:
         median_rounds=median([o.rounds for o in reached]) if reached else None,
         value=own[0].value,
         beyond_bytes=None if math.isfinite(middle) else min(beyond, default=None),
+        counted=UPLOADS if uploads_only else TOTAL,
+        median_upload_bytes=median([o.upload_bytes for o in reached]) if reached else None,
+        median_download_bytes=median(downloads) if downloads and not uploads_only else None,
     )
+
+
+def counts_uploads_only(cells: Sequence[Cell]) -> bool:
+    """Tell whether the comparison is from before downloads were counted."""
+    return any(cell.counted == UPLOADS for cell in cells)
+
+
+def upload_text(cell: Cell | None) -> str:
+    """Write what of a cell's cost was uploaded.
+
+    It is empty where the target was not reached.
+    """
+    if cell is None or cell.median_upload_bytes is None or cell.median_bytes is None:
+        return ""
+    return size(cell.median_upload_bytes)
 
 
 def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
@@ -164,6 +193,7 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table
     With each, a line for below it. Tasks and recipes without any result are left out.
     """
     by_place = {(cell.recipe, cell.task): cell for cell in cells}
+    uploads_only = counts_uploads_only(cells)
     tables = []
     for name, title, is_local in (
         ("full-batch", "Exact gradients", False),
@@ -181,20 +211,27 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table
             if any(own):
                 texts = [cell_text(cell, task) for cell, task in zip(own, tasks, strict=True)]
                 lines = [f"{text}<br>{spread}" if spread else text for text, spread in texts]
+                if not uploads_only:
+                    pairs = zip(lines, map(upload_text, own), strict=True)
+                    lines = [cell for pair in pairs for cell in pair]
                 rows.append((f"`{recipe}`", *lines))
-        header = ("recipe", *(f"{task.name}<br>{task.target}" for task in tasks))
-        table = Table(f"comparison-{name}", title, _NOTE, header, tuple(rows))
+        heads = [(f"{task.name}<br>{task.target}", "of it uploaded") for task in tasks]
+        header = ("recipe", *(title for pair in heads for title in pair[: 1 + (not uploads_only)]))
+        note = _UPLOADS_NOTE if uploads_only else _NOTE
+        table = Table(f"comparison-{name}", title, note, header, tuple(rows))
         names = {task.name for task in tasks}
         tables.append((table, summary([cell for cell in cells if cell.task in names])))
     return tables
 
 
-_NOTE = (
-    "Bytes uploaded by all clients until the target is reached: median over seeds, its ratio to "
+_LEGEND = (
+    " by all clients until the target is reached: median over seeds, its ratio to "
     "the best recipe of the task, smallest and largest; 2/3: only so many seeds reached it. "
     f"> ×{CEILING}: stopped when it had sent so many times what the best recipe needs on seed 0. "
     f"–: not reached; in brackets, where it ended. {PARTIAL}: its search or final is not finished."
 )
+_UPLOADS_NOTE = f"Bytes uploaded{_LEGEND}"
+_NOTE = f"Bytes uploaded and downloaded{_LEGEND}".replace("had sent", "had cost")
 
 
 def summary(cells: Sequence[Cell]) -> str:

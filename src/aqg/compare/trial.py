@@ -11,6 +11,7 @@ import numpy as np
 
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
+from aqg.experiments.summary import Cost, add_bytes
 from aqg.sim.engine import FastSimulation
 
 if TYPE_CHECKING:
@@ -58,11 +59,14 @@ class Limits:
     Attributes:
         own: what another setting of the same recipe needed.
         ceiling: a multiple of what the best recipe needed.
+        uploads_only: whether these are uploads alone, as in comparisons from before downloads were
+            counted; else both directions.
 
     """
 
     own: float = math.inf
     ceiling: float = math.inf
+    uploads_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ class Outcome:
             setting of the same recipe that reached the target; or ``"beyond"`` the `CEILING`.
         rounds: until the target was reached; else until the end.
         uploads: in these rounds.
-        upload_bytes: in these rounds, the length of all frames.
+        upload_bytes: in these rounds, what all clients sent.
         value: the loss, residual or accuracy at the end; None where it is no number.
         seconds: the whole run took.
+        download_bytes: in these rounds, what all clients received; None where it is not on record.
 
     """
 
@@ -99,11 +104,22 @@ class Outcome:
     upload_bytes: int
     value: float | None
     seconds: float
+    download_bytes: int | None = None
 
     @property
     def is_reached(self) -> bool:
         """Whether the target was reached."""
         return self.ending == "reached"
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received; None where the latter is not on record."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
+
+    @property
+    def cost(self) -> int:
+        """The bytes that count: those of both directions or, without downloads, the uploads."""
+        return self.upload_bytes if self.total_bytes is None else self.total_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object."""
@@ -118,7 +134,8 @@ class Outcome:
         setting = Setting(row["spec"], row["bits"], row["multiplier"])
         trial = Trial(row["task"], row["recipe"], setting, row["seed"])
         names = ("ending", "rounds", "uploads", "upload_bytes", "value", "seconds")
-        return Outcome(trial, **{name: row[name] for name in names})
+        found = {name: row[name] for name in names}
+        return Outcome(trial, download_bytes=row.get("download_bytes"), **found)
 
 
 _NO_LIMITS = Limits()
@@ -130,17 +147,22 @@ class Meter:
     def __init__(self, target: Target, num_rounds: int) -> None:
         self._target = target
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
-        self._uploads = self._bytes = self._rounds = 0
+        self._costs = Cost(0, 0, 0, 0, 0)
         self._streak = 0
         self._first_value = math.nan
-        self._candidate = (0, 0, 0)
+        self._candidate = self._costs
         self.value = math.nan
 
     def pay(self, record: RoundRecord) -> None:
         """Count what a round cost."""
-        self._rounds += 1
-        self._uploads += record.num_uploads
-        self._bytes += record.upload_bytes
+        spent = self._costs
+        self._costs = Cost(
+            spent.rounds + 1,
+            spent.uploads + record.num_uploads,
+            spent.bits_per_param + record.bits_per_param,
+            spent.upload_bytes + record.upload_bytes,
+            add_bytes(spent.download_bytes, record.download_bytes),
+        )
 
     def look(self, value: float, limits: Limits = _NO_LIMITS) -> Ending | None:
         """Take the value that the rounds paid for so far have led to."""
@@ -149,25 +171,25 @@ class Meter:
             self._first_value = value
         self._streak = self._streak + 1 if self._target.is_met(value) else 0
         if self._streak == 1:
-            self._candidate = self._rounds, self._uploads, self._bytes
+            self._candidate = self._costs
         if self._streak >= self._target.hold:
             return "reached"
         is_loss = self._target.kind != "accuracy"
         if not math.isfinite(value) or (is_loss and value > _HOPELESS * self._first_value):
             return "diverged"
-        share = self._milestones.get(self._rounds, 0.0)
+        share = self._milestones.get(self._costs.rounds, 0.0)
         if share and self._target.progress(self._first_value, value) < share:
             return "too slow"
-        spent = self._candidate[2] if self._streak else self._bytes
+        costs = self._candidate if self._streak else self._costs
+        total = costs.total_bytes
+        spent = costs.upload_bytes if limits.uploads_only or total is None else total
         if spent > limits.own:
             return "costlier"
         return "beyond" if spent > limits.ceiling else None
 
-    def costs(self, ending: Ending) -> tuple[int, int, int]:
-        """Return rounds, uploads and bytes: until the target was reached, or all."""
-        return (
-            self._candidate if ending == "reached" else (self._rounds, self._uploads, self._bytes)
-        )
+    def costs(self, ending: Ending) -> Cost:
+        """Return what the rounds cost until the target was reached, or else all of them."""
+        return self._candidate if ending == "reached" else self._costs
 
 
 def run_trial(
@@ -225,10 +247,19 @@ def follow(
             ending = found
             break
         watch(number)
-    rounds, uploads, upload_bytes = meter.costs(ending)
+    costs = meter.costs(ending)
     last = meter.value if math.isfinite(meter.value) else None
     seconds = time.perf_counter() - started
-    return Outcome(trial, ending, rounds, uploads, upload_bytes, last, seconds)
+    return Outcome(
+        trial,
+        ending,
+        costs.rounds,
+        costs.uploads,
+        costs.upload_bytes,
+        last,
+        seconds,
+        costs.download_bytes,
+    )
 
 
 def _losses(

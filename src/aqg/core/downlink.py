@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.grids import Grid, num_levels
+from aqg.core.grids import Grid, num_levels, round_up_to_bfloat16
 from aqg.core.links import Link, Memory, direction_of
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 _FIRST = np.arange(1)
 _NO_LOSS = np.full(1, math.nan)
 _FOREVER = 1 << 62
-_FEWEST = 16
-"""Coordinates below which the bytes of the frame outweigh them."""
+_FEWEST = 32
+"""Coordinates of a sum that passes below which what is around them in an entry outweighs them."""
+
+
+LARGEST_SHORT = 2.0**127
+"""Stands for all movements beyond it, and for those of a diverging run that are no numbers."""
 
 
 class DownlinkState(NamedTuple):
@@ -116,7 +120,7 @@ class Condensed:
         """The recipe for the sum that lasts: `lean`, one floor up."""
         return Recipe(
             memory=Memory.INNOVATION,
-            policy=Tolerance(eta=1.0),
+            policy=Tolerance(),
             quantizer=GridQuantizer(Grid.MIDTREAD, int(self.bits)),
             max_staleness=_FOREVER,
         )
@@ -179,7 +183,7 @@ def describe_downlink(downlink: Downlink) -> str:
 AUTO = "auto"
 
 
-def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
+def resolve_downlink(spec: str, recipe: Recipe, num_clients: int) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
 
     A recipe that sends 32 bits per coordinate is a baseline: its clients receive whole models.
@@ -307,6 +311,11 @@ def noted(state: DownlinkState, entry: Entry) -> DownlinkState:
 
 
 def shortened(movement: float) -> float:
-    """Return the movement as a condensed entry carries it, in single precision."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(movement))
+    """Return the movement as a condensed entry carries it: a bfloat16 number, not below it.
+
+    >>> shortened(1.0), shortened(1.001)
+    (1.0, 1.0078125)
+    """
+    if movement <= 0:
+        return 0.0
+    return round_up_to_bfloat16(movement) if movement < LARGEST_SHORT else LARGEST_SHORT

@@ -63,6 +63,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "history": np.array(model.history, np.float64),
         "momentum": model.optimizer.momentum,
         "variance": model.optimizer.variance,
+        "is_moved": np.array(model.is_moved),
         **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
     }
 
@@ -79,6 +80,7 @@ def model_from_arrays(arrays: Arrays) -> Model:
         last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
+        is_moved=bool(arrays.get("is_moved", False)),
     )
 
 

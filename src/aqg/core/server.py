@@ -63,6 +63,7 @@ class Model(NamedTuple):
         last_step: ``‖direction‖²`` of the last step, while it is on its way into the history.
         optimizer: what the server optimizer remembers.
         downlink: what is published of the sums; None where clients receive the whole model.
+        is_moved: whether the sum that lasts has changed since the last step.
 
     """
 
@@ -74,6 +75,7 @@ class Model(NamedTuple):
     last_step: Array | None
     optimizer: OptimizerState
     downlink: DownlinkState | None = None
+    is_moved: bool = False
 
 
 def init_model(
@@ -125,8 +127,8 @@ def take_in(
         space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
         link.is_held[clients] = True
         move_directions(link.direction, clients.tolist(), uploads)
-        return model
-    passing = model.passing
+        return model._replace(is_moved=True)
+    passing, is_moved = model.passing, model.is_moved
     runs = groupby(range(len(uploads)), lambda index: is_lasting(uploads[index]))
     for lasts, members in runs:
         indices = list(members)
@@ -134,7 +136,7 @@ def take_in(
         senders, sent, factors = clients[run], uploads[run], weights[run]
         if lasts:
             space.move(recipe.memory, link.mirror, model.total, senders, sent, factors)
-            link.is_held[senders] = True
+            link.is_held[senders] = is_moved = True
             continue
         if passing is None:
             passing = space.zeros_like(model.total)
@@ -143,8 +145,9 @@ def take_in(
         if held.any():
             space.forget(link.mirror, model.total, senders[held], factors[held])
             link.is_held[senders] = False
+            is_moved = True
     move_directions(link.direction, clients.tolist(), uploads)
-    return model._replace(passing=passing)
+    return model._replace(passing=passing, is_moved=is_moved)
 
 
 def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: float) -> Rates:
@@ -165,7 +168,6 @@ def publish(
     model: Model,
     num_clients: int,
     senders: float,
-    is_moved: bool,
 ) -> tuple[Model, Published]:
     """Decide what of the round's sums is made public; the step is taken with that.
 
@@ -176,7 +178,6 @@ def publish(
         model: before the step.
         num_clients: ``M``.
         senders: how many clients are expected to send in a round.
-        is_moved: whether the sum that lasts has changed in this round.
 
     """
     keeps = recipe.memory.keeps_mirror
@@ -197,7 +198,7 @@ def publish(
         tolerance,
         senders,
         model.round,
-        is_moved,
+        model.is_moved,
     )
     return model._replace(downlink=state), published
 
@@ -416,7 +417,8 @@ def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0)
     peer = state.peers[client]
     model = state.model
     if recipe.memory.keeps_mirror:
-        model = model._replace(total=model.total - weight * peer.link.mirror[0].astype(np.float64))
+        total = model.total - weight * peer.link.mirror[0].astype(np.float64)
+        model = model._replace(total=total, is_moved=True)
     link = init_link(recipe.memory, len(state.parameters), state.parameters.dtype)
     return ServerState(model, state.peers.replaced(client, Peer(link, peer.heard)))
 
@@ -459,7 +461,7 @@ def publish_round(
     model = _copied(before) if isinstance(downlink, Condensed) else before
     rates = make_rates(recipe, step_size, dropout_rate, sampled)
     senders = expected_senders(count, dropout_rate, sampled)
-    model, published = publish(_SPACE, recipe, downlink, model, count, senders, is_moved=True)
+    model, published = publish(_SPACE, recipe, downlink, model, count, senders)
     model = step(_SPACE, recipe, downlink, model, published, count, rates, optimizer)
     entry = make_entry(recipe, downlink, before, published, model.history[0], rates)
     if model.downlink is not None:
@@ -498,7 +500,7 @@ def make_entry(
     if isinstance(downlink, Condensed):
         lasting, passing = published.lasting_message, published.passing_message
     else:
-        if recipe.memory.keeps_mirror:
+        if recipe.memory.keeps_mirror and before.is_moved:
             assert published.total is not None
             lasting = changed(state.total, published.total)
         if published.passing is not None:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from aqg.core.downlink import AUTO, resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
@@ -81,6 +82,7 @@ class RunConfig:
     weighting: str = "equal"
     participation: float = 1.0
     optimizer: str = "sgd"
+    downlink: str = "full"
     problem: str | None = None
     init: str | None = None
     files: tuple[tuple[str, str], ...] = ()
@@ -150,9 +152,18 @@ class RunConfig:
     def training(self) -> Training:
         """Return what clients compute, who is asked, how they count, and the server's step."""
         local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
-        return Training(local, make_optimizer(self.optimizer), self.weighting, self.participation)
+        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        return Training(
+            local,
+            make_optimizer(self.optimizer),
+            self.weighting,
+            self.participation,
+            resolve_downlink(self.downlink, recipe, self.clients),
+        )
 
 
+BEFORE_DOWNLINKS: Mapping[str, str] = {"downlink": "full"}
+"""What a stored config that does not name a downlink was made with."""
 SETTINGS = tuple(field.name for field in fields(RunConfig))
 
 
@@ -177,6 +188,7 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     else:
         merged = _dataset_defaults(settings)
     merged.setdefault("recipe", "auto,gd,laq")
+    merged.setdefault("downlink", AUTO)
     recipes = merged.pop("recipe")
     names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
     names = [name.strip() for name in names]

@@ -1,4 +1,4 @@
-"""The picture of a comparison: the same curves against rounds, uploads and bytes."""
+"""The picture of a comparison: the same curves against rounds, uploads and bytes of both ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
-    """Draw loss and metrics against rounds, uploads and uploaded bytes; return a PNG."""
+    """Draw loss and metrics against rounds, uploads and bytes; return a PNG.
+
+    The bytes are those of both directions or, where the downloads of some run are not on record,
+    the uploaded ones of all runs.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,17 +33,19 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     figure = Figure(figsize=(12, 4.2 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
+    is_total = all(result.summary.total_bytes is not None for result in results)
     for index, result in enumerate(results):
-        _draw_curves(rows[0], index, result, _losses(result, minimum))
+        _draw_curves(rows[0], index, result, _losses(result, minimum), is_total)
         for axes, name in zip(rows[1:], metrics, strict=True):
             heights = [row.get(name, np.nan) for row in result.trace.metrics]
-            _draw_curves(axes, index, result, np.array(heights, np.float64))
+            _draw_curves(axes, index, result, np.array(heights, np.float64), is_total)
     config = results[0].config
     titles = (f"test {name.replace('_', ' ')}" for name in metrics)
     names = ("loss" if minimum is None else "loss − minimum", *titles)
     for axes, name in zip(rows, names, strict=True):
         axes[0].set_ylabel(name)
-    costs = ("round", "uploads", "bytes uploaded") * num_rows
+    size_label = "bytes uploaded and downloaded" if is_total else "bytes uploaded"
+    costs = ("round", "uploads", size_label) * num_rows
     for axis, label in zip(rows.flat, costs, strict=True):
         axis.set_xlabel(label)
         axis.set_xscale("linear" if label == "round" else "log")
@@ -61,14 +67,17 @@ def _losses(result: Result, minimum: float | None) -> Float64Array:
     return np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
 
 
-def _draw_curves(axes: Sequence[Axes], index: int, result: Result, heights: Float64Array) -> None:
+def _draw_curves(
+    axes: Sequence[Axes], index: int, result: Result, heights: Float64Array, is_total: bool
+) -> None:
     """Draw one run against all three costs, without the rounds that have no value."""
     trace = result.trace
     color = _COLORS[index % len(_COLORS)]
     known = np.isfinite(heights)
     rounds = np.array([cost.rounds for cost in trace.costs], np.float64)
     uploads = np.array([cost.uploads for cost in trace.costs], np.float64)
-    num_bytes = np.array([cost.upload_bytes for cost in trace.costs], np.float64)
+    sizes = [cost.total_bytes if is_total else cost.upload_bytes for cost in trace.costs]
+    num_bytes = np.array(sizes, np.float64)
     uploads[uploads == 0] = np.nan  # a logarithmic axis has no zero
     num_bytes[num_bytes == 0] = np.nan
     for axis, x in zip(axes, (rounds, uploads, num_bytes), strict=True):

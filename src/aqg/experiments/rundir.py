@@ -46,7 +46,11 @@ class Line:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Write as one line; a loss beyond all numbers becomes null."""
+        """Write as one line; a loss beyond all numbers becomes null, and so do unknown downloads.
+
+        What each client sent and received is not in it: over thousands of rounds with thousands of
+        clients that would be most of the file, and the run's totals are in the summary.
+        """
         record = self.record
         row: dict[str, Any] = {
             "round": record.round,
@@ -79,7 +83,9 @@ class Line:
             faults,
             row.get("statistics_upload_bytes", 0),
             row.get("statistics_download_bytes", 0),
-            row.get("download_bytes", 0),
+            row.get("download_bytes"),
+            tuple(row.get("client_upload_bytes", row.get("client_bytes", ()))),  # the older name
+            tuple(row.get("client_download_bytes", ())),
         )
         return Line(record, read_metrics(row))
 

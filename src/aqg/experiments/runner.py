@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.config import RunConfig, read_settings, resolve, to_toml
+from aqg.experiments.client_bytes import ClientBytes
+from aqg.experiments.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
 from aqg.experiments.models import ModelFiles, name_tensors, shared_buffers
 from aqg.experiments.rundir import (
     CONFIG,
@@ -27,7 +28,7 @@ from aqg.experiments.rundir import (
     write_checkpoint,
 )
 from aqg.experiments.setup import make_simulation
-from aqg.experiments.summary import Summary, Trace, has_diverged, summarize
+from aqg.experiments.summary import Summary, Trace, add_bytes, has_diverged, summarize
 from aqg.experiments.versions import installed_versions
 from aqg.sim.state import SimulationState
 
@@ -56,6 +57,12 @@ class Progress:
     loss: float = math.nan
     uploads: int = 0
     upload_bytes: int = 0
+    download_bytes: int | None = 0
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received; None where the latter is not on record."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
 
     def add(self, line: Line) -> None:
         """Count one more round."""
@@ -64,6 +71,7 @@ class Progress:
             self.loss = line.record.loss
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
+        self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
 
 
 class Watcher(Protocol):
@@ -99,7 +107,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_settings(directory / CONFIG)
+    settings = {**BEFORE_DOWNLINKS, **read_settings(directory / CONFIG)}
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
@@ -129,8 +137,10 @@ def run(
     """
     simulation = make_simulation(config, problem)
     arrays = read_checkpoint(directory)
+    client_bytes = ClientBytes.first(problem.num_clients)
     if arrays is not None:
         simulation.restore(SimulationState.from_arrays(arrays))
+        client_bytes = ClientBytes.from_arrays(arrays)
     lines = read_lines(directory, before_round=simulation.next_round)
     rewrite_lines(directory, lines)
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
@@ -138,6 +148,9 @@ def run(
     progress = Progress()
     for line in lines:
         progress.add(line)
+
+    def save() -> None:
+        write_checkpoint(directory, simulation.state().to_arrays() | client_bytes.to_arrays())
 
     last_saved = time.monotonic()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
@@ -153,7 +166,8 @@ def run(
             record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
             if is_measured:
                 models.consider(number - 1, metrics, record.loss, model)
-            line = Line(record, metrics)
+            client_bytes.add(record)
+            line = Line(record.without_clients(), metrics)
             lines.append(line)
             progress.add(line)
             file.write(line.to_json() + "\n")
@@ -163,11 +177,11 @@ def run(
             if stop.is_set() or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 file.flush()
                 models.save()
-                write_checkpoint(directory, simulation.state().to_arrays())
+                save()
                 last_saved = time.monotonic()
             if stop.is_set():
                 raise Interrupted
-    write_checkpoint(directory, simulation.state().to_arrays())
+    save()
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.parameters)
@@ -177,6 +191,7 @@ def run(
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.target)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
     row = summary.to_json() | {"metrics": described, "versions": installed_versions()}
+    row |= client_bytes.to_json()
     text = json.dumps(row, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
     return Result(config, summary, Trace.of(lines, final_loss, metrics))

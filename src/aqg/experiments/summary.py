@@ -18,14 +18,30 @@ if TYPE_CHECKING:
 _DIVERGED_LOSS = 1e20
 
 
+def add_bytes(*sizes: int | None) -> int | None:
+    """Add up sizes; None, which is unknown, where one of them is.
+
+    >>> add_bytes(3, 4), add_bytes(3, None)
+    (7, None)
+    """
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
 @dataclass(frozen=True)
 class Cost:
-    """What a number of rounds cost."""
+    """What a number of rounds cost; ``download_bytes`` is None where it is not on record."""
 
     rounds: int
     uploads: int
     bits_per_param: int
     upload_bytes: int
+    download_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
 
 
 @dataclass(frozen=True)
@@ -49,13 +65,16 @@ class Trace:
         uploads = [0, *accumulate(record.num_uploads for record in records)]
         bits = [0, *accumulate(record.bits_per_param for record in records)]
         sizes = [0, *accumulate(record.upload_bytes for record in records)]
+        downloads: list[int | None] = [0]
+        for record in records:
+            downloads.append(add_bytes(downloads[-1], record.download_bytes))
         measured = [*(line.metrics for line in lines), final_metrics or {}]
         costs, losses, kept = [], [], []
         for k in range(len(records) + 1):
             loss = records[k].loss if k < len(records) else final_loss
             if loss is None:
                 continue
-            costs.append(Cost(k, uploads[k], bits[k], sizes[k]))
+            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k]))
             losses.append(loss)
             kept.append(measured[k])
         return Trace(tuple(costs), tuple(losses), tuple(kept))
@@ -74,13 +93,14 @@ def has_diverged(loss: float) -> bool:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run's results."""
+    """One run's results; ``download_bytes`` is None where it is not on record."""
 
     recipe: str
     rounds: int
     uploads: int
     bits_per_param: int
     upload_bytes: int
+    download_bytes: int | None
     final_loss: float
     residual: float | None
     metrics: Mapping[str, float]
@@ -89,6 +109,11 @@ class Summary:
     target_cost: Cost | None
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
 
     @property
     def test_accuracy(self) -> float | None:
@@ -108,6 +133,8 @@ class Summary:
             "uploads": self.uploads,
             "bits_per_param": self.bits_per_param,
             "upload_bytes": self.upload_bytes,
+            "download_bytes": self.download_bytes,
+            "total_bytes": self.total_bytes,
             "final_loss": finite_or_none(self.final_loss),
             "residual": finite_or_none(self.residual),
             "test_accuracy": None,
@@ -126,6 +153,8 @@ class Summary:
                 "uploads": cost.uploads if cost else None,
                 "bits_per_param": cost.bits_per_param if cost else None,
                 "upload_bytes": cost.upload_bytes if cost else None,
+                "download_bytes": cost.download_bytes if cost else None,
+                "total_bytes": cost.total_bytes if cost else None,
             }
         return row
 
@@ -149,6 +178,7 @@ def summarize(
         uploads=sum(record.num_uploads for record in records),
         bits_per_param=sum(record.bits_per_param for record in records),
         upload_bytes=sum(record.upload_bytes for record in records),
+        download_bytes=add_bytes(*(record.download_bytes for record in records)),
         final_loss=final_loss,
         residual=None if minimum is None else final_loss - minimum,
         metrics=dict(metrics),

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.experiments import runner
-from aqg.experiments.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
+from aqg.experiments.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
 from aqg.experiments.rundir import CONFIG, SUMMARY, create_directory, write_atomically
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def open_sweep(
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
     stored = read_settings(directory / GRID)
+    if "downlink" not in stored.get("grid", {}):
+        stored = {**BEFORE_DOWNLINKS, **stored}
     if document is not None and document != stored:
         before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
@@ -192,14 +195,18 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def collect(
     sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
 ) -> list[dict[str, Any]]:
-    """Return one object per run: name, settings that vary, and results or the error."""
+    """Return one object per run: name, settings that vary, and results or the error.
+
+    What each client sent and received stays in the run's own summary.
+    """
     rows = []
     for run in sweep.runs:
         row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
         if run.name in failures:
             row["error"] = str(failures[run.name])
         else:
-            row.update(read_summary(directory / run.name))
+            summary = read_summary(directory / run.name)
+            row.update((key, summary[key]) for key in summary if key not in (UPLOADS, DOWNLOADS))
         rows.append(row)
     return rows
 

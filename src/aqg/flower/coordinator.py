@@ -212,7 +212,7 @@ class Coordinator:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients
-        client_bytes = [0] * num_clients
+        sent = [0] * num_clients
         losses = np.full(num_clients, np.nan)
         incidents = list(answers.incidents)
         faults: list[tuple[int, str]] = []
@@ -221,7 +221,7 @@ class Coordinator:
         statistics: list[tuple[float, StatisticsMessage]] = []
         for client, reply in sorted(answers.replies.items()):
             node = self._roster.node_of(client)
-            client_bytes[client] = len(reply.frame) + len(reply.statistics)
+            sent[client] = len(reply.frame) + len(reply.statistics)
             statistics_bytes += len(reply.statistics)
             if reply.stale:
                 incidents.append(Incident(client, node, "stale", f"round {reply.round}"))
@@ -260,16 +260,17 @@ class Coordinator:
             number,
             loss,
             tuple(widths),
-            sum(client_bytes),
+            sum(sent),
             tuple(faults),
             statistics_bytes,
             len(self._broadcast()) * len(answers.downloads),
-            answers.downloads.total(),
+            sum(answers.downloads.values()),
+            tuple(sent),
+            tuple(answers.downloads.get(client, 0) for client in range(num_clients)),
         )
         work = max((reply.work_seconds for reply in answers.replies.values()), default=0.0)
         report = RoundReport(
             line=Line(record, metrics),
-            client_bytes=tuple(client_bytes),
             staleness=tuple(number - entry.last_upload for entry in self.book.entries),
             incidents=tuple(incidents),
             stepped=num_taken >= self.settings.needed_clients,
@@ -370,7 +371,8 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
     loss = "   -    " if record.loss is None else f"{record.loss:.6f}"
     answered = sum(width != DROPPED for width in record.widths)
     _logger.info(
-        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes, %.2f s (%.2f s overhead)%s",
+        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+        "(%.2f s overhead)%s",
         record.round,
         settings.rounds,
         loss,
@@ -378,6 +380,7 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
         settings.num_clients,
         record.num_uploads,
         record.upload_bytes,
+        record.download_bytes,
         report.round_seconds,
         report.overhead_seconds,
         "" if report.stepped else "; too few, no step",

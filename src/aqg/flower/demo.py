@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aqg.flower.app
 from aqg.errors import RunError
+from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
 from aqg.experiments.rundir import ROUNDS, SUMMARY, create_directory
 from aqg.experiments.runner import slug
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
@@ -64,15 +65,19 @@ class NodeBytes:
     Attributes:
         node: which.
         uploads: how often it sent something.
-        payload_bytes: length of its frames.
+        upload_bytes: length of its frames.
+        download_bytes: length of what its orders carried.
+        total_bytes: both.
         transport: bytes on its connection, with everything that Flower adds.
-        plain_bytes: length of its gradients as float32, had it sent each.
+        plain_bytes: length of a gradient and a model as float32, in every round.
 
     """
 
     node: int
     uploads: int
-    payload_bytes: int
+    upload_bytes: int
+    download_bytes: int
+    total_bytes: int
     transport: Traffic
     plain_bytes: int
 
@@ -112,16 +117,22 @@ class Demo:
     def byte_table(self) -> list[NodeBytes]:
         """Return what every node has sent and received since the run began."""
         rows = self._lines()
-        return [
-            NodeBytes(
-                node=node,
-                uploads=sum(row["widths"][node] > 0 for row in rows),
-                payload_bytes=sum(row["client_bytes"][node] for row in rows),
-                transport=self.deployment.traffic(node) - self._before[node],
-                plain_bytes=_FLOAT_BYTES * self.num_params * len(rows),
+        table = []
+        for node in range(self.options.nodes):
+            sent = sum(row[UPLOADS][node] for row in rows)
+            received = sum(row[DOWNLOADS][node] for row in rows)
+            table.append(
+                NodeBytes(
+                    node=node,
+                    uploads=sum(row["widths"][node] > 0 for row in rows),
+                    upload_bytes=sent,
+                    download_bytes=received,
+                    total_bytes=sent + received,
+                    transport=self.deployment.traffic(node) - self._before[node],
+                    plain_bytes=2 * _FLOAT_BYTES * self.num_params * len(rows),
+                )
             )
-            for node in range(self.options.nodes)
-        ]
+        return table
 
     def _run_config(self) -> dict[str, ConfigValue]:
         options = self.options

@@ -409,7 +409,7 @@ class MirrorBook:
             if peer.link.is_held[0]:
                 total += weight * peer.link.mirror[0].astype(np.float64)
         if self.recipe.memory.keeps_mirror:
-            model = self.state.model._replace(total=total)
+            model = self.state.model._replace(total=total, is_moved=True)
             self.state = self.state._replace(model=model)
         self.weights = weights
 

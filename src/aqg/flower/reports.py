@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
 from aqg.experiments.rundir import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class RoundReport:
     """One round.
 
     Attributes:
-        line: what the simulator would write.
-        client_bytes: length of each client's frame, 0 where none came.
+        line: what the simulator would write; in its record, 0 bytes came from a client whose reply
+            did not, and those sent to a client count whether it answered or not.
         staleness: rounds since each client's last upload was taken.
         incidents: what went wrong.
         stepped: whether enough clients answered for the model to take a step.
@@ -78,7 +79,6 @@ class RoundReport:
     """
 
     line: Line
-    client_bytes: tuple[int, ...]
     staleness: tuple[int, ...]
     incidents: tuple[Incident, ...]
     stepped: bool
@@ -100,7 +100,8 @@ class RoundReport:
         """Return the line of ``rounds.jsonl``: the simulator's, and more."""
         row: dict[str, Any] = json.loads(self.line.to_json())
         row |= {
-            "client_bytes": list(self.client_bytes),
+            UPLOADS: list(self.line.record.client_upload_bytes),
+            DOWNLOADS: list(self.line.record.client_download_bytes),
             "staleness": list(self.staleness),
             "stepped": self.stepped,
             "round_seconds": round(self.round_seconds, 4),
@@ -121,6 +122,8 @@ class RoundReport:
             **metric_fields(self.line.metrics),
             "uploads": record.num_uploads,
             "upload_bytes": record.upload_bytes,
+            "download_bytes": record.download_bytes,
+            "total_bytes": record.total_bytes,
             "mean_width": sum(widths) / len(widths) if widths else 0.0,
             "max_staleness": max(self.staleness, default=0),
             "round_seconds": self.round_seconds,
@@ -130,7 +133,8 @@ class RoundReport:
         if len(record.widths) <= _MOST_CLIENTS_SHOWN:
             for client, width in enumerate(record.widths):
                 values[f"client-{client}/width"] = width
-                values[f"client-{client}/bytes"] = self.client_bytes[client]
+                values[f"client-{client}/upload_bytes"] = record.client_upload_bytes[client]
+                values[f"client-{client}/download_bytes"] = record.client_download_bytes[client]
                 values[f"client-{client}/staleness"] = self.staleness[client]
         return {name: float(value) for name, value in values.items() if value is not None}
 

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
+from aqg.experiments.client_bytes import ClientBytes
 from aqg.experiments.models import ModelFiles
 from aqg.experiments.summary import summarize
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 _METRIC_POINTS = 50
+_SAID = ("final_loss", "upload_bytes", "download_bytes", "total_bytes")
+"""Of the results, what the log says at the end."""
 
 Start: TypeAlias = "FloatArray | torch.nn.Module"
 """A model to start from."""
@@ -211,7 +214,7 @@ class _Run:
             models.finish(len(lines), make)
         for writer in writers:
             writer.finish(summary)
-        _logger.info("done: %s", {key: summary[key] for key in ("final_loss", "upload_bytes")})
+        _logger.info("done: %s", {key: summary[key] for key in _SAID})
         return coordinator.book.parameters
 
     def _start(self) -> tuple[Coordinator, Presence, str, int]:
@@ -312,7 +315,12 @@ class _Run:
         metrics = self._measure(coordinator.book.parameters)
         recipe = self.settings.recipe or "custom"
         summary = summarize(recipe, lines, final_loss, metrics, None, None).to_json()
-        return summary | {"deployment": summarize_reports(reports)}, metrics
+        client_bytes = ClientBytes.first(self.settings.num_clients)
+        for line in lines:
+            client_bytes.add(line.record)
+        deployment = summarize_reports(reports)
+        deployment["evaluation_download_bytes"] = coordinator.evaluation_bytes
+        return summary | client_bytes.to_json() | {"deployment": deployment}, metrics
 
 
 def _is_module(start: object) -> TypeGuard[torch.nn.Module]:

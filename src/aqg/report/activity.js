@@ -40,10 +40,14 @@ function roundsText(run, from, to) {
   return a === b ? `round ${FORMATS.count(a)}` : `rounds ${FORMATS.count(a)}–${FORMATS.count(b)}`;
 }
 
+function clientsText(edges, i, ofSeveral = "") {
+  return edges[i + 1] - edges[i] > 1 ? `clients ${edges[i]}–${edges[i + 1] - 1}${ofSeveral}` : `client ${edges[i]}`;
+}
+
 // `run()` tells which run to draw; `widths` are all widths of the report.
 class ActivityChart {
-  constructor(stackHost, heatHost, run, widths) {
-    Object.assign(this, { stackHost, heatHost, run, widths });
+  constructor(stackHost, heatHost, byteHosts, run, widths) {
+    Object.assign(this, { stackHost, heatHost, byteHosts, run, widths });
   }
 
   measure() { this.width = Math.max(200, this.stackHost.clientWidth); }
@@ -51,6 +55,8 @@ class ActivityChart {
   draw() {
     this.drawStack();
     this.drawHeat();
+    this.drawBytes(this.byteHosts[0], "upload", "uploaded by each client, all rounds");
+    this.drawBytes(this.byteHosts[1], "download", "downloaded by each client, all rounds");
   }
 
   frame(host, height, bottomMargin, title) {
@@ -129,12 +135,52 @@ class ActivityChart {
       const column = Math.min(columns - 1, Math.max(0, lastAtOrBefore(edges, scale.value(x) - run.first)));
       const row = Math.min(rows - 1, Math.max(0, Math.floor((y - box.top) * rows / h)));
       const i = row * columns + column;
-      const who = clients[row + 1] - clients[row] > 1
-        ? `clients ${clients[row]}–${clients[row + 1] - 1}` : `client ${clients[row]}`;
+      const who = clientsText(clients, row);
       const lines = [{ label: "uploads", value: FORMATS.count(uploads[i]) }];
       if (uploads[i]) lines.push({ label: "bits per parameter, each", value: FORMATS.number(bits[i] / uploads[i]) });
       if (away[i]) lines.push({ color: ramp.away, label: "rounds away", value: FORMATS.count(away[i]) });
       tooltip.show(event, `${who}, ${roundsText(run, edges[column], edges[column + 1])}`, lines);
+    });
+  }
+
+  // A bar per client; where there are very many, per row of the picture above: the mean of its clients.
+  drawBytes(host, direction, title) {
+    const run = this.run();
+    const isLast = direction === "download";
+    const { svg, box } = this.frame(host, isLast ? 150 : 118, isLast ? MARGIN.bottom : 10, title);
+    const values = run.clients[direction];
+    const edges = run.activity.clients;
+    if (!values || !values.length) {
+      element("text", { class: "empty", x: (box.left + box.right) / 2, y: (box.top + box.bottom) / 2 }, svg,
+        run.finished ? "not on record" : "known once the run is finished");
+      return;
+    }
+    const num = values.length;
+    const scales = {
+      x: makeScale(false, 0, edges[num], box.left, box.right),
+      y: makeScale(false, 0, (Math.max(...values) || 1) * 1.06, box.bottom, box.top),
+    };
+    drawAxes(svg, box, scales, { bare: true }, { format: "bytes" });
+    const gap = (box.right - box.left) / num > 6 ? 1 : 0;
+    for (let i = 0; i < num; i++) {
+      const [left, right, top] = [scales.x.at(edges[i]), scales.x.at(edges[i + 1]), scales.y.at(values[i])];
+      element("rect", { class: `bar ${direction}`, x: tenths(left + gap), y: tenths(top),
+        width: tenths(Math.max(0.5, right - left - 2 * gap)), height: tenths(box.bottom - top) }, svg);
+    }
+    if (isLast) {
+      const stride = Math.ceil(num / Math.max(2, Math.floor((box.right - box.left) / 36)));
+      for (let i = 0; i < num; i += stride) {
+        drawTickLabel(svg, scales.x.at((edges[i] + edges[i + 1]) / 2), box.bottom, String(edges[i]));
+      }
+      drawAxisTitle(svg, (box.left + box.right) / 2, box.bottom, "client");
+    }
+    this.hover(svg, box, (event, x) => {
+      const i = Math.min(num - 1, Math.max(0, lastAtOrBefore(edges, scales.x.value(x))));
+      const { upload, download } = run.clients;
+      const lines = [["uploaded", upload], ["downloaded", download]].filter(([, sizes]) => sizes)
+        .map(([label, sizes]) => ({ label, value: FORMATS.bytes(sizes[i]) }));
+      if (upload && download) lines.push({ label: "total", value: FORMATS.bytes(upload[i] + download[i]) });
+      tooltip.show(event, clientsText(edges, i, ", each"), lines);
     });
   }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-AXES = ("rounds", "uploads", "bytes")
+AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 LOSSES = ("residual", "loss")
 
 
@@ -49,7 +49,8 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
     """Return a run's curve; rounds without a value are left out, as are values beyond numbers.
 
     A round reports the model that it starts from, so its value belongs to the cost of the rounds
-    before it; the summary holds the value after the last.
+    before it; the summary holds the value after the last. There are no points against bytes that
+    are not on record.
     """
     values = _metric(run, metric)
     if axis == "rounds":
@@ -57,9 +58,15 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
             np.float64
         )
     else:
-        spent = run.uploads if axis == "uploads" else run.upload_bytes
+        spent = {
+            "uploads": run.uploads,
+            "total_bytes": run.total_bytes,
+            "upload_bytes": run.upload_bytes,
+        }[axis]
         costs = np.concatenate(([0.0], np.cumsum(spent, dtype=np.float64)))
-    known = np.isfinite(values)
+        if np.isnan(costs[-1]):  # a start is no curve
+            costs[:] = np.nan
+    known = np.isfinite(values) & np.isfinite(costs)
     return Points(costs[known], values[known], ended=run.summary is not None)
 
 

@@ -39,7 +39,10 @@ _SPREAD = (
     "uploads",
     "bits_per_param",
     "upload_bytes",
-    "target_bytes",
+    "download_bytes",
+    "total_bytes",
+    "target_upload_bytes",
+    "target_total_bytes",
     "final_loss",
     "residual",
     "faults",
@@ -134,7 +137,7 @@ def _group(
         "results": {name: spread_of(results, name) for name in _SPREAD}
         | {f"test_{name}": spread([r.metrics.get(name) for r in results]) for name in metrics},
         "target": common(result.target for result in results),
-        "reached": sum(result.target_bytes is not None for result in results),
+        "reached": sum(result.target_upload_bytes is not None for result in results),
         "curves": {
             key: {
                 axis: pack(combine([run_points(run, axis, metric) for run in group.runs]))
@@ -188,6 +191,7 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
         "name": run.name,
         "seed": setting_text(run.seed),
         "group": group_index,
+        "finished": run.summary is not None,
         "first": int(run.rounds[0]) if len(run.rounds) else 1,
         "histogram": {
             "edges": packer.counts(histogram.edges),
@@ -201,6 +205,10 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
             "bits": packer.counts(activity.bits),
             "away": packer.counts(activity.away),
         },
+        "clients": {
+            "upload": _per_client(run.client_upload_bytes, activity.client_edges, packer),
+            "download": _per_client(run.client_download_bytes, activity.client_edges, packer),
+        },
         "faults": [[f.round, f.client] for f in run.faults[:_MAX_MARKED_FAULTS]],
         "extras": {
             name: _total(values[np.isfinite(values)])
@@ -208,6 +216,15 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
             if np.isfinite(values).any()
         },
     }
+
+
+def _per_client(
+    totals: NDArray[np.int64] | None, edges: NDArray[np.int64], packer: Packer
+) -> dict[str, Any] | None:
+    """Pack what a client sent or received, on average over those in a row; None if unknown."""
+    if totals is None or not len(totals):
+        return None
+    return packer.floats(np.add.reduceat(totals, edges[:-1]) / np.diff(edges))
 
 
 def _total(values: NDArray[np.float64]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.report.activity import count_widths, watch_clients
-from aqg.report.curves import AXES, LOSSES, combine, run_points
+from aqg.report.curves import LOSSES, combine, run_points
 from aqg.report.groups import COLORS
 from aqg.report.results import metric_names
 
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from aqg.report.runs import Run
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
-_TITLES = {"rounds": "rounds", "uploads": "uploads", "bytes": "bytes uploaded"}
+_TITLES = {
+    "rounds": "rounds",
+    "uploads": "uploads",
+    "total_bytes": "bytes uploaded and downloaded",
+    "upload_bytes": "bytes uploaded",
+}
 _MAX_PANELS = 12
 _BINS = 120
 _COLUMNS = 400
@@ -38,7 +43,8 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
 
     ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
-    picture for each metric that was measured, such as ``accuracy.png``.
+    picture for each metric that was measured, such as ``accuracy.png``. Where the downloads of some
+    run are not on record, bytes are those uploaded.
     """
     has_residuals = all(run.minimum is not None for run in comparison.runs)
     pictures = {"loss.png": _draw_curves(comparison, "residual" if has_residuals else "loss")}
@@ -72,7 +78,9 @@ def _png(figure: Figure) -> bytes:
 def _draw_curves(comparison: Comparison, metric: str) -> bytes:
     figure = _figure(13, 4.4 + 0.2 * math.ceil(len(comparison.groups) / 4))
     axes = figure.subplots(1, 3, sharey=True)
-    for panel, axis in zip(axes, AXES, strict=True):
+    is_total = all(np.isfinite(run.download_bytes).all() for run in comparison.runs)
+    shown = ("rounds", "uploads", "total_bytes" if is_total else "upload_bytes")
+    for panel, axis in zip(axes, shown, strict=True):
         for group in comparison.groups:
             _draw_group(panel, group, axis, metric)
         panel.set_xlabel(_TITLES[axis])

@@ -3,8 +3,9 @@
 const AXES = {
   rounds: { title: "rounds", format: "count" },
   uploads: { title: "uploads", format: "count" },
-  bytes: { title: "bytes uploaded", format: "bytes" },
+  bytes: { title: "bytes", format: "bytes" },
 };
+const BYTES = { total_bytes: "bytes uploaded and downloaded", upload_bytes: "bytes uploaded" };
 
 class Report {
   constructor(data) {
@@ -13,6 +14,10 @@ class Report {
     this.hiddenValues = data.telling.map(() => new Set());
     const hasResiduals = data.groups.every((group) => group.curves.residual.rounds);
     this.view = { metric: hasResiduals ? "residual" : "loss", rounds: "linear", costs: "log", losses: "log", hasResiduals };
+    const hasTotal = (group) => group.curves.loss.total_bytes || !group.curves.loss.upload_bytes;
+    this.view.bytes = data.groups.every(hasTotal) ? "total_bytes" : "upload_bytes";
+    this.hasTotals = data.groups.some((group) => group.curves.loss.total_bytes);
+    this.byteCaptions = [];
     this.charts = [];
     this.columns = [];
   }
@@ -104,6 +109,7 @@ class Report {
     const controls = document.getElementById("controls");
     const scales = { linear: "linear", log: "log" };
     const choices = [["losses", "loss", scales], ["rounds", "rounds", scales], ["costs", "uploads, bytes", scales]];
+    if (this.hasTotals) choices.push(["bytes", "bytes", { total_bytes: "up and down", upload_bytes: "up" }]);
     if (this.view.hasResiduals) {
       choices.unshift(["metric", "", { residual: "loss − minimum", loss: "loss" }]);
     }
@@ -147,14 +153,19 @@ class Report {
       number("rounds", "rounds", "count"),
       number("uploads", "uploads", "count"),
       number("bits_per_param", "bits/param", "count"),
-      number("upload_bytes", "bytes", "bytes"),
-      number("target_bytes", "bytes to target", "bytes"),
+      number("upload_bytes", "uploaded", "bytes"),
+      number("download_bytes", "downloaded", "bytes"),
+      number("total_bytes", "total", "bytes"),
+      number("target_total_bytes", "total to target", "bytes"),
+      number("target_upload_bytes", "uploaded to target", "bytes"),
       number("final_loss", "final loss", "loss"),
       number("residual", "loss − minimum", "residual"),
       ...this.data.metrics.map((metric) => number(metric.key, metric.name, metric.format)),
       number("faults", "faults", "count"),
     ];
-    const isKnown = { "bytes to target": (g) => g.target !== null, "loss − minimum": (g) => g.results.residual,
+    const isKnown = { downloaded: (g) => g.results.download_bytes, total: (g) => g.results.total_bytes,
+      "total to target": (g) => g.target !== null && g.results.total_bytes,
+      "uploaded to target": (g) => g.target !== null && !g.results.total_bytes, "loss − minimum": (g) => g.results.residual,
       faults: (g) => g.results.faults?.[2] > 0,
       ...Object.fromEntries(this.data.metrics.map(({ key, name }) => [name, (g) => g.results[key]])) };
     const shown = columns.filter(({ title }) => !(title in isKnown) || groups.some(isKnown[title]));
@@ -177,13 +188,14 @@ class Report {
       const measured = this.data.metrics.find(({ key }) => key === panels.dataset.metric);
       for (const [axis, x] of Object.entries(AXES)) {
         const figure = element("figure", {}, panels);
-        element("figcaption", {}, figure, `against ${x.title}`);
+        const caption = element("figcaption", {}, figure, `against ${x.title}`);
+        if (axis === "bytes") this.byteCaptions.push(caption);
         const host = element("div", { class: "plot", "data-axis": axis }, figure);
         this.charts.push(new LineChart(host, () => {
           const metric = measured ? measured.key : this.view.metric;
           return {
-            series: this.series((group) => group.curves[metric][axis]),
-            x: { ...x, log: this.view[axis === "rounds" ? "rounds" : "costs"] === "log" },
+            series: this.series((group) => group.curves[metric][axis === "bytes" ? this.view.bytes : axis]),
+            x: { ...x, title: axis === "bytes" ? BYTES[this.view.bytes] : x.title, log: this.view[axis === "rounds" ? "rounds" : "costs"] === "log" },
             y: measured
               ? { title: measured.title, format: measured.format, log: false }
               : { title: "loss", format: metric, log: this.view.losses === "log",
@@ -226,7 +238,9 @@ class Report {
       column.aside = element("span", { class: "aside" }, caption);
       const stack = element("div", { class: "plot stack-plot" }, figure);
       const heat = element("div", { class: "plot heat-plot" }, figure);
-      column.chart = new ActivityChart(stack, heat, () => runs[column.index], this.data.widths);
+      const bytes = ["upload", "download"].map((direction) =>
+        element("div", { class: "plot bytes-plot", "data-direction": direction }, figure));
+      column.chart = new ActivityChart(stack, heat, bytes, () => runs[column.index], this.data.widths);
       column.select.addEventListener("change", () => {
         column.index = Number(column.select.value);
         this.drawColumn(column);
@@ -381,6 +395,7 @@ class Report {
     this.focus(null);
     document.getElementById("losses-title").textContent =
       this.view.metric === "residual" ? "Loss above its minimum" : "Loss";
+    for (const caption of this.byteCaptions) caption.textContent = `against ${BYTES[this.view.bytes]}`;
     for (const [group, row] of this.rows) row.classList.toggle("off", !this.isVisible(group));
     this.drawSwatches();
     this.updateColumns();

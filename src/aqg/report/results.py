@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.experiments.summary import add_bytes
 from aqg.report.curves import LOSSES, run_points
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class Result:
     """What a run has spent and reached so far; None where a number is unknown.
 
-    ``target`` is the residual asked for and ``target_bytes`` what it took to stay within it.
+    ``target`` is the residual asked for, and the names that begin with it what it took to stay
+    within it.
     """
 
     finished: bool
@@ -32,12 +34,16 @@ class Result:
     uploads: int
     bits_per_param: int
     upload_bytes: int
+    download_bytes: int | None
+    total_bytes: int | None
     final_loss: float | None
     residual: float | None
     metrics: dict[str, float | None]
     target: float | None
     target_rounds: float | None
-    target_bytes: float | None
+    target_upload_bytes: float | None
+    target_download_bytes: float | None
+    target_total_bytes: float | None
     faults: int
 
 
@@ -52,12 +58,16 @@ def result_of(run: Run) -> Result:
         uploads=int(run.uploads.sum()),
         bits_per_param=int(run.bits.sum()),
         upload_bytes=int(run.upload_bytes.sum()),
+        download_bytes=_whole(run.download_bytes.sum()),
+        total_bytes=_whole(run.total_bytes.sum()),
         final_loss=_last(run, "loss"),
         residual=_last(run, "residual"),
         metrics={name: _last(run, name) for name in run.metrics},
         target=_number(run.config.get("target")),
         target_rounds=_number(target.get("reached_round")),
-        target_bytes=_number(target.get("upload_bytes")),
+        target_upload_bytes=_number(target.get("upload_bytes")),
+        target_download_bytes=_number(target.get("download_bytes")),
+        target_total_bytes=_number(target.get("total_bytes")),
         faults=len(run.faults),
     )
 
@@ -67,6 +77,10 @@ def _last(run: Run, metric: str) -> float | None:
         return None
     values = run_points(run, "rounds", metric).y
     return float(values[-1]) if len(values) else None
+
+
+def _whole(total: float) -> int | None:
+    return None if math.isnan(total) else int(total)
 
 
 def _number(value: object) -> float | None:
@@ -89,13 +103,16 @@ def summary_csv(runs: Sequence[Run]) -> str:
     return _csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
 
 
+_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+
+
 def curves_csv(runs: Sequence[Run]) -> str:
     """Return one row per run and round: what it had cost so far, and what it had reached.
 
     Round 0 is the start.
     """
     metrics = metric_names(runs)
-    columns = ["run", "recipe", "seed", "round", "uploads", "bytes", "loss", "residual"]
+    columns = ["run", "recipe", "seed", "round", "uploads", *_BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
     return _csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
 
@@ -113,18 +130,38 @@ def _column(name: str, taken: Iterable[str]) -> str:
 def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
     summary = run.summary or {}
     uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
-    sizes = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
+    sent = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
+    received = np.concatenate(([0.0], np.cumsum(run.download_bytes))).tolist()
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
     losses = [*_known(run.losses), summary.get("final_loss")]
     unknown = np.full(len(run.rounds), np.nan)
     found = [
         [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
     ]
-    rows = zip(rounds, uploads, sizes, losses, strict=False)
-    for index, (number, sent, size, loss) in enumerate(rows):
+    rows = zip(rounds, uploads, sent, received, losses, strict=False)
+    for index, (number, count, up, down, loss) in enumerate(rows):
         residual = None if loss is None or run.minimum is None else loss - run.minimum
         values = [column[index] for column in found]
-        yield run.name, run.recipe, run.seed, number, sent, size, loss, residual, *values
+        sizes = (up, _whole(down), _whole(up + down))
+        yield run.name, run.recipe, run.seed, number, count, *sizes, loss, residual, *values
+
+
+def clients_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run and client: what it sent and received in all rounds.
+
+    A number is missing where it is not on record.
+    """
+    columns = ["run", "recipe", "seed", "client", *_BYTES]
+    return _csv(columns, (row for run in runs for row in _client_rows(run)))
+
+
+def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
+    unknown = [None] * run.widths.shape[1]
+    up, down = run.client_upload_bytes, run.client_download_bytes
+    sent = unknown if up is None else up.tolist()
+    received = unknown if down is None else down.tolist()
+    for client, sizes in enumerate(zip(sent, received, strict=True)):
+        yield run.name, run.recipe, run.seed, client, *sizes, add_bytes(*sizes)
 
 
 def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
+from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
 from aqg.experiments.rundir import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
 from aqg.experiments.sweep import GRID
 from aqg.sim.record import DROPPED
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_DEPTH = 4
-_KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "upload_bytes", "widths"))
+_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+_KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "widths", *_BYTES))
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,14 @@ class Run:
         uploads: how many clients sent something.
         bits: the sum of their widths.
         upload_bytes: what they sent, in bytes.
+        download_bytes: what clients received, in bytes; NaN where it is not on record.
         widths: bits per parameter, rounds × clients; 0 for a skip, `DROPPED` for away.
         faults: what went wrong.
         extras: every other number that the rounds hold, by name; NaN where one is missing.
         summary: the results, or None while the run is not finished.
         minimum: ``f*`` where it is known.
+        client_upload_bytes: what each client sent in all rounds; None where it is not on record.
+        client_download_bytes: what each client received in all rounds; likewise.
 
     """
 
@@ -64,11 +69,19 @@ class Run:
     uploads: NDArray[np.int64]
     bits: NDArray[np.int64]
     upload_bytes: NDArray[np.int64]
+    download_bytes: NDArray[np.float64]
     widths: NDArray[np.int16]
     faults: tuple[Fault, ...] = ()
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     minimum: float | None = None
+    client_upload_bytes: NDArray[np.int64] | None = None
+    client_download_bytes: NDArray[np.int64] | None = None
+
+    @property
+    def total_bytes(self) -> NDArray[np.float64]:
+        """What clients sent and received, in bytes; NaN where the latter is not on record."""
+        return self.upload_bytes + self.download_bytes
 
     @property
     def recipe(self) -> str:
@@ -183,11 +196,14 @@ def read_run(path: Path, name: str) -> Run:
             uploads=_counts(rows, "uploads", spoke.sum(axis=1)),
             bits=_counts(rows, "bits_per_param", np.where(spoke, widths, 0).sum(axis=1)),
             upload_bytes=np.array([row["upload_bytes"] for row in rows], np.int64),
+            download_bytes=_numbers(row.get("download_bytes") for row in rows),
             widths=widths,
             faults=tuple(fault for row in rows for fault in _faults(row)),
             extras=_extras(rows),
             summary=summary,
             minimum=_minimum(summary),
+            client_upload_bytes=_client_bytes(rows, summary, UPLOADS, widths.shape[1]),
+            client_download_bytes=_client_bytes(rows, summary, DOWNLOADS, widths.shape[1]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -308,6 +324,26 @@ def _metrics(
     for row in (*rows, summary or {}):
         names.update(dict.fromkeys(read_metrics(row)))
     return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
+
+
+def _client_bytes(
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any] | None,
+    key: str,
+    num_clients: int,
+) -> NDArray[np.int64] | None:
+    """Return the totals that the summary holds or, of a deployment, those of its rounds."""
+    found = (summary or {}).get(key)
+    if found is None and rows and all(key in row for row in rows):
+        found = _padded([row[key] for row in rows], num_clients).sum(axis=0)
+    return np.array(found, np.int64) if found is not None and len(found) == num_clients else None
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
+    padded = np.zeros((len(rows), length), np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row[:length]
+    return padded
 
 
 def _is_known(key: str) -> bool:

@@ -8,7 +8,7 @@ function mostCommon(values) {
 
 function writeSpread(td, spread, format, group, key) {
   if (!spread) {
-    const isMissed = key === "target_bytes" && group.target !== null && group.finished;
+    const isMissed = key.startsWith("target_") && group.target !== null && group.finished;
     element("span", { class: "unit-none" }, td, isMissed ? missedText(group) : "–");
     return;
   }

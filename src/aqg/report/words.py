@@ -56,13 +56,18 @@ def facts(comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison) -> str | None:
     """Say in a sentence which recipe reached the target with the fewest bytes; None without one.
 
+    Bytes are those of both directions or, where downloads are not on record, the uploaded ones.
     Only runs with the same settings and the same target are compared: where there are several such
     sets, the sentence gives the range over all, and there is none unless one recipe wins in each.
     """
+    results = {id(run): result_of(run) for run in comparison.runs}
+    reached = [r for r in results.values() if r.target_upload_bytes is not None]
+    is_total = all(result.target_total_bytes is not None for result in reached)
+    counted = "target_total_bytes" if is_total else "target_upload_bytes"
     sets: dict[str, dict[str, float]] = {}
-    target = common(result_of(run).target for run in comparison.runs)
+    target = common(result.target for result in results.values())
     for group in comparison.groups:
-        spread = spread_of([result_of(run) for run in group.runs], "target_bytes")
+        spread = spread_of([results[id(run)] for run in group.runs], counted)
         if spread is not None:
             config = group.runs[0].config
             others = {
@@ -83,7 +88,8 @@ def headline(comparison: Comparison) -> str | None:
     spent = _range([costs[winner] for costs in sets.values()], format_size)
     saving = _range([costs[rival] / costs[winner] for costs in sets.values()], "{:.3g}".format)
     return (
-        f"{winner} came within {target:g} of the minimum after {spent} of uploads, "
+        f"{winner} came within {target:g} of the minimum after {spent} "
+        f"{'up and down' if is_total else 'of uploads'}, "
         f"{saving} times less than {rival}."
     )
 

@@ -9,7 +9,7 @@ from aqg.errors import RunError
 from aqg.experiments.rundir import write_atomically
 from aqg.report.groups import compare
 from aqg.report.page import make_page
-from aqg.report.results import curves_csv, summary_csv
+from aqg.report.results import clients_csv, curves_csv, summary_csv
 from aqg.report.runs import read_runs
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
     if outputs.csv is not None:
         contents[outputs.csv / "summary.csv"] = summary_csv(comparison.runs).encode()
         contents[outputs.csv / "curves.csv"] = curves_csv(comparison.runs).encode()
+        contents[outputs.csv / "clients.csv"] = clients_csv(comparison.runs).encode()
     for path, content in contents.items():
         write_atomically(path, content)
     return Written(tuple(contents), len(comparison.runs))

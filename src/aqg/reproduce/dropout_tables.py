@@ -47,7 +47,7 @@ def dropout_table(results: Results) -> Table:
     ]
     return Table(
         "dropouts",
-        f"Dropouts: rounds / bits per parameter / bytes to stay within {residual:g} of f*",
+        f"Dropouts: rounds / bits per parameter / bytes uploaded to stay within {residual:g} of f*",
         f"784→10, {results.about['dropout_rounds']:,} rounds, {results.about['dtype']}; medians, "
         f"and for the bits the range, over the seeds that arrive; {_runs(results)}. k of n: so "
         "many arrive, and the median residual at the end of all; ×: ended above its first loss.",

@@ -39,7 +39,8 @@ MNIST_SAMPLES = 60_000
 RESIDUALS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 CONVERGED = 1e-6
 CURVE_POINTS = 48
-_COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes")
+_COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download_bytes")
+"""Columns of results; older ones have no downloads."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,8 @@ def read_results(directory: Path) -> Results:
         outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
         points: dict[str, list[tuple[Cost, float]]] = {}
         for row in _rows(directory / CURVES):
-            cost = Cost(*(int(row[column]) for column in _COST_FIELDS))
+            cost = _read_cost(row)
+            assert cost is not None
             points.setdefault(row["name"], []).append((cost, float(row["loss"])))
         elsewhere = {
             path.stem: tuple(_unflat(row) for row in _rows(path))
@@ -350,14 +352,24 @@ def _flat(outcome: Outcome) -> dict[str, Any]:
 def _unflat(row: Mapping[str, str]) -> Outcome:
     reached = {}
     for residual in RESIDUALS:
-        values = [row[f"{name}_to_{residual:g}"] for name in _COST_FIELDS]
-        if all(values):
-            reached[residual] = Cost(*map(int, values))
+        cost = _read_cost(row, f"_to_{residual:g}")
+        if cost is not None:
+            reached[residual] = cost
     numbers: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in _NUMBERS}
     numbers["seed"] = int(row["seed"])
     texts: dict[str, Any] = {name: row[name] for name in _PLAIN}
-    total = Cost(*(int(row[name]) for name in _COST_FIELDS))
+    total = _read_cost(row)
+    assert total is not None
     return Outcome(**texts, **numbers, total=total, reached=reached)
+
+
+def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
+    """Read a cost from columns whose names end alike; None where they are empty."""
+    texts = {name: row.get(f"{name}{suffix}") for name in _COST_FIELDS}
+    known = {name: int(text) for name, text in texts.items() if text}
+    if not texts.keys() - known.keys() <= {"download_bytes"}:
+        return None
+    return Cost(**known)
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:

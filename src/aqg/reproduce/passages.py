@@ -132,7 +132,8 @@ def expectations(results: Results) -> Passage:
                 shown = span(ratios, lambda ratio: f"{ratio:,.0f}")
                 factor = span(rounds, lambda ratio: f"{ratio:.2f}")
                 parts.append(
-                    f"{shown} times fewer bytes, {factor} of the rounds ({SPLITS[partition]})"
+                    f"{shown} times fewer bytes uploaded, {factor} of the rounds "
+                    f"({SPLITS[partition]})"
                 )
         if parts:
             lines.append(
@@ -179,7 +180,9 @@ def _bits_and_bytes(results: Results) -> list[str]:
         if bits:
             seeds = f", {out_of(len(bits), len(ours))} seeds" if len(bits) < len(ours) else ""
             shown = [span(values, lambda ratio: f"{ratio:.2f}") for values in (bits, spent)]
-            parts.append(f"{shown[0]} of LAQ's bits but {shown[1]} of its bytes ({name}{seeds})")
+            parts.append(
+                f"{shown[0]} of LAQ's bits but {shown[1]} of its uploaded bytes ({name}{seeds})"
+            )
     if not parts:
         return []
     return [

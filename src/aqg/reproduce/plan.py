@@ -197,7 +197,7 @@ def make_perturbed(
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
-    (config,) = resolve(settings)
+    (config,) = resolve({"downlink": "full", **settings})
     name = f"{section}_{config.partition.replace(':', '-')}"
     if section == "logistic":
         name += f"_{config.scaling}-{config.alpha:g}"

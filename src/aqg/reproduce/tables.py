@@ -126,7 +126,7 @@ def performance_table(results: Results) -> Table:
         "table2",
         "The paper's Table 2: the paper / ours",
         note,
-        ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "bytes", "seeds"),
+        ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "uploaded", "seeds"),
         tuple(rows),
     )
 
@@ -170,7 +170,7 @@ def residual_table(results: Results) -> Table:
                 rows.append((SPLITS[partition], f"`{recipe}`", *cells))
     return Table(
         "residuals",
-        "Table 2's network: bits per parameter / bytes to stay within a residual of f*",
+        "Table 2's network: bits per parameter / bytes uploaded to stay within a residual of f*",
         f"A dash: never; {seeds_text(results, 'softmax')}.",
         ("split", "recipe", *(f"{residual:g}" for residual in residuals)),
         tuple(rows) if len(residuals) > 1 else (),
@@ -207,7 +207,7 @@ def network_table(results: Results) -> Table:
         "MNIST, 784-200-10 network, whose loss is not convex",
         f"{results.about['network_rounds']} rounds, or until the loss passes 1e20 (diverged); "
         f"{seeds_text(results, 'network')}, one for `qgd`. Loss and accuracy are of the runs that "
-        f"did not diverge. Fewer bytes than `gd`: where every seed's loss is within "
+        f"did not diverge. Fewer bytes uploaded than by `gd`: where every seed's loss is within "
         f"{_AS_GOOD - 1:.0%} of `gd`'s.",
         (
             "split",
@@ -218,7 +218,7 @@ def network_table(results: Results) -> Table:
             "rounds",
             "uploads",
             "bits/param",
-            "bytes",
+            "uploaded",
             "fewer than `gd`",
         ),
         tuple(rows),

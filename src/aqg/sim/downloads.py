@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aqg.core.public import Public
     from aqg.core.types import FloatArray, IntArray
-    from aqg.protocol.log import Content
+    from aqg.protocol.log import Content, Delivery
 
 _FIELDS = ("positions", "log_first", "log_lengths", "snapshot")
 
@@ -81,23 +81,37 @@ class Downloads:
         snapshot = np.array([log.snapshot_round, length(log.snapshot)], np.int64)
         return LogState(self.positions.copy(), log.first, lengths, snapshot)
 
-    def deliver(self, present: IntArray, public: Callable[[], Public]) -> list[tuple[int, Content]]:
-        """Bring clients up to date; return how many receive frames of which length.
+    def deliver(
+        self, present: IntArray, public: Callable[[], Public]
+    ) -> list[tuple[IntArray, Content]]:
+        """Bring clients up to date; return which of them receive frames of which length.
 
         ``public`` returns the public model as it is, for a snapshot.
         """
         log = self.log
         now = log.round
-        frames: list[tuple[int, Content]] = []
-        positions, counts = np.unique(self.positions[present], return_counts=True)
+        frames: list[tuple[IntArray, Content]] = []
+        held = self.positions[present]
+        positions, counts = np.unique(held, return_counts=True)
+        ordered, end = present[np.argsort(held, kind="stable")], 0
         for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            end += count
+            clients = ordered[end - count : end]
             if position == now - 1 >= log.first:  # its length may still be on its way
-                frames += [(count, log_overhead(position, 1)), (count, log.entries[-1])]
+                frames += [(clients, log_overhead(position, 1)), (clients, log.entries[-1])]
                 continue
             delivery = log.deliver(position, lambda: len(encode_snapshot(public(), self.start)))
-            frames.append((count, delivery.num_bytes))
+            frames.append((clients, delivery.num_bytes))
         self.positions[present] = now
         return frames
+
+    def plan(self, present: IntArray, make_snapshot: Callable[[], Content]) -> dict[int, Delivery]:
+        """Return what brings each of these clients up to date, those that hold least first."""
+        positions = sorted({*self.positions[present].tolist()})
+        found = {held: self.log.deliver(held, make_snapshot) for held in positions}
+        plan = {client: found[int(self.positions[client])] for client in present.tolist()}
+        self.positions[present] = self.log.round
+        return plan
 
     def append(self, entry: Content) -> None:
         """Add the entry of a round, or its length."""

@@ -165,7 +165,6 @@ class FastSimulation:
         sizes: list[FrameSize] = []
         movement = self._movement()
         downloads = self._deliver(present)
-        is_moved = False
         for start in range(0, len(present), self._block_size):
             block = present
             if len(present) > self._block_size:
@@ -180,7 +179,6 @@ class FastSimulation:
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
                 sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
                 weights = self._weights[senders]
-                is_moved = True
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
                 )
@@ -189,21 +187,27 @@ class FastSimulation:
                 measured = self.backend.get(block_losses)
                 losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
-        self._step(is_moved)
+        self._step()
         traffic = self.statistics.finish_round(present)
         if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
             self._foresee()
         return OpenRound(
-            number, loss, tuple(widths.tolist()), tuple(faults), sizes, downloads, traffic
+            number,
+            loss,
+            tuple(widths.tolist()),
+            tuple(faults),
+            sizes,
+            downloads,
+            traffic,
         )
 
-    def _deliver(self, present: IntArray) -> Sequence[tuple[int, Content]]:
-        """Return how many clients receive frames of which length before they train."""
+    def _deliver(self, present: IntArray) -> Sequence[tuple[IntArray, Content]]:
+        """Return which clients receive frames of which length before they train."""
         if self._downloads is None:
-            return [(len(present), full_download_bytes(self.problem.initial_params))]
+            return [(present, full_download_bytes(self.problem.initial_params))]
         return self._downloads.deliver(present, self._public)
 
-    def _step(self, is_moved: bool) -> None:
+    def _step(self) -> None:
         """Publish the sums, add an entry to the log, take the step."""
         before, num_clients = self._model, self.problem.num_clients
         self._model, published = publish(
@@ -213,10 +217,9 @@ class FastSimulation:
             before,
             num_clients,
             self._senders,
-            is_moved,
         )
         if self._downloads is not None:
-            self._write_entry(before, published, is_moved)
+            self._write_entry(before, published)
         self._model = step(
             self.backend,
             self.recipe,
@@ -228,7 +231,7 @@ class FastSimulation:
             self.training.optimizer,
         )
 
-    def _write_entry(self, before: Model, published: Published, is_moved: bool) -> None:
+    def _write_entry(self, before: Model, published: Published) -> None:
         """Size the round's entry, in the background where frames are, and note it."""
         assert self._downloads is not None
         public = self._model.downlink
@@ -237,7 +240,7 @@ class FastSimulation:
         known = None
         if isinstance(self._downlink, Exact):
             if published.total is not None:
-                total = np.array(get(published.total)) if is_moved else public.total
+                total = np.array(get(published.total)) if before.is_moved else public.total
                 published = published._replace(total=total)
                 public = public._replace(total=total)
             if published.passing is not None:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import map_messages
 from aqg.protocol.log import Content, length
-from aqg.sim.record import RoundRecord
+from aqg.sim.record import DROPPED, RoundRecord
 from aqg.sim.statistics import StatisticsTraffic
 from aqg.wire import Known, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from aqg.core.links import Link
     from aqg.core.space import Space
     from aqg.core.types import IntArray
 
-FrameSize = int | Future[int]
-"""Bytes, or a promise of them."""
 SKIP_BYTES = encoded_size(Skip())
+
+
+class ClientFrame(NamedTuple):
+    """The length of one client's frame in bytes, or a promise of it."""
+
+    client: int
+    size: int | Future[int]
+
+
+FrameSize = int | ClientFrame
+"""The length of a frame, or of all that say that a client skips."""
 
 
 def frame_sizes(
@@ -31,7 +42,7 @@ def frame_sizes(
     uploads: Sequence[AnyUpload],
     pool: ThreadPoolExecutor | None,
 ) -> Sequence[FrameSize]:
-    """Return the length of each client's frame, before the uploads have moved the link.
+    """Size each client's frame, before the uploads have moved the link.
 
     With a ``pool`` they are sized in the background.
     """
@@ -42,40 +53,61 @@ def frame_sizes(
         contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
     if pool is not None:
         pairs = zip(uploads, contexts, strict=True)
-        return [pool.submit(encoded_size, upload, known=context) for upload, context in pairs]
+        sizes = [pool.submit(encoded_size, upload, known=context) for upload, context in pairs]
+        return list(map(ClientFrame, clients.tolist(), sizes))
 
     def size(index: int) -> int:
         return encoded_size(uploads[index], known=contexts[index])
 
-    return map_messages(size, range(len(uploads)), sum(map(len, uploads)))
+    lengths = map_messages(size, range(len(uploads)), sum(map(len, uploads)))
+    return list(map(ClientFrame, clients.tolist(), lengths))
 
 
 class OpenRound(NamedTuple):
-    """A round that is over but for the sizes of some frames."""
+    """A round that is over but for the sizes of some frames.
+
+    Attributes:
+        number: of the round.
+        loss: as in `RoundRecord`, and so are ``widths`` and ``faults``.
+        widths: see there.
+        faults: see there, but for those of statistics.
+        frame_sizes: of all frames that clients sent, those of statistics excepted.
+        downloads: frames, or their lengths, and the clients that received each; statistics
+            excepted.
+        statistics: what these cost.
+
+    """
 
     number: int
     loss: float | None
     widths: tuple[int, ...]
     faults: tuple[tuple[int, str], ...]
     frame_sizes: list[FrameSize]
-    downloads: Sequence[tuple[int, Content]]
+    downloads: Sequence[tuple[IntArray, Content]]
     statistics: StatisticsTraffic = StatisticsTraffic()
 
     def close(self) -> RoundRecord:
         """Wait for the sizes."""
-        upload_bytes = self.statistics.upload_bytes
-        for size in self.frame_sizes:
-            upload_bytes += size if isinstance(size, int) else size.result()
-        download_bytes = self.statistics.download_bytes
-        for count, frame in self.downloads:
-            download_bytes += count * length(frame)
-        faults = (*self.faults, *self.statistics.faults)
+        sent = [0 if width == DROPPED else SKIP_BYTES for width in self.widths]
+        for frame in self.frame_sizes:
+            if isinstance(frame, ClientFrame):
+                sent[frame.client] = length(frame.size)
+        statistics = self.statistics
+        for client, size in statistics.client_uploads:
+            sent[client] += size
+        here = np.array(self.widths) != DROPPED
+        received = np.where(here, statistics.client_download_bytes, 0)
+        for clients, content in self.downloads:
+            received[clients] += length(content)
         return RoundRecord(
             self.number,
             self.loss,
             self.widths,
-            upload_bytes,
-            faults,
-            *self.statistics[:2],
-            download_bytes,
+            sum(sent),
+            (*self.faults, *statistics.faults),
+            statistics.upload_bytes,
+            statistics.download_bytes,
+            int(received.sum()),
+            tuple(sent),
+            tuple(received.tolist()),
         )

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
+    from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.objectives.base import Objective
+    from aqg.protocol.log import Delivery
     from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem, Samples
 
@@ -155,14 +156,16 @@ class Server:
             model.downlink.rates,
         )
 
-    def parcel(self, client: int, held: int) -> Parcel:
-        """Return what brings a client up to date that holds round ``held``."""
+    def deliveries(self, clients: IntArray) -> dict[int, Delivery]:
+        """Decide what brings each of these clients up to date; nothing where models are sent."""
+        if self.downloads is None:
+            return {}
+        return self.downloads.plan(clients, lambda: encode_snapshot(self.public, self.start))
+
+    def parcel(self, delivery: Delivery, held: int) -> Parcel:
+        """Return the frames of a delivery, for a client that really holds round ``held``."""
         assert self.downloads is not None
-        log, positions = self.downloads.log, self.downloads.positions
-        delivery = log.deliver(
-            int(positions[client]), lambda: encode_snapshot(self.public, self.start)
-        )
-        positions[client] = log.round
+        log = self.downloads.log
         snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else None
         first = delivery.first if snapshot is not None else max(held, delivery.first)
         return Parcel(snapshot, log.frame(first), delivery.num_bytes)
@@ -247,17 +250,18 @@ class ReferenceSimulation:
         away = dropped | self.training.unsampled(broadcast.round, num_clients, self.seed)
         widths = []
         faults = []
-        upload_bytes = download_bytes = 0
+        sent, received = [0] * num_clients, [0] * num_clients
+        deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:
                 widths.append(DROPPED)
                 continue
-            news, num_bytes = self._tell(client, broadcast)
-            download_bytes += num_bytes
+            delivery = deliveries.get(client.index)
+            news, received[client.index] = self._tell(client, broadcast, delivery)
             frame = client.step(news)
             message = self.server.receive(client.index, frame)
             widths.append(message.width)
-            upload_bytes += len(frame)
+            sent[client.index] = len(frame)
             if client.fault is not None:
                 faults.append((client.index, client.fault))
         loss = None
@@ -271,23 +275,31 @@ class ReferenceSimulation:
             )
         self.server.step()
         traffic = self.statistics.finish_round(np.flatnonzero(~away))
-        upload_bytes += traffic.upload_bytes
         faults += traffic.faults
+        for index, size in traffic.client_uploads:
+            sent[index] += size
+        for index in np.flatnonzero(~away).tolist():
+            received[index] += traffic.client_download_bytes
         return RoundRecord(
             broadcast.round,
             loss,
             tuple(widths),
-            upload_bytes,
+            sum(sent),
             tuple(faults),
             *traffic[:2],
-            download_bytes + traffic.download_bytes,
+            sum(received),
+            tuple(sent),
+            tuple(received),
         )
 
-    def _tell(self, client: Client, broadcast: Broadcast) -> tuple[Broadcast, int]:
+    def _tell(
+        self, client: Client, broadcast: Broadcast, delivery: Delivery | None
+    ) -> tuple[Broadcast, int]:
         """Return what the client knows at the start of a round, and the bytes that told it."""
-        if client.public is None:
+        if delivery is None:
             return broadcast, full_download_bytes(broadcast.parameters)
-        parcel = self.server.parcel(client.index, client.public.round)
+        assert client.public is not None
+        parcel = self.server.parcel(delivery, client.public.round)
         news = client.follow(parcel, self.problem.initial_params, self.training.optimizer)
         return news, parcel.num_bytes
 

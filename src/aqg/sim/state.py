@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("history", "passing", "statistics", "log_lengths", "public_rates")
+_VARYING = ("is_moved", "history", "passing", "statistics", "log_lengths", "public_rates")
 """Arrays that are not of one length, or are checked elsewhere."""
 
 
@@ -89,9 +89,8 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
     """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
     shapes = {name: array.shape for name, array in state.to_arrays().items()}
     for name, array in expected.to_arrays().items():
-        if name in _VARYING:
-            continue
-        if shapes.pop(name, None) != array.shape:
+        found = shapes.pop(name, None)
+        if found != array.shape and (found is None or name not in _VARYING):
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )

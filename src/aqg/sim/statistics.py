@@ -29,11 +29,22 @@ if TYPE_CHECKING:
 
 
 class StatisticsTraffic(NamedTuple):
-    """What the statistics of a round cost, and what was wrong with them."""
+    """What the statistics of a round cost, and what was wrong with them.
+
+    Attributes:
+        upload_bytes: length of the frames of all clients.
+        download_bytes: length of the frames to them.
+        faults: as ``(client, text)``.
+        client_uploads: of ``upload_bytes``, those of each client that sent some.
+        client_download_bytes: of ``download_bytes``, those to each client that took part.
+
+    """
 
     upload_bytes: int = 0
     download_bytes: int = 0
     faults: tuple[tuple[int, str], ...] = ()
+    client_uploads: tuple[tuple[int, int], ...] = ()
+    client_download_bytes: int = 0
 
 
 _NO_TRAFFIC = StatisticsTraffic()
@@ -149,16 +160,17 @@ class Averaged:
 
     def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:
         """Average the frames in the order of clients."""
-        down = len(self._shared.broadcast()) * len(present)
+        down = len(self._shared.broadcast())
         messages = [
             (float(weights[client]), self._shared.read(frame))
             for client, frame in sorted(self._frames.items())
         ]
-        up = sum(len(frame) for frame in self._frames.values())
+        up = tuple((client, len(frame)) for client, frame in sorted(self._frames.items()))
         faults = tuple(sorted(self._faults.items()))
         self._shared = self._shared.step(messages)
         self._frames, self._faults = {}, {}
-        return StatisticsTraffic(up, down, faults)
+        sent = sum(size for _, size in up)
+        return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
     def to_array(self) -> Float64Array:
         """Return values and counts in one row, and which of them travel in another."""

@@ -4,11 +4,13 @@ An entry moves the public model (`aqg.core.public`) from one round to the next::
 
     flags       1 byte: 1 lasting part, 2 passing part, 4 movement, 8 rates, 16 no step in this
                 round, 32 movement in double precision
-    movement    4 or 8 bytes, if flagged
+    movement    if flagged: a bfloat16 number, or 8 bytes
     rates       3 numbers of 8 bytes, if flagged: step size, factors of both sums
-    parts       lasting, then passing, if flagged: the number of bytes, a varint, and either a
-                frame of levels (`aqg.wire.frame`), written with the public sum as context, or, its
-                first byte being zero, an exact change (`aqg.wire.vectors`)
+    parts       lasting, then passing, if flagged: the number of bytes, a varint, and then either
+                an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized one: lasting
+                as a frame (`aqg.wire.frame`) that is written with the public sum as context,
+                passing as the first four bytes of such a frame, the version left out, and its
+                payload
 
 Where nothing was published, an entry is one byte. A client that holds round ``k`` receives all
 entries since, in one frame::
@@ -31,7 +33,17 @@ import numpy as np
 from aqg.core.messages import Upload
 from aqg.core.public import Change, Entry, Public, Rates, advance
 from aqg.errors import MessageError, WireError
-from aqg.wire.frame import Known, decode, encode, encoded_size
+from aqg.wire.frame import (
+    UPLOAD_HEAD_BYTES,
+    Known,
+    decode,
+    decode_bare,
+    encode,
+    encode_levels,
+    encoded_size,
+    levels_size,
+    upload_head,
+)
 from aqg.wire.varint import read_varint, varint_size, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector, vector_size
 
@@ -54,9 +66,9 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
     """Write one entry; ``known`` is the published sum before it, where there is one."""
     flags, head = _head(entry)
     parts = [bytes([flags]), head]
-    for part, context in ((entry.lasting, known), (entry.passing, None)):
+    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
         if part is not None:
-            payload = _encode_part(part, context, threads)
+            payload = _encode_part(part, is_lasting, known, threads)
             parts += [write_varint(len(payload)), payload]
     return b"".join(parts)
 
@@ -64,13 +76,16 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
 def entry_size(entry: Entry, known: Known | None) -> int:
     """Return ``len(encode_entry(entry, known))`` without building the bytes."""
     size = 1 + len(_head(entry)[1])
-    for part, context in ((entry.lasting, known), (entry.passing, None)):
-        if part is not None:
-            if isinstance(part, Upload):
-                payload = encoded_size(part, known=context)
-            else:
-                payload = 1 + vector_size(part.new, part.old)
-            size += varint_size(payload) + payload
+    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
+        if part is None:
+            continue
+        if not isinstance(part, Upload):
+            payload = 1 + vector_size(part.new, part.old)
+        elif is_lasting:
+            payload = encoded_size(part, known=known)
+        else:
+            payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
+        size += varint_size(payload) + payload
     return size
 
 
@@ -151,7 +166,7 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
     if flags & MOVEMENT:
-        position += 8 if flags & DOUBLE else 4
+        position += 8 if flags & DOUBLE else 2
     if flags & RATES:
         position += 3 * 8
     for part in (LASTING, PASSING):
@@ -186,17 +201,27 @@ def _head(entry: Entry) -> tuple[int, bytes]:
     flags |= 0 if entry.is_step else HOLD
     if entry.movement is not None:
         flags |= MOVEMENT | (0 if entry.is_short else DOUBLE)
-        head += struct.pack("<f" if entry.is_short else "<d", entry.movement)
+        if entry.is_short:
+            head += struct.pack("<f", entry.movement)[2:]
+        else:
+            head += struct.pack("<d", entry.movement)
     if entry.rates is not None:
         flags |= RATES
         head += struct.pack("<3d", *entry.rates)
     return flags, head
 
 
-def _encode_part(part: Change | Upload, known: Known | None, threads: int | None) -> bytes:
-    if isinstance(part, Upload):
+def _encode_part(
+    part: Change | Upload, is_lasting: bool, known: Known | None, threads: int | None
+) -> bytes:
+    if not isinstance(part, Upload):
+        return _EXACT_PART + encode_vector(part.new, part.old, threads)
+    if is_lasting:
         return encode(part, known=known, threads=threads)
-    return _EXACT_PART + encode_vector(part.new, part.old, threads)
+    part.validate()
+    mode, payload = encode_levels(part, None, threads)
+    head = upload_head(mode, part)
+    return bytes([mode]) + head[1:] + payload
 
 
 def _decode_entry(
@@ -209,8 +234,11 @@ def _decode_entry(
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
     movement, rates = None, None
     if flags & MOVEMENT:
-        kind = "<d" if flags & DOUBLE else "<f"
-        (movement,), position = _unpack(kind, frame, position)
+        if flags & DOUBLE:
+            (movement,), position = _unpack("<d", frame, position)
+        else:
+            (bits,), position = _unpack("<H", frame, position)
+            (movement,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
         if not movement >= 0 and not math.isnan(movement):
             raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
     if flags & RATES:
@@ -224,11 +252,11 @@ def _decode_entry(
         if not len(public.total):
             raise WireError(f"entry {number} changes a lasting sum; this model has none")
         lasting, position = _decode_part(
-            frame, position, public.total, known_sum(public), number, threads
+            frame, position, public.total, known_sum(public), True, number, threads
         )
     if flags & PASSING:
         zeros = np.zeros(len(public.parameters))
-        passing, position = _decode_part(frame, position, zeros, None, number, threads)
+        passing, position = _decode_part(frame, position, zeros, None, False, number, threads)
     is_step = not flags & HOLD
     return Entry(number, lasting, passing, movement, rates, is_step), position
 
@@ -238,6 +266,7 @@ def _decode_part(
     position: int,
     old: NDArray[np.float64],
     known: Known | None,
+    is_lasting: bool,
     number: int,
     threads: int | None,
 ) -> tuple[Change | Upload, int]:
@@ -249,6 +278,8 @@ def _decode_part(
     payload, position = frame[position : position + size], position + size
     if payload[0] == 0:
         return Change(old, decode_vector(payload[1:], old, threads)), position
+    if not is_lasting:
+        return decode_bare(payload, len(old), threads), position
     message = decode(payload.tobytes(), len(old), known=known, threads=threads)
     if not isinstance(message, Upload):
         raise WireError(f"entry {number} holds a {type(message).__name__}; it holds levels")

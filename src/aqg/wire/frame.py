@@ -115,7 +115,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
         mode, payload = encode_levels(message, hints, threads)
-        head = _upload_head(mode, message)
+        head = upload_head(mode, message)
     else:
         hints = None
         if isinstance(message, DenseUpload):
@@ -305,6 +305,19 @@ def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes
     return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
 
 
+def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
+    """Read an upload of which only the head, without a version, and the payload are there."""
+    if len(data) < UPLOAD_HEAD_BYTES:
+        raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
+    number = int(data[0])
+    if number not in (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS):
+        raise WireError(f"mode {number} does not hold levels that need no context")
+    try:
+        return _read_upload(Mode(number), data, data[UPLOAD_HEAD_BYTES:], None, length, threads)
+    except MessageError as error:
+        raise WireError(f"no valid message: {error}") from error
+
+
 def _decode_upload(
     mode: Mode,
     body: NDArray[np.uint8],
@@ -314,13 +327,24 @@ def _decode_upload(
 ) -> Upload:
     if len(body) < UPLOAD_HEAD_BYTES:
         raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
+    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
+    return _read_upload(mode, body, payload, hints, length, threads)
+
+
+def _read_upload(
+    mode: Mode,
+    body: NDArray[np.uint8],
+    payload: NDArray[np.uint8],
+    hints: NDArray[np.int8] | None,
+    length: int,
+    threads: int | None,
+) -> Upload:
     shape = int(body[1])
     if shape & 0xC0:
         raise WireError(f"the unused bits of byte 1 are {shape >> 6}; they must be zero")
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
-    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
     levels = decode_levels(mode, payload, width, grid, length, threads, hints)
     upload = Upload(levels, step, width, grid, lasting=not shape & PASSING_BIT)
     upload.validate()
@@ -376,7 +400,8 @@ def _first_byte(mode: Mode) -> int:
     return VERSION << 5 | mode
 
 
-def _upload_head(mode: Mode, upload: Upload) -> bytes:
+def upload_head(mode: Mode, upload: Upload) -> bytes:
+    """Return the first four bytes of an upload's frame."""
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
     shape |= 0 if upload.lasting else PASSING_BIT

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DESCRIPTION = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax", "l2": 0.01}
 """Settings that the app fixes, as the simulator names them."""
 
-_TAKEN = ("rounds", "alpha", "seed", "recipe")
+_TAKEN = ("rounds", "alpha", "seed", "recipe", "downlink")
 
 
 def simulator_config(run_config: Mapping[str, bool | int | float | str]) -> RunConfig:

@@ -1,0 +1,179 @@
+"""Models as logs in both simulators: the same bytes, the same models, whoever was away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aqg.core.downlink import Condensed, Exact, make_downlink
+from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
+from aqg.core.optimizers import make_optimizer
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.errors import ConfigError, RunError
+from aqg.sim.engine import FastSimulation
+from aqg.sim.local import LocalTraining
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
+
+from tests.problems import tiny_problem
+
+if TYPE_CHECKING:
+    from aqg.core.dropouts import Dropout
+
+LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
+SETTINGS: dict[str, tuple[dict[str, Any], Dropout | None]] = {
+    "all take part": ({}, None),
+    "sampled, adam": (
+        {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
+        ScriptedDropout((Absence(1, 5, 30), Absence(3, 20, 36))),
+    ),
+    "noisy, momentum": (
+        {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
+        BernoulliDropout(0.3, seed=8),
+    ),
+}
+ROUNDS = 40
+
+
+def simulations(
+    name: str, setting: str, downlink: str, dtype: str = "float64"
+) -> tuple[ReferenceSimulation, FastSimulation]:
+    problem = tiny_problem(num_clients=6, unequal=True)
+    initial = problem.initial_params.astype(dtype)
+    clients = tuple(
+        samples._replace(features=samples.features.astype(dtype)) for samples in problem.clients
+    )
+    problem = replace(problem, initial_params=initial, clients=clients)
+    options, dropout = SETTINGS[setting]
+    training = Training(downlink=make_downlink(downlink), **options)
+    step = 0.02 if "adam" in setting else 0.1
+    arguments = (problem, make_recipe(name, max_staleness=15), step, dropout, 4)
+    block_bytes = 2 * initial.nbytes
+    return (
+        ReferenceSimulation(*arguments, training=training),
+        FastSimulation(*arguments, block_bytes=block_bytes, training=training),
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, setting: str) -> None:
+    reference, fast = simulations(name, setting, downlink)
+    for _ in range(ROUNDS):
+        assert fast.run_round() == reference.run_round()
+    expected = reference.state().to_arrays()
+    for key, value in fast.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact_entries_make_the_model_of_full_downloads(
+    name: str, setting: str, dtype: str
+) -> None:
+    _, full = simulations(name, setting, "full", dtype)
+    _, exact = simulations(name, setting, "exact", dtype)
+    for _ in range(ROUNDS):
+        one, other = full.run_round(), exact.run_round()
+        assert other._replace(download_bytes=0) == one._replace(download_bytes=0)
+    assert exact.parameters.tobytes() == full.parameters.tobytes()
+
+
+def test_every_client_of_the_reference_holds_the_servers_model() -> None:
+    for downlink in ("exact", "condensed"):
+        reference, _ = simulations("auto", "noisy, momentum", downlink)
+        for _ in range(ROUNDS):
+            reference.run_round()
+            log = reference.server.downloads
+            assert log is not None
+            deliveries = reference.server.deliveries(np.arange(len(reference.clients)))
+            for client in reference.clients:
+                delivery = deliveries[client.index]
+                parcel = reference.server.parcel(delivery, client.public.round)
+                client.follow(
+                    parcel, reference.problem.initial_params, reference.training.optimizer
+                )
+                public = client.public
+                assert public.parameters.tobytes() == reference.parameters.tobytes()
+                assert public.total.tobytes() == reference.server.public.total.tobytes()
+
+
+@pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_resumed_run_counts_on(setting: str, downlink: str, engine: int) -> None:
+    whole = simulations("auto", setting, downlink)[1]
+    records = [whole.run_round() for _ in range(ROUNDS)]
+    halves = simulations("auto", setting, downlink)
+    first = halves[1 - engine]
+    for expected in records[:17]:
+        assert first.run_round() == expected
+    arrays = first.state().to_arrays()
+    second = halves[engine]
+    second.restore(SimulationState.from_arrays(arrays))
+    for expected in records[17:]:
+        assert second.run_round() == expected
+
+
+def test_a_state_without_a_log_does_not_fit() -> None:
+    _, full = simulations("lean", "all take part", "full")
+    _, exact = simulations("lean", "all take part", "exact")
+    with pytest.raises(RunError, match="does not fit"):
+        exact.restore(full.state())
+    with pytest.raises(RunError, match="does not fit"):
+        full.restore(exact.state())
+
+
+def test_a_client_that_was_away_for_long_takes_a_snapshot() -> None:
+    problem = tiny_problem(num_clients=4)
+    away = ScriptedDropout((Absence(2, 2, 150),))
+    training = Training(downlink=Condensed(), local=LOCAL)
+    arguments = (problem, make_recipe("qsgd"), 0.1, away, 4)
+    simulation = ReferenceSimulation(*arguments, training=training)
+    for _ in range(150):
+        simulation.run_round(evaluate=False)
+    log = simulation.server.downloads.log
+    missed = log.bytes_since(2)
+    record = simulation.run_round()
+    others = 3 * (log.deliver(150, lambda: b"").num_bytes)
+    assert simulation.clients[2].public.round == 151
+    assert record.download_bytes - others < missed
+    fast = FastSimulation(*arguments, training=training)
+    records = [fast.run_round(evaluate=False) for _ in range(151)]
+    assert records[-1].download_bytes == record.download_bytes
+
+
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
+@pytest.mark.parametrize("name", ["lean", "auto", "qsgd"])
+def test_torch_publishes_the_same(name: str, downlink: str) -> None:
+    pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=6, unequal=True)
+    training = Training(downlink=make_downlink(downlink), local=LOCAL)
+    arguments = (problem, make_recipe(name), 0.05, BernoulliDropout(0.3, seed=1), 4)
+    cpu = FastSimulation(*arguments, training=training)
+    other = FastSimulation(*arguments, device="torch:cpu", training=training)
+    for _ in range(30):
+        expected, found = cpu.run_round(), other.run_round()
+        assert found.widths == expected.widths
+        assert abs(found.download_bytes - expected.download_bytes) <= 0.02 * found.download_bytes
+    assert other.parameters == pytest.approx(cpu.parameters, rel=1e-6, abs=1e-6)
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown downlink 'half'"):
+        make_downlink("half")
+    with pytest.raises(ConfigError, match="has no option 'c'"):
+        make_downlink("condensed:c=1")
+    with pytest.raises(ConfigError, match="tolerance is -1"):
+        make_downlink("condensed:tolerance=-1")
+    with pytest.raises(ConfigError, match="ratio is 0"):
+        make_downlink("condensed:ratio=0")
+    with pytest.raises(ConfigError, match="bits is 9"):
+        make_downlink("condensed:bits=9")
+    assert make_downlink("exact") == Exact()
