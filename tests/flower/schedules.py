@@ -73,9 +73,10 @@ class Rates:
     rot: float = 0.03
     twin: float = 0.04
     log_rot: float = 0.02
+    reweigh: float = 0.04
 
 
-CALM = Rates(*([0.0] * 17))
+CALM = Rates(*([0.0] * 18))
 
 
 class Disk(NamedTuple):
@@ -129,7 +130,7 @@ class World:
         self.book_type, self.publisher_type = book_type, publisher_type
         self.start = start
         log = None if first.publisher is None else first.publisher.state()
-        self.book = self.make_book(weights, first.state, first.entries, log)
+        self.book = self.make_book(first.state, first.entries, weights, log)
         self.first_checkpoint = self.checkpoint()
         self.checkpoints = [self.first_checkpoint]
         self.incarnation = 1
@@ -187,6 +188,9 @@ class World:
 
     def round(self) -> None:
         self.pending, self.arrived, self.repeats = {}, {}, Counter()
+        if self.happens(self.rates.reweigh):
+            self.book.reweigh(0.5 + self.rng.random(len(self.disks)))
+            self.seen["reweighed"] += 1
         state = self.book.state
         for client in range(len(self.disks)):
             if self.happens(self.rates.leave):
@@ -228,15 +232,15 @@ class World:
             del self.checkpoints[int(self.rng.integers(-3, 0)) :]
             self.seen["old checkpoint"] += 1
         self.checkpoints = self.checkpoints or [self.first_checkpoint]
-        self.book = self.make_book(self.book.weights, *self.checkpoints[-1])
+        self.book = self.make_book(*self.checkpoints[-1])
 
-    def make_book(self, weights: Any, state: Any, entries: Any, log: Any) -> MirrorBook:
+    def make_book(self, state: Any, entries: Any, weights: Any, log: Any) -> MirrorBook:
         publisher = None if log is None else self.publisher_type(self.start, log)
         return self.book_type(self.recipe, state, entries, weights, self.downlink, publisher)
 
-    def checkpoint(self) -> tuple[Any, Any, Any]:
-        publisher = self.book.publisher
-        return self.book.state, self.book.entries, publisher and publisher.state()
+    def checkpoint(self) -> tuple[Any, Any, Any, Any]:
+        book, publisher = self.book, self.book.publisher
+        return book.state, book.entries, book.weights, publisher and publisher.state()
 
     def give_order(self, client: int) -> None:
         stamp, state = self.book.entries[client].stamp, self.book.state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -385,3 +386,25 @@ def test_the_log_comes_back_from_arrays() -> None:
     arrays["log_digests"] = arrays["log_digests"][:16]
     with pytest.raises(RunError, match="digests for 3 entries"):
         LogState.from_arrays(arrays)
+
+
+@pytest.mark.parametrize(("recipe", "most_bytes"), [("auto", 5_000), ("lean", 5.1 * 50_000)])
+def test_the_server_holds_no_more_of_a_client_than_it_needs(recipe: str, most_bytes: float) -> None:
+    num_params, num_clients = 50_000, 40
+    chosen = make_recipe(recipe)
+    start = np.zeros(num_params, np.float32)
+    book = MirrorBook.first(chosen, start, np.ones(num_clients), make_optimizer("sgd"), Condensed())
+    before = 0
+    tracemalloc.start()
+    try:
+        for client in range(num_clients):
+            if client == 10:
+                before = tracemalloc.get_traced_memory()[0]
+            noise = np.random.default_rng(client).standard_normal(num_params).astype(np.float32)
+            message = quantized(chosen, noise)
+            book.state = hear(chosen, book.state, client, message)
+            del noise, message
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown / (num_clients - 10) <= most_bytes

@@ -71,7 +71,7 @@ def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) ->
     kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
     kinds += " away damaged rotten twin snapshot entries"
     more = ["rolled back", "server crash", "old checkpoint", "no step", "lost model"]
-    more += ["rotten log"]
+    more += ["rotten log", "reweighed"]
     assert all(seen[kind] for kind in [*kinds.split(), *more]), seen
 
 
@@ -189,8 +189,8 @@ def test_schedules_find_a_server_that_forgets_rounds_without_a_step() -> None:
 def test_schedules_find_a_checkpoint_without_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     make_book = World.make_book
 
-    def keeping_the_log(self: World, weights: Any, state: Any, entries: Any, log: Any) -> Any:
-        book = make_book(self, weights, state, entries, log)
+    def keeping_the_log(self: World, state: Any, entries: Any, weights: Any, log: Any) -> Any:
+        book = make_book(self, state, entries, weights, log)
         if hasattr(self, "book"):
             book.publisher = self.book.publisher
         return book
