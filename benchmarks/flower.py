@@ -361,7 +361,7 @@ def measure_memory(options: argparse.Namespace) -> None:
     """Take in one upload from each of many clients, and see what the process grows by."""
     recipe, num_params = make_recipe(options.recipe), options.parameters
     num_clients = options.clients
-    downlink = resolve_downlink(options.downlink, recipe, num_clients)
+    downlink = resolve_downlink(options.downlink, recipe)
     start = np.zeros(num_params, np.float32)
     book = MirrorBook.first(recipe, start, np.ones(num_clients), SGD(), downlink)
     common = {

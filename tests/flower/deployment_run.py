@@ -145,7 +145,7 @@ class WatchedRun:
     def _saved(self, client: int) -> tuple[Checkpoint, ClientStore]:
         """Return what the server and a client have saved."""
         recipe = make_recipe(str(self.config.get("recipe", "lean")))
-        checkpoint = load_checkpoint(self.directory, recipe, resolve_downlink("auto", recipe, 3))
+        checkpoint = load_checkpoint(self.directory, recipe, resolve_downlink("auto", recipe))
         assert checkpoint is not None
         (directory,) = (
             path

@@ -100,7 +100,7 @@ class Federation:
     def agree(self) -> bool:
         """Whether every client's mirror and model on disk have the stamps of the server's."""
         recipe = make_recipe(self.config["recipe"])
-        downlink = resolve_downlink(self.config["downlink"], recipe, 3)
+        downlink = resolve_downlink(self.config["downlink"], recipe)
         saved = load_checkpoint(self.path / "run", recipe, downlink)
         assert saved is not None
         book = saved.book

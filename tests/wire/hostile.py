@@ -17,7 +17,7 @@ from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.errors import WireError
 from aqg.wire import Known, decode, encode
-from aqg.wire.frame import Mode
+from aqg.wire.frame import MIDTREAD_BIT, Mode
 from aqg.wire.hints import make_hints
 from aqg.wire.planes import (
     encode_planes,
@@ -79,6 +79,24 @@ def sealed(body: bytes, length: int) -> bytes:
         hints = make_hints(known_for(length).reference, step if step > 0 else 0.0)
         checksum ^= zlib.crc32(hints)
     return body + struct.pack("<I", checksum)
+
+
+def starved_frames(length: int) -> list[Frame]:
+    """Return short frames of every mode that claim ``length`` values, with checksums that fit.
+
+    Their payloads end long before the values do, or are all that a vector of equal values needs.
+    """
+    frames = []
+    for mode in Mode:
+        for width in (2, 16):
+            head = bytes([0x20 | mode])
+            if mode < Mode.DENSE:
+                head += bytes([width - 1 | MIDTREAD_BIT]) + b"\0\x3f"
+            for starter in (b"", b"\x01\x02", b"\x80\x01\x06\x01\x02", b"\x3d\0\0\x01"):
+                for filler in (b"", b"\0" * 6, b"\xff" * 6):
+                    body = head + write_varint(length) + starter + filler
+                    frames.append((sealed(body, length), length))
+    return list(dict.fromkeys(frames))
 
 
 def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:

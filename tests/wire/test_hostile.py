@@ -7,17 +7,27 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from aqg.errors import WireError
-from aqg.wire import decode
+from aqg.wire import context, decode
+from aqg.wire.frame import Mode
 from aqg.wire.varint import write_varint
 
-from tests.wire.hostile import attack, good_frames, known_for, mutate, sealed
+from tests.wire.hostile import (
+    attack,
+    good_frames,
+    known_for,
+    mutate,
+    sealed,
+    starved_frames,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +90,38 @@ def test_memory_is_bounded_by_the_expected_length() -> None:
             assert used < 40 * length + 4 * len(data) + (1 << 19)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [1 << 20, 5_000_000])
+def test_a_short_frame_is_little_work_however_much_it_claims(length: int) -> None:
+    known = known_for(length)
+    frames = starved_frames(length)
+    outcomes = {"refused": 0, "accepted": 0}
+    for data, _ in frames:
+        started = time.process_time()
+        try:
+            decode(data, length, known=known, threads=1)
+            outcomes["accepted"] += 1
+        except WireError:
+            outcomes["refused"] += 1
+        # An honest frame of a gradient takes 0.02 s, and one of width 16 up to a second.
+        assert time.process_time() - started < 0.8, data.hex()
+    assert outcomes["refused"] > 50
+
+
+def test_the_context_coder_is_for_short_messages() -> None:
+    levels = np.ones(context.LONGEST, np.uint8)
+    payload = context.encode(levels, 3)
+    for count in (context.LONGEST, context.LONGEST + 1):
+        head = bytes([0x20 | Mode.CONTEXT, 0x11, 0, 0x3F]) + write_varint(count)
+        sparse = bytes([0x20 | Mode.SPARSE]) + write_varint(count) + b"\x80\x01"
+        for frame in (head + payload, sparse + write_varint(len(payload)) + payload):
+            with (
+                pytest.raises(WireError, match="1048577 levels in context")
+                if (count > context.LONGEST)
+                else contextlib.nullcontext()
+            ):
+                decode(sealed(frame, count), count)
 
 
 def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:

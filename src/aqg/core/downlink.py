@@ -95,13 +95,13 @@ class Condensed:
 
     Attributes:
         tolerance: ``c``: nothing is sent of the sum that lasts while the public copy is within
-            ``c·M²·movement`` of it, and else as few bits as bring it there.
+            ``c·M²·movement`` of it, and else as few bits as bring it within half of that.
         ratio: coordinates sent of a sum that passes, in those of an average upload to it.
         bits: the most bits per coordinate for the sum that lasts.
 
     """
 
-    tolerance: float = 0.1
+    tolerance: float = 0.2
     ratio: float = 1.0
     bits: int = 6
 
@@ -183,10 +183,12 @@ def describe_downlink(downlink: Downlink) -> str:
 AUTO = "auto"
 
 
-def resolve_downlink(spec: str, recipe: Recipe, num_clients: int) -> Downlink:
+def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
 
-    A recipe that sends 32 bits per coordinate is a baseline: its clients receive whole models.
+    Condensed entries cost less in all than exact ones from a single client up
+    (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
+    clients receive whole models.
     """
     if spec != AUTO:
         return make_downlink(spec)

@@ -158,7 +158,7 @@ class RunConfig:
             make_optimizer(self.optimizer),
             self.weighting,
             self.participation,
-            resolve_downlink(self.downlink, recipe, self.clients),
+            resolve_downlink(self.downlink, recipe),
         )
 
 

@@ -77,7 +77,8 @@ def make_client_app(
     Args:
         task_factory: makes a node's task from its context, with its own data.
         recipe: in place of the one that the server names; the server must have an equal one.
-        mods: of Flower, around every handler.
+        mods: of Flower, around every handler. Before training begins the model is taken out of the
+            message, to save memory: read it there before the handler runs, not after.
 
     Where the node's configuration has ``aqg-state-dir``, or the run-config ``client-state-dir``,
     the client's memory is kept there and survives the node's process. Otherwise Flower keeps it, as
@@ -96,13 +97,13 @@ def make_client_app(
                 tasks.popitem(last=False)
         return tasks[key]
 
-    def model_of(
-        message: Message, context: Context, order: Order, agreed: Recipe, store: ClientStore
-    ) -> FloatArray:
-        """Return the model that an order is about, and put it into the store."""
+    def follow_log(
+        context: Context, order: Order, agreed: Recipe, store: ClientStore
+    ) -> FloatArray | None:
+        """Return the model that the log leads to, and store it; None where there is no log."""
         parcel = order.parcel
         if parcel is None:
-            return records.unpack_model(message.content, order.num_params, order.dtype)
+            return None
 
         def start() -> FloatArray | None:
             own = task_of(context).start
@@ -126,13 +127,15 @@ def make_client_app(
             _logger.warning("order for round %d is stale; nothing done", order.round)
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
         try:
-            params = model_of(message, context, order, agreed, store)
+            params = follow_log(context, order, agreed, store)
         except _OutOfReachError as lost:
             return Message(records.pack_reply(lost.reply(order)), reply_to=message)
-        mirror = store.load() or ClientMirror.first(chosen, order.num_params, order.dtype)
-        base = _intact_base(chosen, mirror, order)
+        base = _find_base(chosen, store, order)
         statistics = _statistics(task, order, message, context)
+        if params is None:
+            params = records.take_model(message.content, order.num_params, order.dtype)
         loss, gradient = _train(task, order, params, statistics)
+        del params  # large models: what is not needed any more makes room for the answer
         changed, trouble = statistics.finish()
         if changed and not order.layout:
             raise ConfigError(
@@ -157,10 +160,12 @@ def make_client_app(
         order = records.unpack_order(message.content)
         store = _open_store(context, order)
         try:
-            params = model_of(message, context, order, _agree(order, recipe), store)
+            params = follow_log(context, order, _agree(order, recipe), store)
         except _OutOfReachError as lost:
             return Message(records.pack_reply(lost.reply(order)), reply_to=message)
-        if order.parcel is not None:
+        if params is None:
+            params = records.unpack_model(message.content, order.num_params, order.dtype)
+        else:
             store.save()
         task = task_of(context)
         _statistics(task, order, message, context).load()
@@ -226,8 +231,14 @@ def _held(terms: Terms, store: ClientStore) -> Public | None:
     return held if held is not None and terms.fits(held) else None
 
 
+def _find_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
+    """Find the state to answer from in what is stored; no other is held in memory."""
+    mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
+    return _intact_base(recipe, mirror, order)
+
+
 def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base:
-    """Find the state to answer from, and make sure that storage has not changed it."""
+    """Choose the state to answer from, and make sure that storage has not changed it."""
     base = find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
     if base is not None and (base.restarted or base.snapshot.is_intact):
         return base

@@ -84,6 +84,13 @@ def unpack_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray
     return parameters
 
 
+def take_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray:
+    """Return what `unpack_model` does, and take the model out of the message: it may be large."""
+    parameters = unpack_model(content, num_params, dtype)
+    del content[MODEL]
+    return parameters
+
+
 def pack_order(order: Order, model: Payload | None, statistics: bytes = b"") -> RecordDict:
     """Return the content of a message to a client.
 

@@ -139,7 +139,7 @@ class Settings:
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
         """Return the downlink that is named, or the one that suits the recipe."""
-        return resolve_downlink(self.downlink, recipe, self.num_clients)
+        return resolve_downlink(self.downlink, recipe)
 
     def training(self) -> Training:
         """Return who is asked, how clients count, and the server's step."""

@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     Levels = NDArray[np.uint8] | NDArray[np.uint16]
 
 MAX_SYMBOLS = 1 << 16
+LONGEST = 1 << 20
+"""No frame has more levels than this in context coding: it is thorough, and slow."""
+
+
+def require_short(count: int) -> None:
+    """Refuse a frame that claims more levels in context coding than any encoder writes."""
+    if count > LONGEST:
+        raise WireError(f"{count} levels in context coding; {LONGEST} are the most")
 
 
 def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> bytes:
@@ -89,8 +97,9 @@ def decode(
 ) -> Levels:
     """Undo `encode`: return ``count`` levels below ``num_symbols``, or raise `WireError`.
 
-    Time and memory are bounded by ``count`` and ``len(payload)``. For given lags there is one
-    payload per message, and no other is accepted.
+    Time and memory are bounded by ``count`` and ``len(payload)``: it ends where the payload does,
+    and a byte holds at most 91,000 decisions. For given lags there is one payload per message, and
+    no other is accepted.
 
     >>> levels = np.array([1, 0, 2, 1, 1, 1], np.uint8)
     >>> decode(encode(levels, 3), count=6, num_symbols=3)

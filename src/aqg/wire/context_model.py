@@ -56,7 +56,7 @@ ACTIVITY = np.searchsorted(ACTIVITY_EDGES, np.arange(6 * NODES), side="right").a
 ODDS_LIMIT = 3071
 """Log-odds are in units of 1/256; the limit, 12, is a probability of 6e-6."""
 LEAST_PROBABILITY = 4
-"""Of 2^16: no decision costs more than 14 bits, and none less than 9e-5."""
+"""Of 2^16: no decision costs more than 14 bits, and none less than 8.8e-5."""
 UNKNOWN = 1 << 27
 """An estimate of one half that has seen nothing: 20 bits of probability, 8 bits of count."""
 FAST_LIMIT = 127
@@ -409,4 +409,6 @@ def code_symbols(
         buckets[np.uint64(k)] = node
         values[np.uint64(k)] = _clip(v, VALUE_LIMIT)
         column = column + 1 if column + 1 < near else 0
+        if decoding and coder.position > len(buffer):
+            return -1  # what comes now is read from nothing
     return _finish_coder(coder, buffer, decoding)

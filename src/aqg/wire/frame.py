@@ -199,6 +199,8 @@ def decode(
             return _decode_dense(mode, body, expected_length, threads)
         if mode >= Mode.HALF:
             return _decode_other(mode, body, expected_length, threads)
+        if mode in (Mode.CONTEXT, Mode.HINTED):
+            context.require_short(expected_length)
         hints = None
         if mode is Mode.HINTED:
             hints = _decode_hints(body, known, expected_length, difference)

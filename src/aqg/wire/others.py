@@ -8,6 +8,7 @@ from aqg.core.blockwise import BlockUpload
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.rotation import RotatedUpload
 from aqg.jit import HAVE_NUMBA
+from aqg.wire import context
 from aqg.wire.planes import BLOCKED_LENGTH
 from aqg.wire.scaled import (
     blocks_size,
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
 
 Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 HALF, SPARSE, BLOCKS, ROTATED = 10, 11, 12, 13
-CONTEXT_LENGTH = 1 << 20
-"""Longest upload for which the context coder is tried: it is thorough, and slow."""
 
 
 def tries_context(length: int) -> bool:
     """Tell whether the context coder is tried on so many symbols."""
-    return HAVE_NUMBA and length <= CONTEXT_LENGTH
+    return HAVE_NUMBA and length <= context.LONGEST
 
 
 def encode_other(upload: Other, threads: int | None) -> tuple[int, bytes]:

@@ -97,6 +97,7 @@ def decode_sparse(payload: NDArray[np.uint8], length: int, threads: int | None) 
     if coder == SECTIONS:
         (places,) = decode_planes(coded, [SIGNS], length, threads)
     else:
+        context.require_short(length)
         places = context.decode(coded, length, SIGNS.size).astype(np.uint8, copy=False)
     if length and int(places.max()) >= SIGNS.size:
         raise WireError(f"a place holds {int(places.max())}; it must be below {SIGNS.size}")

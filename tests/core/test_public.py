@@ -1,0 +1,131 @@
+"""The public model: only sums leave the server, and everyone follows to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from aqg.core.downlink import Condensed, Downlink, Exact, resolve_downlink
+from aqg.core.grids import Grid
+from aqg.core.messages import Upload
+from aqg.core.optimizers import SGD, Adam, Momentum
+from aqg.core.public import Rates, take_step
+from aqg.core.recipes import make_recipe
+from aqg.core.server import ServerState, hear, init_server, publish_round
+from aqg.core.space import NumpySpace
+from aqg.wire import Known
+from aqg.wire.entry import encode_entry
+
+LENGTH = 300
+DOWNLINKS: list[Downlink] = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
+
+
+def upload(seed: int, lasting: bool, sign: int = 1) -> Upload:
+    levels = np.random.default_rng(seed).integers(0, 3, LENGTH)
+    levels = levels if sign > 0 else 2 - levels
+    return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD, lasting=lasting)
+
+
+def publish(
+    recipe_name: str, downlink: Downlink, rounds: list[dict[int, Upload]]
+) -> tuple[list[bytes], ServerState]:
+    """Return the entries of rounds in which clients sent these uploads."""
+    recipe = make_recipe(recipe_name)
+    state = init_server(recipe, np.ones(LENGTH), 3, SGD(), downlink)
+    written = []
+    for uploads in rounds:
+        for client, message in uploads.items():
+            state = hear(recipe, state, client, message)
+        before = state.model.downlink
+        assert before is not None
+        state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
+        known = Known(before.total, before.direction) if len(before.total) else None
+        written.append(encode_entry(entry, known))
+    return written, state
+
+
+@pytest.mark.parametrize("downlink", DOWNLINKS)
+@pytest.mark.parametrize(
+    ("recipe", "lasting"), [("lean", True), ("auto", True), ("auto", False), ("qsgd", True)]
+)
+def test_equal_sums_make_equal_entries(recipe: str, lasting: bool, downlink: Downlink) -> None:
+    one, two = upload(1, lasting), upload(2, lasting)
+    three, back = upload(3, lasting), upload(3, lasting, sign=-1)
+    sent = [{0: one, 1: two}, {2: one}, {}, {0: two}, {}]
+    swapped = [{0: two, 2: one}, {1: one}, {0: three, 1: back}, {2: two}, {}]
+    if lasting and recipe != "qsgd":  # a mirror that moved there and back is where it was
+        swapped[4] = {1: three, 2: back}
+    expected, first = publish(recipe, downlink, sent)
+    found, second = publish(recipe, downlink, swapped)
+    assert found == expected
+    assert first.parameters.tobytes() == second.parameters.tobytes()
+    assert len(set(expected)) > 1
+
+
+def test_a_silent_round_is_one_byte() -> None:
+    for downlink in (Exact(), Condensed()):
+        written, _ = publish("lean", downlink, [{0: upload(1, True)}, {}, {}])
+        assert [len(entry) for entry in written[1:]] == [1, 1]
+
+
+def test_the_state_given_is_left_as_it_was() -> None:
+    recipe = make_recipe("auto")
+    for downlink in DOWNLINKS:
+        state = init_server(recipe, np.ones(LENGTH), 2, Adam(), downlink)
+        state = hear(recipe, state, 0, upload(1, True))
+        state = hear(recipe, state, 1, upload(2, False))
+        first = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
+        again = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
+        assert first[0].parameters.tobytes() == again[0].parameters.tobytes()
+        assert (
+            first[0].model.downlink.residual.tobytes() == again[0].model.downlink.residual.tobytes()
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", [SGD(), Momentum(0.7), Adam()])
+def test_torch_takes_the_same_step_to_the_bit(optimizer, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    from aqg.sim.torch_backend import TorchBackend
+
+    from tests.problems import tiny_problem
+
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    rng = np.random.default_rng(5)
+    for device in devices:
+        space = TorchBackend(tiny_problem(), device)
+        params, state = rng.normal(size=LENGTH).astype(dtype), optimizer.init(LENGTH)
+        there, there_state = space.put(params), type(state)(*map(space.put, state))
+        for _ in range(20):
+            total, passing = rng.normal(size=(2, LENGTH))
+            rates = Rates(rng.random(), 1 / (1 - rng.random()), 1 / rng.random())
+            params, state, _ = take_step(
+                NumpySpace(), params, state, total, passing, rates, optimizer
+            )
+            there, there_state, _ = take_step(
+                space, there, there_state, space.put(total), space.put(passing), rates, optimizer
+            )
+            assert space.get(there).tobytes() == params.tobytes()
+
+
+def test_the_default_suits_the_recipe() -> None:
+    assert resolve_downlink("auto", make_recipe("gd")).name == "full"
+    assert resolve_downlink("auto", make_recipe("auto")) == Condensed()
+    assert resolve_downlink("exact", make_recipe("gd")) == Exact()
+
+
+def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
+    recipe = replace(make_recipe("qsgd"))
+    downlink = Condensed(ratio=0.2)
+    state = init_server(recipe, np.zeros(LENGTH), 1, SGD(), downlink)
+    vector = upload(1, True)
+    total = np.zeros(LENGTH)
+    for _ in range(30):
+        state = hear(recipe, state, 0, vector)
+        total += vector.values(np.float64)
+        state, _ = publish_round(recipe, state, 1.0, downlink=downlink)
+    residual = state.model.downlink.residual
+    np.testing.assert_allclose(total + state.parameters, residual, atol=1e-12)
+    assert np.abs(residual).max() < np.abs(total).max()

@@ -1,0 +1,136 @@
+"""What a client holds on disk, and in memory while it answers."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from aqg import make_recipe
+from aqg.core.downlink import Condensed, Exact, Full
+from aqg.core.optimizers import SGD
+from aqg.errors import RunError
+from aqg.flower import FlowerTask, make_client_app, records
+from aqg.flower.messages import Order
+from aqg.flower.protocol import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.flower.store import ClientStore, DirectoryVault
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aqg.core.downlink import Downlink
+    from aqg.core.types import FloatArray
+
+LEAN = make_recipe("lean")
+LINK, NODE = 1, 5
+
+
+def order_of(book: MirrorBook) -> Order:
+    length = len(book.parameters)
+    return Order(
+        run="r",
+        fingerprint=fingerprint(LEAN, length, "float32", 0),
+        recipe="lean",
+        bits=4,
+        max_staleness=100,
+        seed=0,
+        num_params=length,
+        dtype="float32",
+        incarnation=1,
+        round=book.round,
+        client=0,
+        movement=0.0,
+        evaluate=False,
+        **book.entry(0).stamp._asdict(),
+    )
+
+
+def train(params: FloatArray, _: int, key: tuple[int, ...]) -> tuple[float, FloatArray]:
+    gradient = np.random.default_rng(key).standard_normal(len(params), np.float32)
+    gradient += params
+    return 0.0, gradient
+
+
+def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path: Path) -> None:
+    class Crashing(DirectoryVault):
+        def write_index(self, text: str) -> None:
+            raise RunError("the power fails")
+
+    length = 5000
+    book = MirrorBook.first(LEAN, np.zeros(length, np.float32), np.ones(1), SGD())
+    mirror = ClientMirror.first(LEAN, length, "float32")
+    for _ in range(2):  # the server misses the second upload
+        base = find_base(LEAN, mirror, order_of(book), draw=1)
+        assert base is not None
+        _, gradient = train(book.parameters, 1, (len(base.snapshot.lineage), book.round))
+        mirror, reply = answer(LEAN, base, order_of(book), gradient)
+        if book.round == 1:
+            assert book.accept(0, reply, 1).message is not None
+            book.step(0.1, 0.0, 1.0, SGD())
+    ClientStore(DirectoryVault(tmp_path), "key").save(mirror)
+    book.skip_step()
+
+    store = ClientStore(Crashing(tmp_path), "key")
+    found = store.load()
+    assert found is not None
+    base = find_base(LEAN, found, order_of(book), draw=1)
+    assert base is not None
+    assert base.rolled_back
+    del found  # the state that is not gone on from need not be held
+    later, _ = answer(LEAN, base, order_of(book), gradient)
+    with pytest.raises(RunError, match="the power fails"):
+        store.save(later)
+    kept = ClientStore(DirectoryVault(tmp_path), "key").load()
+    assert kept is not None
+    for snapshot, old in ((kept.current, mirror.current), (kept.before, mirror.before)):
+        assert snapshot is not None
+        assert old is not None
+        assert snapshot.is_intact
+        assert snapshot.stamp == old.stamp
+
+    ClientStore(DirectoryVault(tmp_path), "key").save(later)
+    assert len(list(tmp_path.glob("vector-*.npz"))) == 4, "two mirrors, two directions"
+
+
+@pytest.mark.parametrize(
+    ("downlink", "most_vectors"), [(Full(), 5.3), (Exact(), 8.3), (Condensed(), 8.3)]
+)
+def test_a_client_holds_few_vectors_of_a_large_model(
+    tmp_path: Path, downlink: Downlink, most_vectors: float
+) -> None:
+    length = 1_200_000  # beyond the context coder, which needs memory of its own
+    start = np.zeros(length, np.float32)
+    app = make_client_app(lambda _: FlowerTask(train, num_samples=1, start=lambda: start))
+    context = Context(1, NODE, {"aqg-state-dir": str(tmp_path)}, RecordDict(), {})
+    book = MirrorBook.first(LEAN, start, np.ones(1), SGD(), downlink)
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, LINK
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            order, parcel, model = order_of(book), book.parcel(0), None
+            if parcel is None:
+                model = records.pack_model(book.parameters)
+            else:
+                frames = {"log": parcel.log, "snapshot": parcel.snapshot}
+                order = replace(order, optimizer="sgd", public=parcel.digest, **frames)
+            content = records.pack_order(order, model)
+            message = Message(content, dst_node_id=NODE, message_type="train", ttl=60)
+            message.metadata.__dict__["_message_id"] = str(book.round)
+            reply = app(message, context)
+            peak = tracemalloc.get_traced_memory()[1] / (4 * length)
+        finally:
+            tracemalloc.stop()
+        taken = records.unpack_reply(reply.content, 4 * length)
+        book.note_holding(0, taken)
+        assert book.accept(0, taken, 1).message is not None
+        book.step(0.1, 0.0, 1.0, SGD())
+    # The model in the message, the mirror and its direction, the gradient, what is sent of it,
+    # its levels, and the next mirror and direction; not all at a time.
+    # With a log, the public model before and after an entry comes first, and makes room then.
+    print(downlink, peak)
+    assert peak < most_vectors

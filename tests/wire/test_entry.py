@@ -1,0 +1,259 @@
+"""Entries, logs and snapshots: golden bytes, round trips, refusals, hostile input."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from aqg.core.grids import Grid
+from aqg.core.messages import Upload
+from aqg.core.movement import Movement
+from aqg.core.optimizers import SGD, Adam, Momentum
+from aqg.core.public import Change, Entry, Public, Rates, advance, init_public
+from aqg.core.recipes import make_recipe
+from aqg.errors import MessageError, WireError
+from aqg.wire.entry import (
+    encode_entry,
+    encode_log,
+    entry_size,
+    follow_log,
+    known_sum,
+    log_overhead,
+    log_rounds,
+)
+from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.vectors import decode_vector, encode_vector, vector_size
+
+MOVEMENT = Movement((0.5, 0.5))
+RATES = Rates(0.25, 1.0, 2.0)
+LENGTH = 40
+
+
+def start(recipe: str = "auto", optimizer: SGD | Momentum | Adam | None = None) -> Public:
+    parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
+    return init_public(make_recipe(recipe), parameters, optimizer or SGD())
+
+
+def lasting(seed: int) -> Upload:
+    levels = np.random.default_rng(seed).integers(0, 7, LENGTH).astype(np.uint8)
+    return Upload(levels, 0.125, 3, Grid.MIDTREAD)
+
+
+def passing(seed: int) -> Upload:
+    levels = np.ones(LENGTH, np.uint8)
+    places = np.random.default_rng(seed).integers(0, LENGTH, 3)
+    levels[places] = [0, 2, 2]
+    return Upload(levels, 0.5, 2, Grid.MIDTREAD)
+
+
+def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
+    """Return entries of every kind, and the model that they lead to."""
+    written = []
+    for number in range(count):
+        round_number = public.round
+        new = public.total + np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
+        kinds = (
+            Entry(round_number, lasting(number), None, 3.0, RATES, is_short=True),
+            Entry(round_number),
+            Entry(round_number, None, passing(number), 0.5, is_short=True),
+            Entry(round_number, is_step=False),
+            Entry(round_number, Change(public.total, new), None, 0.1),
+            Entry(round_number, None, Change(np.zeros(LENGTH), new - 0.3), 1e-3),
+        )
+        entry = kinds[number % len(kinds)]
+        known = known_sum(public)
+        data = encode_entry(entry, known)
+        assert len(data) == entry_size(entry, known)
+        written.append(data)
+        public = advance(public, entry, MOVEMENT, SGD())
+    return written, public
+
+
+def same(one: Public, other: Public) -> bool:
+    return (
+        one.parameters.tobytes() == other.parameters.tobytes()
+        and one.total.tobytes() == other.total.tobytes()
+        and np.array_equal(one.direction, other.direction)
+        and (one.round, one.history, one.rates) == (other.round, other.history, other.rates)
+        and all(map(np.array_equal, one.optimizer, other.optimizer))
+    )
+
+
+def test_golden_bytes() -> None:
+    assert encode_entry(Entry(5), None).hex() == "00"
+    assert encode_entry(Entry(5, is_step=False), None).hex() == "10"
+    short = Entry(5, None, passing(0), 2.0, RATES, is_short=True)
+    assert encode_entry(short, None).hex() == (
+        "0e0040000000000000d03f000000000000f03f0000000000000040" + GOLDEN_PASSING
+    )
+    assert encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
+    snapshot = encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
+    assert snapshot.hex() == GOLDEN_SNAPSHOT
+
+
+GOLDEN_PASSING = "090311003f0502cc55dd"
+GOLDEN_LOG = "61ac020200104a038773"
+GOLDEN_SNAPSHOT = "710101000004000501000400050100023de300001aef6fa5"
+
+
+def test_a_log_leads_to_the_same_model() -> None:
+    written, expected = entries(start())
+    log = encode_log(1, written)
+    assert len(log) == log_overhead(1, len(written)) + sum(map(len, written))
+    assert log_rounds(log) == range(1, 13)
+    assert same(follow_log(log, start(), MOVEMENT, SGD()), expected)
+    # In parts, as a client reads it that takes part in some rounds only.
+    public = start()
+    for first, stop in ((0, 1), (1, 7), (7, 7), (7, 12)):
+        public = follow_log(encode_log(first + 1, written[first:stop]), public, MOVEMENT, SGD())
+    assert same(public, expected)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), Momentum(), Adam()])
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_a_snapshot_is_lossless(optimizer: SGD | Momentum | Adam, is_relative: bool) -> None:
+    first = start("auto", optimizer)
+    public = first
+    for number in range(5):
+        entry = Entry(public.round, lasting(number), passing(number), 1.0, RATES)
+        public = advance(public, entry, MOVEMENT, optimizer)
+    base = first.parameters if is_relative else None
+    data = encode_snapshot(public, base)
+    assert same(decode_snapshot(data, first, base), public)
+    if is_relative:
+        with pytest.raises(WireError, match="relative to a starting model"):
+            decode_snapshot(data, first, None)
+
+
+def test_what_is_out_of_order_is_named() -> None:
+    written, after = entries(start())
+    log = encode_log(1, written)
+    with pytest.raises(WireError, match="begins with round 1; the model here is at 13"):
+        follow_log(log, after, MOVEMENT, SGD())
+    with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
+        follow_log(encode_log(4, written[3:]), start(), MOVEMENT, SGD())
+    with pytest.raises(WireError, match="checksum of the log"):
+        follow_log(log[:-5] + bytes([log[-5] ^ 1]) + log[-4:], start(), MOVEMENT, SGD())
+    with pytest.raises(WireError, match="changes a lasting sum; this model has none"):
+        follow_log(log, start("qsgd"), MOVEMENT, SGD())
+    with pytest.raises(WireError, match="names no step size"):
+        follow_log(encode_log(1, [b"\0"]), start(), MOVEMENT, SGD())
+    with pytest.raises(MessageError, match="entry 3 cannot follow"):
+        advance(start(), Entry(3), MOVEMENT, SGD())
+
+
+def test_entries_of_another_run_are_refused() -> None:
+    """An entry that was coded with another sum as context does not decode to something else."""
+    rng = np.random.default_rng(0)
+    public = start()._replace(total=rng.normal(size=LENGTH), rates=RATES)
+    other = public._replace(total=rng.normal(size=LENGTH))
+    rows = rng.integers(-1, 2, 4000)
+    big = public._replace(
+        parameters=np.zeros(4000, np.float32),
+        total=rows / 8.0,
+        direction=rows.astype(np.int8),
+    )
+    levels = (3 - 2 * rows).astype(np.uint8)
+    entry = Entry(1, Upload(levels, 0.125, 3, Grid.MIDTREAD), None, 1.0)
+    log = encode_log(1, [encode_entry(entry, known_sum(big))])
+    assert follow_log(log, big, MOVEMENT, SGD()).round == 2
+    changed = big._replace(total=np.roll(big.total, 1))
+    with pytest.raises(WireError, match="another reference"):
+        follow_log(log, changed, MOVEMENT, SGD())
+    assert other.round == 1
+
+
+vectors = st.integers(1, 60).flatmap(
+    lambda n: st.tuples(
+        *[
+            arrays.arrays(
+                np.float64,
+                n,
+                elements=st.one_of(
+                    st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300]),
+                    st.floats(allow_nan=False, width=64),
+                ),
+            )
+        ]
+        * 2
+    )
+)
+
+
+@given(vectors, st.sampled_from(["float32", "float64"]))
+def test_vectors_come_back_to_the_bit(pair, dtype: str) -> None:
+    with np.errstate(over="ignore"):
+        new, old = (vector.astype(dtype) for vector in pair)
+    data = encode_vector(new, old)
+    assert len(data) == vector_size(new, old)
+    assert decode_vector(np.frombuffer(data, np.uint8), old).tobytes() == new.tobytes()
+
+
+def test_sums_of_quantized_vectors_cost_about_what_their_frames_do() -> None:
+    """Ten sparse ternary uploads: their sum takes no more than they did."""
+    from aqg.wire import encode
+
+    rng = np.random.default_rng(1)
+    total, frames = np.zeros(100_000), 0
+    for _ in range(10):
+        levels = np.ones(len(total), np.uint8)
+        levels[rng.choice(len(total), 40, replace=False)] = rng.choice([0, 2], 40)
+        upload = Upload(levels, float(1 + rng.integers(128) / 128) / 512, 2, Grid.MIDTREAD)
+        total += upload.values(np.float64)
+        frames += len(encode(upload))
+    assert vector_size(total, np.zeros_like(total)) < frames
+
+
+def sealed(body: bytes) -> bytes:
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_damaged_logs_and_snapshots_never_crash(seed: int) -> None:
+    random = Random(seed)
+    written, after = entries(start())
+    base = start().parameters
+    frames = [encode_log(1, written), encode_snapshot(after, base), encode_snapshot(after, None)]
+    accepted = 0
+    for _ in range(3000):
+        index = random.randrange(3)
+        body = bytearray(frames[index][:-4])
+        for _ in range(random.randrange(1, 4)):
+            place = random.randrange(len(body))
+            action = random.randrange(4)
+            if action == 0:
+                body[place] ^= 1 << random.randrange(8)
+            elif action == 1:
+                body[place:place] = random.randbytes(random.randrange(1, 6))
+            elif action == 2:
+                del body[place : place + random.randrange(1, 6)]
+            else:
+                body[place : place + 2] = b"\xff\xff"
+            if not body:
+                break
+        try:
+            if index == 0:
+                follow_log(sealed(bytes(body)), start(), MOVEMENT, SGD())
+            else:
+                decode_snapshot(sealed(bytes(body)), start(), base)
+        except WireError:
+            continue
+        accepted += 1
+    assert 0 < accepted < 1500
+
+
+@pytest.mark.parametrize("cut", range(0, 60, 7))
+def test_truncated_frames_are_refused(cut: int) -> None:
+    written, after = entries(start())
+    for data in (encode_log(1, written), encode_snapshot(after, None)):
+        with pytest.raises(WireError):
+            follow_log(data[:cut], start(), MOVEMENT, SGD())
+        with pytest.raises(WireError):
+            decode_snapshot(data[:cut], start(), None)
