@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.experiments.client_bytes import ClientBytes
 from aqg.experiments.config import RunConfig
 from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
 from aqg.experiments.runner import create_run, slug
@@ -53,12 +54,22 @@ def make_lines(recipe: int, seed: int, num_rounds: int, num_clients: int) -> lis
         draw.random(widths.shape) < np.broadcast_to(chance, num_rounds)[:, None], widths, 0
     )
     widths[draw.random(widths.shape) < 0.2] = DROPPED
-    sizes = np.maximum(widths, 0).sum(axis=1) * 800 + 10
+    present = widths != DROPPED
+    sent = np.where(present, np.maximum(widths, 0) * 800 + 1, 0)
+    received = np.where(present, 62_808, 0)
     accuracies = 0.9 - 0.8 * np.exp(-rounds / 100)
     every = max(1, num_rounds // 50)
     return [
         Line(
-            RoundRecord(k + 1, float(losses[k]), tuple(widths[k].tolist()), int(sizes[k])),
+            RoundRecord(
+                k + 1,
+                float(losses[k]),
+                tuple(widths[k].tolist()),
+                int(sent[k].sum()),
+                download_bytes=int(received[k].sum()),
+                client_upload_bytes=tuple(sent[k].tolist()),
+                client_download_bytes=tuple(received[k].tolist()),
+            ),
             {"accuracy": float(accuracies[k])} if k % every == 0 else {},
         )
         for k in range(num_rounds)
@@ -78,7 +89,11 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             summary = summarize(
                 recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.target
             )
-            write_atomically(directory / SUMMARY, json.dumps(summary.to_json()).encode())
+            client_bytes = ClientBytes.first(clients)
+            for line in lines:
+                client_bytes.add(line.record)
+            row = summary.to_json() | client_bytes.to_json()
+            write_atomically(directory / SUMMARY, json.dumps(row).encode())
 
 
 def open_report(path: Path, chromium: str) -> tuple[float, int]:

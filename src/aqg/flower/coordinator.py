@@ -103,7 +103,7 @@ class Coordinator:
         away = self._training.unsampled(number, settings.num_clients, settings.seed)
         asked = [client for client in self._roster.present if not away[client]]
         answers = self._ask(asked, evaluate)
-        report = self._take_in(answers, number, metrics or {})
+        report = self._take_in(answers, number, metrics or {}, len(asked))
         if report.stepped:
             sampled = self._training.num_sampled(settings.num_clients) / settings.num_clients
             book.step(settings.step_size, settings.dropout, sampled, self._training.optimizer)
@@ -208,7 +208,9 @@ class Coordinator:
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
 
-    def _take_in(self, answers: _Answers, number: int, metrics: Mapping[str, float]) -> RoundReport:
+    def _take_in(
+        self, answers: _Answers, number: int, metrics: Mapping[str, float], num_asked: int
+    ) -> RoundReport:
         """Check and apply the replies in the order of clients, whatever order they came in."""
         num_clients = self.settings.num_clients
         widths = [DROPPED] * num_clients

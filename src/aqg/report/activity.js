@@ -147,14 +147,15 @@ class ActivityChart {
   drawBytes(host, direction, title) {
     const run = this.run();
     const isLast = direction === "download";
-    const { svg, box } = this.frame(host, isLast ? 150 : 118, isLast ? MARGIN.bottom : 10, title);
     const values = run.clients[direction];
     const edges = run.activity.clients;
     if (!values || !values.length) {
-      element("text", { class: "empty", x: (box.left + box.right) / 2, y: (box.top + box.bottom) / 2 }, svg,
-        run.finished ? "not on record" : "known once the run is finished");
+      const { svg, box } = this.frame(host, 52, 0, title);
+      element("text", { class: "empty", x: (box.left + box.right) / 2, y: 38 }, svg,
+        run.finished ? "unknown" : "known once the run is finished");
       return;
     }
+    const { svg, box } = this.frame(host, isLast ? 150 : 118, isLast ? MARGIN.bottom : 10, title);
     const num = values.length;
     const scales = {
       x: makeScale(false, 0, edges[num], box.left, box.right),

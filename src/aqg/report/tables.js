@@ -8,8 +8,10 @@ function mostCommon(values) {
 
 function writeSpread(td, spread, format, group, key) {
   if (!spread) {
-    const isMissed = key.startsWith("target_") && group.target !== null && group.finished;
-    element("span", { class: "unit-none" }, td, isMissed ? missedText(group) : "–");
+    const isCost = key.startsWith("target_") && group.target !== null && group.finished;
+    const isMissed = isCost && group.reached < group.runs.length;
+    const isUnknown = isCost || key === "download_bytes" || key === "total_bytes"; // not on record
+    element("span", { class: "unit-none" }, td, isMissed ? missedText(group) : isUnknown ? "unknown" : "–");
     return;
   }
   const [median, low, high] = spread;

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray, IntArray
     from aqg.protocol.log import Content, Delivery
 
+_MOST_KEPT = 64
+"""So many entries that all clients have are kept, before they are dropped together."""
 _FIELDS = ("positions", "log_first", "log_lengths", "snapshot")
 
 
@@ -70,13 +72,23 @@ class Downloads:
 
     def load(self, state: LogState) -> None:
         """Go on from a state; of what was sent before, lengths are known."""
-        self.positions = np.array(state.positions)
+        self._positions = np.array(state.positions)
+        self._shared: int | None = None
         snapshot_round, snapshot_bytes = state.snapshot.tolist()
         self.log = ModelLog(state.first, state.lengths.tolist(), snapshot_round, snapshot_bytes)
+
+    @property
+    def positions(self) -> IntArray:
+        """The round that each client holds."""
+        if self._shared is not None:  # all the same, until someone is away
+            self._positions[:] = self._shared
+            self._shared = None
+        return self._positions
 
     def state(self) -> LogState:
         """Return all that is needed to go on."""
         log = self.log
+        log.cut(int(self.positions.min()))
         lengths = np.array([length(entry) for entry in log.entries], np.int64)
         snapshot = np.array([log.snapshot_round, length(log.snapshot)], np.int64)
         return LogState(self.positions.copy(), log.first, lengths, snapshot)
@@ -89,7 +101,10 @@ class Downloads:
         ``public`` returns the public model as it is, for a snapshot.
         """
         log = self.log
-        now = log.round
+        now, is_everyone = log.round, len(present) == len(self._positions)
+        if is_everyone and self._shared == now - 1 >= log.first:
+            self._shared = now
+            return [(present, log_overhead(now - 1, 1)), (present, log.entries[-1])]
         frames: list[tuple[IntArray, Content]] = []
         held = self.positions[present]
         positions, counts = np.unique(held, return_counts=True)
@@ -103,6 +118,7 @@ class Downloads:
             delivery = log.deliver(position, lambda: len(encode_snapshot(public(), self.start)))
             frames.append((clients, delivery.num_bytes))
         self.positions[present] = now
+        self._shared = now if is_everyone else None
         return frames
 
     def plan(self, present: IntArray, make_snapshot: Callable[[], Content]) -> dict[int, Delivery]:
@@ -116,6 +132,7 @@ class Downloads:
     def append(self, entry: Content) -> None:
         """Add the entry of a round, or its length."""
         self.log.append(entry)
-        oldest = int(self.positions.min())
-        if oldest > self.log.first:
-            self.log.cut(oldest)
+        if self._shared is None:
+            self.log.cut(int(self._positions.min()))
+        elif len(self.log.entries) > _MOST_KEPT:
+            self.log.cut(self._shared)

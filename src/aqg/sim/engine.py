@@ -236,6 +236,11 @@ class FastSimulation:
         assert self._downloads is not None
         public = self._model.downlink
         assert public is not None
+        is_silent = not before.is_moved and published.passing is None
+        is_silent = is_silent and published.lasting_message is None and not public.passed
+        if is_silent and public.rates == self._rates:  # an entry of one byte
+            self._downloads.append(1)
+            return
         get = self.backend.get
         known = None
         if isinstance(self._downlink, Exact):

@@ -95,10 +95,7 @@ class OpenRound(NamedTuple):
         statistics = self.statistics
         for client, size in statistics.client_uploads:
             sent[client] += size
-        here = np.array(self.widths) != DROPPED
-        received = np.where(here, statistics.client_download_bytes, 0)
-        for clients, content in self.downloads:
-            received[clients] += length(content)
+        received, download_bytes = self._received()
         return RoundRecord(
             self.number,
             self.loss,
@@ -107,7 +104,18 @@ class OpenRound(NamedTuple):
             (*self.faults, *statistics.faults),
             statistics.upload_bytes,
             statistics.download_bytes,
-            int(received.sum()),
+            download_bytes,
             tuple(sent),
-            tuple(received.tolist()),
+            received,
         )
+
+    def _received(self) -> tuple[tuple[int, ...], int]:
+        """Return what each client received, and all together."""
+        num_clients, each = len(self.widths), self.statistics.client_download_bytes
+        if all(len(clients) == num_clients for clients, _ in self.downloads):
+            same = each + sum(length(content) for _, content in self.downloads)
+            return (same,) * num_clients, same * num_clients
+        received = np.where(np.array(self.widths) != DROPPED, each, 0)
+        for clients, content in self.downloads:
+            received[clients] += length(content)
+        return tuple(received.tolist()), int(received.sum())
