@@ -252,7 +252,7 @@ class Coordinator:
             if reply.fault:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
-        diverged = _have_diverged(losses, len(answers.downloads))
+        diverged = _have_diverged(losses, num_asked)
         if not diverged:
             for client in _leave_out_absurd(losses):
                 node, text = self._roster.node_of(client), f"loss {answers.replies[client].loss:g}"
