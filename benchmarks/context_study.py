@@ -27,8 +27,8 @@ from aqg.core.links import direction_of
 from aqg.core.messages import Upload
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset
-from aqg.experiments.config import resolve
-from aqg.experiments.setup import make_problem
+from aqg.runs.config import resolve
+from aqg.runs.setup import make_problem
 from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import context
 from aqg.wire.bitpack import pack

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from aqg.studies.compare.problems import Workshop
 
-from aqg.compare.problems import Workshop
-from aqg.compare.tasks import TASKS
 from aqg.core.downlink import make_downlink
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.sim.engine import FastSimulation
+from aqg.studies.compare.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqg.compare.tasks import Task
+    from aqg.studies.compare.tasks import Task
 
 STEPS = {
     "local-iid": 8.0,

@@ -92,8 +92,8 @@ def measure_cuda_against_bare(workload: Workload, window: int = 100) -> dict[str
 def mnist_problem(partition: str) -> Problem | None:
     """Return full MNIST with softmax regression, ten clients; None where the data is missing."""
     from aqg.errors import AqgError
-    from aqg.experiments.config import RunConfig
-    from aqg.experiments.setup import build_problem
+    from aqg.runs.config import RunConfig
+    from aqg.runs.setup import build_problem
 
     config = RunConfig("lean", "mnist", partition, "softmax", 10, 1, 0.02, dtype="float32")
     try:

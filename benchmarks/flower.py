@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.cli.display import format_bytes
 from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
@@ -38,6 +37,7 @@ from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import Deployment, DeploymentOptions
 from aqg.flower.messages import Order
 from aqg.flower.protocol import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.runs.table import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

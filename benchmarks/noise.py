@@ -13,11 +13,11 @@ import argparse
 
 import numpy as np
 
-from aqg.compare.problems import Workshop
-from aqg.compare.tasks import TASKS, select_tasks
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
+from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
+from aqg.studies.compare.tasks import TASKS, select_tasks
 
 
 def notes_of(simulation):
@@ -34,17 +34,16 @@ def main() -> None:
     recipe = make_recipe("auto")
     assert recipe.switch is not None
     meter = recipe.switch.meter
-    workshop = Workshop()
     print(f"{'task':26}{'ν after 10 rounds':>22}{f'after {options.rounds}':>22}   noisy")
     for task in select_tasks(options.tasks):
         if not task.is_local:
             parser.error(f"{task.name} has exact gradients, which are not measured")
         simulation = FastSimulation(
-            workshop.problem(task, seed=0),
+            build_problem(task.config),
             recipe,
-            task.step_size,
+            task.config.alpha,
             BernoulliDropout(task.dropout, seed=0),
-            training=task.training,
+            training=task.config.training(),
         )
         columns = []
         for number in range(1, options.rounds + 1):

@@ -11,12 +11,14 @@ prints both, with the payload alone and with the transport.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
-from aqg.cli.display import format_bytes
-from aqg.compare.problems import Workshop
-from aqg.compare.tasks import TASKS
-from aqg.compare.trial import Outcome, Setting, Trial, run_trial
+from aqg.runs.executor import Contact
+from aqg.runs.table import format_bytes
+from aqg.runs.tasks import Train
+from aqg.studies.compare.tasks import TASKS
+from aqg.studies.compare.trial import Outcome, Setting, Trial
 
 NAMES = ("local-iid", "local-dirichlet")
 
@@ -27,14 +29,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where datasets are kept")
     parser.add_argument("--overhead", type=int, default=12_000, help="bytes; Flower's by default")
     options = parser.parse_args()
-    workshop = Workshop(options.data_dir)
     print("| task | step | recipe | rounds | payload | with the transport |")
     print("|---|---|---|---|---|---|")
     for name in NAMES:
         for multiplier in (1, 2):
             for recipe in ("auto", f"auto:overhead={options.overhead}"):
-                outcome = run(workshop, name, recipe, multiplier)
-                num_messages = outcome.rounds * workshop.problem(TASKS[name], 0).num_clients
+                outcome = run(name, recipe, multiplier, options.data_dir)
+                num_messages = outcome.rounds * TASKS[name].config.clients
                 total = outcome.upload_bytes + num_messages * options.overhead
                 rounds = outcome.rounds if outcome.ending == "reached" else f"> {outcome.rounds}"
                 print(
@@ -44,12 +45,13 @@ def main() -> None:
                 )
 
 
-def run(workshop: Workshop, name: str, recipe: str, multiplier: float) -> Outcome:
+def run(name: str, recipe: str, multiplier: float, data_dir: Path | None) -> Outcome:
     """Run a task to its end, on seed 0."""
     task = TASKS[name]
     trial = Trial(name, recipe, Setting(recipe, multiplier=multiplier), seed=0)
-    problem, minimum = workshop.problem(task, 0), workshop.minimum(task, 0)
-    return run_trial(trial, task, problem, minimum, "cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        run = Train(trial.config(task, "cpu"), None, Path(directory), data_dir, keeps_models=False)
+        return Outcome.of_run(trial, run(Contact()))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.experiments.client_bytes import ClientBytes
-from aqg.experiments.config import RunConfig
-from aqg.experiments.rundir import SUMMARY, Line, rewrite_lines, write_atomically
-from aqg.experiments.runner import create_run, slug
-from aqg.experiments.summary import summarize
 from aqg.report.write import Outputs, write_report
+from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.config import RunConfig
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines
+from aqg.runs.files import write_atomically
+from aqg.runs.loop import create_run, slug
+from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 RECIPES = ("lean", "gd", "laq", "aqg", "aqg-2", "qgd", "lag", "qsgd", "signsgd", "onebit")
@@ -87,7 +88,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             lines = make_lines(index, seed, rounds, clients)
             rewrite_lines(directory, lines)
             summary = summarize(
-                recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.target
+                recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.goal
             )
             client_bytes = ClientBytes.first(clients)
             for line in lines:

@@ -21,8 +21,8 @@ import numpy as np
 
 from aqg.core.recipes import make_recipe
 from aqg.core.sparsifiers import SparseTernary, TopK
-from aqg.experiments.config import RunConfig
-from aqg.experiments.setup import build_problem
+from aqg.runs.config import RunConfig
+from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training

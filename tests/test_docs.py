@@ -22,8 +22,8 @@ import pytest
 import typer
 
 from aqg.cli.app import app, run_app
-from aqg.experiments.config import SETTINGS, resolve
-from aqg.experiments.sweep import expand
+from aqg.runs.config import SETTINGS, resolve
+from aqg.studies.sweep import expand
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

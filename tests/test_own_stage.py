@@ -11,7 +11,7 @@ import pytest
 from aqg import make_recipe
 from aqg.cli.app import run_app
 from aqg.core.dropouts import BernoulliDropout
-from aqg.experiments import runner
+from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
 from aqg.sim.state import SimulationState
 
@@ -79,7 +79,7 @@ def test_torch(recipe):
 
 def test_command_line_and_resume(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     Path("clipped.py").write_text(code)
     arguments = ["--recipe", "clipped:factor=0.9", "--set", 'plugins=["clipped.py"]']
     assert run_app(["run", *arguments, "--rounds", "9", "--out", "whole"]) == 0

@@ -9,6 +9,7 @@ writes, which is read with ``weights_only=True``: no code in the file is run.
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -29,6 +30,7 @@ BEST = "best.safetensors"
 _FILES = {"final": FINAL, "best": BEST}
 _SUFFIX = ".safetensors"
 _NOTES = "aqg"
+_CHECKSUM = "crc32"
 
 
 @overload
@@ -77,22 +79,46 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def read_notes(path: Path) -> dict[str, Any]:
-    """Return what a model's file says of it beside its tensors; empty where it says nothing."""
+    """Return what a model's file says of it beside its tensors; empty where it says nothing.
+
+    Raises:
+        RunError: if the tensors or the notes do not fit their checksum.
+
+    """
     import safetensors
 
     try:
         with safetensors.safe_open(path, "numpy") as file:
             notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        if not isinstance(notes, dict):
+            return {}
+        checksum = notes.pop(_CHECKSUM, None)
+        if checksum is not None and checksum != _checksum(read_tensors(path), notes):
+            raise ValueError("it does not fit its checksum")
+    except (OSError, ValueError, ConfigError, safetensors.SafetensorError) as error:
         raise RunError(f"model {str(path)!r} is damaged: {error}; delete it") from None
-    return notes if isinstance(notes, dict) else {}
+    return notes
+
+
+def _checksum(tensors: Mapping[str, Any], notes: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of notes and tensors: names, shapes, types and all numbers."""
+    checksum = zlib.crc32(json.dumps(dict(notes)).encode())
+    for name, value in sorted(tensors.items()):
+        kind = str(value.dtype).removeprefix("torch.")
+        checksum = zlib.crc32(f"{name} {kind} {tuple(value.shape)}".encode(), checksum)
+        if not isinstance(value, np.ndarray):
+            import torch
+
+            value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(np.ascontiguousarray(value).tobytes(), checksum)
+    return f"{checksum:08x}"
 
 
 def to_bytes(tensors: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
     """Return a safetensors file of torch tensors or NumPy arrays, with notes on the model."""
     # One text: the library writes several in an order of its own, and equal models shall be
     # equal files.
-    texts = {_NOTES: json.dumps(dict(notes))}
+    texts = {_NOTES: json.dumps({**notes, _CHECKSUM: _checksum(tensors, notes)})}
     if any(not isinstance(value, np.ndarray) for value in tensors.values()):
         from safetensors.torch import save
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import aqg
 from aqg.cli.app import run_app
-from aqg.experiments import own
-from aqg.experiments.rundir import CHECKPOINT, ROUNDS, SUMMARY
+from aqg.runs import own
+from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY
 from aqg.weights import read_notes, to_bytes
 
 MODEL = """

@@ -15,11 +15,12 @@ import pytest
 
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.sweep import SweepOptions, sweep_command
-from aqg.cli.sweep_display import sweep_table
-from aqg.errors import AqgError
-from aqg.experiments import runner
-from aqg.experiments.setup import build_problem, find_minimum
-from aqg.experiments.sweep import create_sweep, open_sweep
+from aqg.cli.sweep_table import sweep_table
+from aqg.errors import AqgError, RunError
+from aqg.runs import loop
+from aqg.runs.files import locked
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.studies.sweep import create_sweep, open_sweep
 
 TEXT = """
 rounds = 200
@@ -28,6 +29,8 @@ dropout = 0.2
 recipe = ["lean"]
 seed = [0, 1, 2]
 """
+FILE = f'downlink = "auto"\n{TEXT}'
+"""What a new sweep keeps: today's default is named, so that it stays."""
 NAMES = [f"recipe-lean_seed-{seed}" for seed in (0, 1, 2)]
 
 
@@ -36,12 +39,12 @@ def whole(tmp_path_factory):
     """Return a directory with a grid file and what its sweep must give, run by run, in here."""
     directory = tmp_path_factory.mktemp("sweep")
     (directory / "grid.toml").write_text(TEXT)
-    create_sweep(directory / "whole", TEXT.encode())
+    create_sweep(directory / "whole", FILE.encode())
     for run in open_sweep(directory / "whole").runs:
         problem = build_problem(run.config)
         minimum = find_minimum(run.config, problem)
-        runner.create_run(directory / "whole" / run.name, run.config)
-        runner.run(run.config, problem, minimum, directory / "whole" / run.name)
+        loop.create_run(directory / "whole" / run.name, run.config)
+        loop.run(run.config, problem, minimum, directory / "whole" / run.name)
     assert sweep_command(SweepOptions(resume=directory / "whole")) == 0
     return directory
 
@@ -93,10 +96,18 @@ def test_lines_table_and_results(whole, capsys):
     ):
         assert word in shown
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
-    assert (whole / "whole" / "sweep.toml").read_text() == TEXT
+    assert (whole / "whole" / "sweep.toml").read_text() == FILE
     assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
         [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
     )
+
+
+def test_one_command_at_a_time(whole):
+    with (
+        locked(whole / "whole"),
+        pytest.raises(RunError, match="is in use by another process; wait until it has ended"),
+    ):
+        sweep_command(SweepOptions(resume=whole / "whole"))
 
 
 def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
@@ -253,7 +264,7 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
         row(2, **result(None, 100, None)),
         row(3, error="no"),
     ]
-    table = sweep_table(("recipe", "seed"), rows)
+    table = sweep_table(("recipe", "seed"), rows).to_terminal()
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns == {
         "recipe": ["lean:eta=1", "lean:eta=2", "lean:eta=3"],
@@ -272,7 +283,8 @@ def test_downloads_that_an_earlier_version_did_not_count_are_unknown():
     row = {"settings": {"recipe": "lean"}, "diverged": False, "final_loss": 1.0, "uploads": 10}
     row |= {"upload_bytes": 100, "target": {"upload_bytes": 50}}
     columns = {
-        column.header: list(column.cells) for column in sweep_table(("recipe",), [row]).columns
+        column.header: list(column.cells)
+        for column in sweep_table(("recipe",), [row]).to_terminal().columns
     }
     assert [columns[name] for name in ("up", "down", "total")] == [
         ["100 B"],

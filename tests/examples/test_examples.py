@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.experiments.code import Code
-from aqg.experiments.rundir import ROUNDS, SUMMARY
+from aqg.runs.code import Code
+from aqg.runs.directory import ROUNDS, SUMMARY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from aqg.errors import RunError
-from aqg.experiments.setup import make_simulation
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
 from aqg.flower.certificates import make_certificates, make_node_key
 from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
 from aqg.flower.meter import Meter, Traffic
+from aqg.runs.setup import make_simulation
 from aqg.sim.record import DROPPED
 
 from tests.flower.deployment_run import (

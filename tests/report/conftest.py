@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from aqg.experiments.client_bytes import ClientBytes
-from aqg.experiments.config import resolve
-from aqg.experiments.rundir import ROUNDS, SUMMARY, Line, rewrite_lines, write_atomically
-from aqg.experiments.runner import create_run
-from aqg.experiments.summary import summarize
+from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.config import resolve
+from aqg.runs.directory import ROUNDS, SUMMARY, Line, rewrite_lines
+from aqg.runs.files import write_atomically
+from aqg.runs.loop import create_run
+from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 MINIMUM = 0.25
@@ -59,7 +60,7 @@ def make_run():
         if finished:
             final = lines[-1].record.loss
             metrics = {"accuracy": 0.9, "perplexity": 1.8}
-            summary = summarize(recipe, lines, final, metrics, MINIMUM, config.target)
+            summary = summarize(recipe, lines, final, metrics, MINIMUM, config.goal)
             client_bytes = ClientBytes.first(config.clients)
             for line in lines:
                 client_bytes.add(line.record)

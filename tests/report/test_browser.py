@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from aqg.experiments.rundir import ROUNDS
 from aqg.report.write import Outputs, write_report
+from aqg.runs.directory import ROUNDS
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from aqg.core.recipes import RECIPES
-from aqg.experiments.rundir import CONFIG
 from aqg.report.groups import COLORS, assign_colors, compare
 from aqg.report.results import result_of
 from aqg.report.runs import read_runs
 from aqg.report.words import facts, format_size, headline, title
+from aqg.runs.directory import CONFIG
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.experiments.rundir import CONFIG, ROUNDS
 from aqg.report.packing import Packer
 from aqg.report.page import make_page
 from aqg.report.runs import read_run
+from aqg.runs.directory import CONFIG, ROUNDS
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from aqg.errors import RunError
-from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY
-from aqg.experiments.sweep import GRID
 from aqg.report.runs import find_runs, read_run, read_runs
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
+from aqg.studies.sweep import GRID
 
 
 def change_lines(directory, change):

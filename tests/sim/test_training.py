@@ -16,8 +16,8 @@ from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
-from aqg.experiments.config import read_settings, resolve, to_toml
-from aqg.experiments.setup import build_problem, find_minimum
+from aqg.runs.config import read_settings, resolve, to_toml
+from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED

@@ -19,7 +19,7 @@ from aqg.cli.reproduce import reproduce
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.theory import theory
 from aqg.errors import AqgError
-from aqg.experiments.runner import Interrupted
+from aqg.runs.executor import Interrupted
 
 app = typer.Typer(
     name="aqg",
@@ -330,7 +330,12 @@ def datasets() -> None:
 @app.command()
 def sweep(
     grid: Annotated[
-        Path | None, typer.Argument(metavar="GRID.toml", help="Settings, and a table [grid].")
+        Path | None,
+        typer.Argument(
+            metavar="GRID.toml|FILE.py:FUNCTION",
+            help="Settings and a table [grid], or tables [[run]]; or a function that yields the "
+            "settings of runs.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results (new or empty).")
@@ -359,8 +364,11 @@ def sweep(
         bool,
         typer.Option("--allow-code", help="Run Python files that only the grid or --resume names."),
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
+    ] = None,
 ) -> int:
-    """Run every combination of the settings listed in a grid file, across cores.
+    """Run every combination of the settings in a grid file, or a study of your own, across cores.
 
     Ctrl-C saves everything; --resume goes on and repeats nothing that is finished.
     """
@@ -369,7 +377,7 @@ def sweep(
     given = {"dataset": dataset, "model": model, "problem": problem, "init": init}
     flags = {name: value for name, value in given.items() if value is not None}
     return sweep_command(
-        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code)
+        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code, cluster)
     )
 
 

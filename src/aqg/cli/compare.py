@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aqg.compare.plan import Comparison
-    from aqg.compare.search import Tuned
-    from aqg.compare.tasks import Target, Task
-    from aqg.compare.trial import Trial
-    from aqg.errors import AqgError
-    from aqg.experiments.workers import Workers
+    from aqg.cli.study import Where
+    from aqg.runs.stopping import Target
+    from aqg.studies.compare.comparison import Comparison
+    from aqg.studies.compare.search import Tuned
+    from aqg.studies.compare.tasks import Task
 
 
 _OWN = "A task of your own"
@@ -37,8 +36,8 @@ class _Own:
 
     def tasks(self, before: tuple[Task, ...] = ()) -> tuple[Task, ...]:
         """Return the task, if there is one; a comparison's tasks ``before`` may hold it."""
-        from aqg.compare.own import make_own_task
         from aqg.errors import ConfigError
+        from aqg.studies.compare.tasks import make_own_task
 
         if self.settings:
             return (make_own_task(self.settings, self.target, self.data_dir, before),)
@@ -182,6 +181,9 @@ def compare(
             rich_help_panel=_OWN,
         ),
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
+    ] = None,
 ) -> int:
     """Compare recipes by the bytes that clients send and receive until a target is reached.
 
@@ -191,15 +193,14 @@ def compare(
     """
     from rich.console import Console
 
-    from aqg.compare.own import parse_target
-    from aqg.compare.plan import Comparison, open_comparison
-    from aqg.compare.search import parse_recipes, read_tuned
-    from aqg.compare.tasks import in_order, parse_tasks
+    from aqg.cli.study import Where, lock
     from aqg.errors import ConfigError
-    from aqg.experiments.config import parse_assignment
-    from aqg.experiments.rundir import output_directory
-    from aqg.experiments.workers import Workers, default_jobs
+    from aqg.runs.config import parse_assignment
+    from aqg.runs.directory import output_directory
     from aqg.sim.backends import check_device
+    from aqg.studies.compare.comparison import Comparison, open_comparison
+    from aqg.studies.compare.search import parse_recipes, read_tuned
+    from aqg.studies.compare.tasks import in_order, parse_target, parse_tasks
 
     console = Console(stderr=as_json)
     if saved is not None:
@@ -214,12 +215,14 @@ def compare(
     own = _Own(named, goal, data_dir, allow_code)
     check_device(device)
     settings = read_tuned(tuned)
-    workers = Workers(default_jobs() if jobs is None else jobs)
+    where = Where(jobs, cluster, data_dir)
+    where.check()
 
     def carry_out(work: _Work) -> int:
-        failures = _run(console, work, workers, settings, device, data_dir)
-        _show(console, work.comparison, work.directory, as_json)
-        return _exit_code(failures, work.directory)
+        with lock(work.directory):
+            code = _run(console, work, where, settings, device)
+            _show(console, work.comparison, work.directory, as_json)
+            return code
 
     if resume is not None:
         for name, is_given in (("--out", out), ("--search", search), ("--quick", quick)):
@@ -240,19 +243,6 @@ def compare(
         return carry_out(_Work(comparison, comparison, directory))
 
 
-def _exit_code(failures: dict[Trial, AqgError], directory: Path) -> int:
-    """Say what failed, and how to try it again."""
-    if failures:
-        trial, error = next(iter(failures.items()))
-        print(
-            f"aqg: error: {len(failures)} runs failed, the first {trial.recipe} on {trial.task}: "
-            f"{error}; try them again with: aqg compare --resume {directory}",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
-
-
 def _go_on(
     directory: Path,
     recipes: str | None,
@@ -262,9 +252,9 @@ def _go_on(
     own: _Own,
 ) -> _Work:
     """Return what to do in a directory that exists: all of its comparison, or what is named."""
-    from aqg.compare.own import check_code_and_files
-    from aqg.compare.plan import PLAN, open_comparison
-    from aqg.compare.search import parse_recipes
+    from aqg.studies.compare.comparison import PLAN, open_comparison
+    from aqg.studies.compare.search import parse_recipes
+    from aqg.studies.compare.tasks import check_code_and_files
 
     before = open_comparison(directory)
     tasks = (*(before.parse_tasks(task) if task else ()), *own.tasks(before.tasks))
@@ -277,75 +267,61 @@ def _go_on(
     return _Work(comparison, part, directory, is_new=False, again=repeated)
 
 
-def _run(
-    console: Console,
-    work: _Work,
-    workers: Workers,
-    tuned: Tuned,
-    device: str,
-    data_dir: Path | None,
-) -> dict[Trial, AqgError]:
-    """Run what is left, with a bar and the time left, or a line for each where no one looks."""
-    from aqg.cli.compare_display import Overview
-    from aqg.compare.ledger import Ledger
-    from aqg.compare.own_trial import forget_runs
-    from aqg.compare.plan import create_comparison, write_comparison
-    from aqg.compare.schedule import Schedule, prepare, run_comparison
-    from aqg.compare.work import RunTrial
-    from aqg.experiments.runner import Interrupted
+def _run(console: Console, work: _Work, where: Where, tuned: Tuned, device: str) -> int:
+    """Run what is left; return the exit code."""
+    from aqg.cli.overview import Overview
+    from aqg.cli.study import report_failures, run_study
+    from aqg.studies.compare.comparison import PLAN, create_comparison, write_comparison
+    from aqg.studies.compare.plan import ComparePlan, forget
 
     part, directory = work.part, work.directory
-    ledger = Ledger(directory)
-    ledger.repair()
     if work.again:
-        names = [task.name for task in part.tasks]
-        num_dropped = ledger.forget(work.again, names)
-        forget_runs(directory, work.again, names)
+        num_dropped = forget(directory, work.again, [task.name for task in part.tasks])
         console.print(f"Forgotten: {num_dropped} runs of {', '.join(work.again)}", highlight=False)
-    schedule = Schedule(part, ledger, tuned)
-    most = schedule.most_left()
+    plan = ComparePlan(part, directory, tuned, device)
+    num_before, most = plan.num_finished, plan.most_left()
     console.print(
         f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs, "
-        f"{len(ledger.outcomes())} finished before, {workers.jobs} at a time, in {directory}",
+        f"{num_before} finished before, {where.describe(most)}, in {directory}",
         highlight=False,
         soft_wrap=True,
     )
-    tasks = {task.name: task for task in part.tasks}
 
-    def run(trial: Trial) -> RunTrial:
-        return RunTrial(trial, tasks[trial.task], directory, device, data_dir, part.search)
+    def create() -> None:
+        if work.is_new:
+            create_comparison(directory, work.comparison)
+        else:
+            write_comparison(directory, work.comparison)
 
-    try:
-        with workers:
-            if most:
-                with console.status("Preparing kernels, data and minima (cached for next time) …"):
-                    prepare(workers, part, data_dir)
-            if work.is_new:
-                create_comparison(directory, work.comparison)
-            else:
-                write_comparison(directory, work.comparison)
-            with Overview(console, most) as overview:
-                return run_comparison(workers, schedule, run, overview.show)
-    except Interrupted:
-        raise Interrupted(_how_to_go_on(directory)) from None
+    def how_to_go_on() -> str:
+        if not (directory / PLAN).exists():
+            return "stopped before the first run; nothing was written"
+        again = f"aqg compare --resume {directory}"
+        return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
 
-
-def _how_to_go_on(directory: Path) -> str:
-    from aqg.compare.ledger import Ledger
-    from aqg.compare.plan import PLAN
-
-    if not (directory / PLAN).exists():
-        return "stopped before the first run; nothing was written"
-    num_done = len(Ledger(directory).outcomes())
-    return f"stopped with {num_done} runs finished; go on with: aqg compare --resume {directory}"
+    if most:
+        run_study(
+            console,
+            plan,
+            directory,
+            where,
+            lambda: Overview(console, plan, "compare"),
+            create,
+            how_to_go_on,
+            keeps_models=False,
+        )
+    else:
+        create()
+    total = plan.num_finished - num_before + len(plan.failures)
+    return report_failures(plan, total, f"try them again with: aqg compare --resume {directory}")
 
 
 def _show(console: Console, comparison: Comparison, directory: Path, as_json: bool) -> None:
     """Write results, tables, picture and the settings found; print the table."""
     from aqg.cli.compare_display import comparison_tables
-    from aqg.compare.results import PICTURE, write_results
-    from aqg.compare.table import counts_uploads_only, summary
-    from aqg.compare.trial import CEILING
+    from aqg.studies.compare.results import PICTURE, write_results
+    from aqg.studies.compare.table import counts_uploads_only, summary
+    from aqg.studies.compare.trial import CEILING, safe
 
     cells = write_results(comparison, directory)
     if as_json:
@@ -355,7 +331,7 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
     if not console.is_terminal:
         console.width = max(console.width, 200)  # a file has no edge to wrap at
     for table in comparison_tables(comparison, cells, console.width):
-        console.print(table)
+        console.print(table.to_terminal())
     uploads_only = counts_uploads_only(cells)
     if uploads_only:
         counted = "Bytes uploaded (uploads only: some runs have no downloads on record)"
@@ -371,5 +347,5 @@ def _show(console: Console, comparison: Comparison, directory: Path, as_json: bo
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)
     console.print(f"Results: {directory}", highlight=False, soft_wrap=True)
-    if any(task.config is not None for task in comparison.tasks):
+    if any((directory / safe(task.name)).is_dir() for task in comparison.tasks):
         console.print(f"Look at: aqg report {directory}", highlight=False, soft_wrap=True)

@@ -6,39 +6,25 @@ import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from aqg.objectives.metrics import named_metric
+from aqg.runs.table import Table, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from aqg.experiments import runner
-    from aqg.experiments.summary import Cost, Summary
     from aqg.objectives.metrics import Metric
+    from aqg.runs import loop
+    from aqg.runs.cost import Cost
+    from aqg.runs.summary import Summary
 
 
-def format_bytes(count: int | None) -> str:
-    """Write a size for humans.
-
-    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000), format_bytes(None)
-    ('812 B', '48.2 kB', '3.14 MB', 'unknown')
-    """
-    if count is None:
-        return "unknown"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
-def both_directions(progress: runner.Progress) -> str:
+def both_directions(progress: loop.Progress) -> str:
     """Write what was sent and received so far, in a few letters.
 
-    >>> from aqg.experiments.runner import Progress
+    >>> from aqg.runs.loop import Progress
     >>> both_directions(Progress(upload_bytes=812, download_bytes=48_200))
     '812 B up, 48.2 kB down'
     """
@@ -48,7 +34,7 @@ def both_directions(progress: runner.Progress) -> str:
 @contextmanager
 def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
-) -> Iterator[Callable[[str], runner.Watcher]]:
+) -> Iterator[Callable[[str], Callable[[loop.Progress], None]]]:
     """Show one bar per run; yields a function that gives the watcher of a run by name."""
     with Progress(
         TextColumn("{task.description}", style="bold"),
@@ -68,11 +54,11 @@ def progress_bars(
             for name in names
         }
 
-        def watcher(name: str) -> runner.Watcher:
+        def watcher(name: str) -> Callable[[loop.Progress], None]:
             task = tasks[name]
             bars.start_task(task)
 
-            def watch(progress: runner.Progress) -> None:
+            def watch(progress: loop.Progress) -> None:
                 bars.update(
                     task,
                     completed=progress.round,
@@ -93,7 +79,9 @@ def result_table(summaries: Sequence[Summary], width: int | None = None) -> Tabl
     ``width`` characters, bits per parameter are left out.
     """
     table = _result_table(summaries)
-    is_too_wide = width is not None and Console(width=1000).measure(table).maximum > width
+    is_too_wide = (
+        width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width
+    )
     return _result_table(summaries, with_bits=False) if is_too_wide else table
 
 
@@ -103,11 +91,10 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
     metrics = measured(summary.metrics for summary in summaries)
     names = [metric_title(metric) for metric in metrics]
     bits = ["bits/param"] if with_bits else []
-    table = _table("final loss", *names, "uploads", *bits, *_DIRECTIONS)
-    for baseline in baselines:
-        table.add_column(f"vs {baseline.recipe}", justify="right", style="green")
-    for summary in summaries:
-        table.add_row(
+    savings = [f"vs {baseline.recipe}" for baseline in baselines]
+    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *savings)
+    rows = tuple(
+        (
             summary.recipe,
             "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
             *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
@@ -116,7 +103,9 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
             *_sizes(summary),
             *(_saving(counted[summary.recipe], counted[b.recipe]) for b in baselines),
         )
-    return table
+        for summary in summaries
+    )
+    return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
 
 
 def counted_bytes(summaries: Sequence[Summary]) -> dict[str, int]:
@@ -147,7 +136,8 @@ def metric_title(metric: Metric) -> str:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    table = _table("rounds", "uploads", "bits/param", *_DIRECTIONS, "final residual")
+    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, "final residual")
+    rows = []
     for summary in summaries:
         cost = summary.target_cost
         spent: tuple[str, ...] = ("not reached", *[""] * 5)
@@ -160,8 +150,8 @@ def target_table(summaries: Sequence[Summary]) -> Table:
             )
         residual = summary.residual
         known = residual is not None and not summary.diverged
-        table.add_row(summary.recipe, *spent, f"{residual:.1e}" if known else "-")
-    return table
+        rows.append((summary.recipe, *spent, f"{residual:.1e}" if known else "-"))
+    return Table("target", "Cost to the target", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
 
 
 _DIRECTIONS = ("up", "down", "total")
@@ -171,14 +161,6 @@ DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: bo
 def _sizes(spent: Summary | Cost) -> tuple[str, str, str]:
     sizes = (spent.upload_bytes, spent.download_bytes, spent.total_bytes)
     return format_bytes(sizes[0]), format_bytes(sizes[1]), format_bytes(sizes[2])
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("recipe", style="bold", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _saving(size: int, baseline: int) -> str:

@@ -50,8 +50,8 @@ def demo(
     from rich.console import Console
 
     _require_flower()
-    from aqg.experiments.rundir import output_directory
     from aqg.flower.demo import Demo, DemoOptions
+    from aqg.runs.directory import output_directory
 
     console = Console(stderr=as_json)
     with output_directory(out, "flower") as directory:
@@ -67,7 +67,7 @@ def demo(
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     from aqg.cli.display import measured, metric_title
-    from aqg.experiments.rundir import read_metrics
+    from aqg.runs.directory import read_metrics
 
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
@@ -98,7 +98,7 @@ def _train(console: Console, running: Demo) -> None:
     """Show the rounds as they go."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from aqg.cli.display import format_bytes
+    from aqg.runs.table import format_bytes
 
     options = running.options
     security = " with TLS and node keys" if options.tls else ""
@@ -126,7 +126,7 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from aqg.cli.display import format_bytes
+    from aqg.runs.table import format_bytes
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("node", style="bold")

@@ -1,11 +1,8 @@
-"""What commands with many runs share: a display that moves, and plain tables."""
+"""What commands with many runs share: a display that moves."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, Self
-
-from rich import box
-from rich.table import Table
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,8 +43,3 @@ class LiveDisplay:
     def _say(self, text: str) -> None:
         """Print a line above the display, as it is."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def plain_table() -> Table:
-    """Return an empty table with no lines but the one below its header."""
-    return Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)

@@ -30,8 +30,8 @@ def report(
     """
     from rich.console import Console
 
-    from aqg.cli.display import format_bytes
     from aqg.report.write import Outputs, check_outputs, write_report
+    from aqg.runs.table import format_bytes
 
     outputs = Outputs(out, png, csv)
     check_outputs(outputs)

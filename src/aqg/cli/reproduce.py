@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +10,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aqg.experiments.sweep import SweepRun
-    from aqg.reproduce.cells import Table
-    from aqg.reproduce.outcomes import Results
-    from aqg.reproduce.plan import PlannedRun
-    from aqg.reproduce.rounding import PerturbedRun
+    from aqg.cli.study import Where
+    from aqg.runs.table import Table
+    from aqg.studies.paper.outcomes import Results
+    from aqg.studies.paper.plan import PlannedRun
 
 
 def reproduce(
@@ -61,6 +59,9 @@ def reproduce(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
+    ] = None,
 ) -> int:
     """Run the paper's experiments again and print its figures beside ours.
 
@@ -70,11 +71,12 @@ def reproduce(
     """
     from rich.console import Console
 
+    from aqg.cli.study import Where
     from aqg.errors import ConfigError
-    from aqg.reproduce.execute import keep_results
-    from aqg.reproduce.merge import keep_beside, missing_from
-    from aqg.reproduce.outcomes import read_results
-    from aqg.reproduce.plan import FULL, QUICK, make_perturbed, make_plan, parse_sections
+    from aqg.studies.paper.execute import keep_results
+    from aqg.studies.paper.merge import keep_beside, missing_from
+    from aqg.studies.paper.outcomes import read_results
+    from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
 
     console = Console()
     if saved is not None:
@@ -92,14 +94,13 @@ def reproduce(
     scale = QUICK if quick else FULL
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), sections)
-    perturbed = make_perturbed(scale, data_dir, sections)
     if missing is not None:
-        plan, perturbed = missing_from(missing, plan, perturbed)
-    failures = run_plan(console, plan, directory, jobs, data_dir, perturbed)
+        plan = missing_from(missing, plan)
+    code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
     results = keep_results(plan, scale, directory)
     show_results(console, results)
     console.print(f"Tables, pictures and data: {directory}", highlight=False, soft_wrap=True)
-    return 1 if failures else 0
+    return code
 
 
 def _best_device() -> str:
@@ -114,72 +115,50 @@ def run_plan(
     console: Console,
     plan: tuple[PlannedRun, ...],
     directory: Path,
-    jobs: int | None,
-    data_dir: Path | None,
-    perturbed: tuple[PerturbedRun, ...] = (),
+    where: Where,
 ) -> int:
-    """Do what is unfinished; return how many runs failed."""
-    from aqg.cli.sweep_display import Overview
-    from aqg.experiments import runner
-    from aqg.experiments.summary import add_bytes
-    from aqg.experiments.sweep import read_summary
-    from aqg.experiments.sweep_tasks import by_problem, run_all
-    from aqg.experiments.workers import Workers, default_jobs
-    from aqg.reproduce.execute import RUN_DIRECTORY, adopt_devices, find_minima, still_to_do
-    from aqg.reproduce.rounding import left_to_do, run_perturbed
+    """Do what is unfinished; return the exit code."""
+    from aqg.cli.overview import Overview
+    from aqg.cli.study import lock, report_failures, run_study
+    from aqg.runs.cost import add_bytes
+    from aqg.runs.directory import read_summary
+    from aqg.runs.plan import Batch
+    from aqg.studies.paper.execute import RUN_DIRECTORY, adopt_devices
 
     plan = adopt_devices(plan, directory)
-    left: list[SweepRun] = by_problem(still_to_do(plan, directory))
-    workers = Workers(default_jobs() if jobs is None else jobs)
-    console.print(
-        f"{len(plan)} runs, {len(plan) - len(left)} finished before, "
-        f"{workers.jobs} at a time, in {directory}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    tasks = left_to_do(perturbed, directory)
-    if perturbed:
-        console.print(
-            f"{len(perturbed)} runs on data changed in the last bit, "
-            f"{len(perturbed) - len(tasks)} finished before",
-            highlight=False,
-        )
-    if not left and not tasks:
-        return 0
-    waiting = {run.name for run in left}
     runs = directory / RUN_DIRECTORY
-    try:
-        with workers:
-            text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
-            with console.status(text):
-                minima = find_minima(workers, left, data_dir) if left else {}
-            runs.mkdir(parents=True, exist_ok=True)
-            done = [p.run for p in plan if p.run.name not in waiting]
-            spent = add_bytes(*(read_summary(runs / run.name).get("total_bytes") for run in done))
-            failures = {}
-            if left:
-                with Overview(console, left, len(plan), spent) as overview:
-                    failures = run_all(workers, left, minima, runs, data_dir, overview.show)
-            if tasks:
-                with console.status("Logistic runs on data changed in the last bit ..."):
-                    failures |= run_perturbed(workers, tasks, directory)
-    except runner.Interrupted:
-        raise runner.Interrupted(
-            f"stopped with {len(plan) - len(still_to_do(plan, directory))} of {len(plan)} runs "
-            "finished; everything is saved, and the same command goes on"
-        ) from None
-    if failures:
-        print(
-            f"aqg: error: {len(failures)} of {len(plan) + len(perturbed)} runs failed: "
-            f"{', '.join(failures)}; the same command tries them again",
-            file=sys.stderr,
+    with lock(runs):
+        batch = Batch((planned.run for planned in plan), runs)
+        left = {job.name for job in batch.left}
+        console.print(
+            f"{len(plan)} runs, {len(plan) - len(left)} finished before, "
+            f"{where.describe(len(left))}, in {directory}",
+            highlight=False,
+            soft_wrap=True,
         )
-    return len(failures)
+        if not left:
+            return 0
+        done = [planned.run for planned in plan if planned.run.name not in left]
+        summaries = [read_summary(runs / run.name) or {} for run in done]
+        spent = add_bytes(*(summary.get("total_bytes") for summary in summaries))
+        run_study(
+            console,
+            batch,
+            runs,
+            where,
+            lambda: Overview(console, batch, "reproduce", len(plan) - len(left), spent),
+            lambda: runs.mkdir(parents=True, exist_ok=True),
+            lambda: (
+                f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
+                "everything is saved, and the same command goes on"
+            ),
+        )
+        return report_failures(batch, len(plan), "the same command tries them again")
 
 
 def show_results(console: Console, results: Results) -> None:
     """Print every table, and what was shortened."""
-    from aqg.reproduce.tables import all_tables
+    from aqg.studies.paper.tables import all_tables
 
     if not console.is_terminal:
         console.width = max(console.width, 200)  # a file has no edge to wrap at
@@ -194,18 +173,6 @@ def show_results(console: Console, results: Results) -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    from rich import box
-    from rich import table as rich_table
-
-    shown = rich_table.Table(
-        *(name.replace("`", "") for name in table.header),
-        box=box.SIMPLE_HEAD,
-        header_style="bold",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for row in table.rows:
-        shown.add_row(*(cell.replace("`", "") for cell in row))
     console.print(f"\n[bold]{table.title.replace('`', '')}[/bold]")
     console.print(table.note.replace("`", ""), style="dim", highlight=False)
-    console.print(shown)
+    console.print(table.to_terminal())

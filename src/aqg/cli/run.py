@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE, progress_bars, result_table, target_table
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.experiments import runner
-from aqg.experiments.config import (
+from aqg.runs import loop
+from aqg.runs.config import (
     RunConfig,
     parse_assignment,
     read_settings,
@@ -21,22 +21,26 @@ from aqg.experiments.config import (
     resolve,
     to_toml,
 )
-from aqg.experiments.figure import draw_comparison
-from aqg.experiments.rundir import (
+from aqg.runs.directory import (
     CONFIG,
     ROUNDS,
     SUMMARY,
     create_directory,
     output_directory,
-    write_atomically,
 )
-from aqg.experiments.setup import find_minimum, load_problem, try_out
+from aqg.runs.executor import Interrupted, Reported, ThisProcess, run_tasks
+from aqg.runs.figure import draw_comparison
+from aqg.runs.files import locked, write_atomically
+from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.warmup import warm_up
 from aqg.weights import BEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from aqg.runs.executor import Contact, Event
+    from aqg.sim.problem import Problem
 
 FIGURE = "comparison.png"
 CLIENTS = "clients.txt"
@@ -65,6 +69,28 @@ class _Plan:
     is_batch: bool
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One of the runs, as a task."""
+
+    config: RunConfig
+    problem: Problem
+    minimum: float | None
+    directory: Path
+
+    def __call__(self, contact: Contact) -> loop.Result:
+        try:
+            return loop.run(self.config, self.problem, self.minimum, self.directory, contact)
+        except (AqgError, Interrupted):
+            raise
+        except Exception as error:  # of the user's own model, as far as we know
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(
+                f"{self.config.recipe} on {self.config.title} failed: {text}; what it did so far "
+                f"is in {self.directory}"
+            ) from error
+
+
 def run_command(options: RunOptions) -> None:
     """Run the recipes one after the other, then show and save the comparison."""
     with _planned(options) as plan:
@@ -85,29 +111,26 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
-    results = []
     names = [run_config.recipe for run_config, _ in plan.runs]
-    with progress_bars(console, names, config.rounds) as watcher:
-        for run_config, directory in plan.runs:
-            watch = watcher(run_config.recipe)
-            try:
-                results.append(runner.run(run_config, problem, minimum, directory, watch))
-            except runner.Interrupted:
-                raise runner.Interrupted(
-                    f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
-                ) from None
-            except AqgError:
-                raise
-            except Exception as error:  # of the user's own model, as far as we know
-                text = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RunError(
-                    f"{run_config.recipe} on {run_config.title} failed: {text}; what it did so "
-                    f"far is in {directory}"
-                ) from error
+    tasks = [_Run(run_config, problem, minimum, place) for run_config, place in plan.runs]
+    # A single run's directory is locked by the run itself.
+    lock = locked(plan.directory) if plan.is_batch else nullcontext()
+    with lock, progress_bars(console, names, config.rounds) as watcher:
+
+        def show(event: Event) -> None:
+            if isinstance(event, Reported):
+                watcher(names[event.index])(event.value)
+
+        try:
+            results = run_tasks(tasks, ThisProcess(), show)
+        except Interrupted:
+            raise Interrupted(
+                f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
+            ) from None
 
     summaries = [result.summary for result in results]
     write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))
-    text = runner.batch_summary(summaries)
+    text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
     if options.as_json:
@@ -115,7 +138,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         return
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has no edge to wrap at
-    console.print(result_table(summaries, console.width))
+    console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
     if any(summary.recipe in ("gd", "laq") for summary in summaries):
         counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
@@ -123,7 +146,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(f"{note}\n", style="dim")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
-        console.print(target_table(summaries))
+        console.print(target_table(summaries).to_terminal())
     console.print(f"Picture: {plan.directory / FIGURE}", highlight=False, soft_wrap=True)
     console.print(
         f"Clients: {plan.directory / CLIENTS} (who holds what)", highlight=False, soft_wrap=True
@@ -148,7 +171,7 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
         settings = read_settings(options.config)
     settings.update(named)
     if options.resume is not None:
-        configs = runner.read_configs(options.resume, settings, options.data_dir)
+        configs = loop.read_configs(options.resume, settings, options.data_dir)
         yield _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
         return
     configs = resolve(settings, options.data_dir)
@@ -168,7 +191,7 @@ def _guard(
 
 def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:
     runs = tuple(
-        (config, directory / runner.slug(config.recipe) if is_batch else directory)
+        (config, directory / loop.slug(config.recipe) if is_batch else directory)
         for config in configs
     )
     return _Plan(directory, runs, is_batch)
@@ -182,4 +205,4 @@ def _create(plan: _Plan, resume: bool) -> None:
         write_atomically(plan.directory / CONFIG, text.encode())
     for config, directory in plan.runs:
         if not (directory / CONFIG).exists():
-            runner.create_run(directory, config)
+            loop.create_run(directory, config)

@@ -11,34 +11,32 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE
-from aqg.cli.sweep_display import Overview, sweep_table
+from aqg.cli.overview import Overview
+from aqg.cli.study import Where, lock, report_failures, run_study
+from aqg.cli.sweep_table import sweep_table
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.experiments import runner
-from aqg.experiments.config import located, read_settings, refuse_unnamed_code
-from aqg.experiments.rundir import output_directory
-from aqg.experiments.summary import add_bytes
-from aqg.experiments.sweep import (
+from aqg.runs.code import Code
+from aqg.runs.config import located, read_settings, refuse_unnamed_code
+from aqg.runs.cost import add_bytes
+from aqg.runs.directory import output_directory, read_summary
+from aqg.runs.plan import Batch, unfinished
+from aqg.studies.own import RUNS, call_study
+from aqg.studies.sweep import (
     GRID,
     TABLE,
     Sweep,
-    SweepRun,
     collect,
     create_sweep,
     expand,
     open_sweep,
-    read_summary,
-    unfinished,
+    runs_to_toml,
     write_results,
 )
-from aqg.experiments.sweep_tasks import by_problem, prepare, run_all
-from aqg.experiments.workers import Done, Event, Workers, default_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
-
-    from aqg.errors import AqgError
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class SweepOptions:
     as_json: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
     allow_code: bool = False
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,32 +71,52 @@ def sweep_command(options: SweepOptions) -> int:
 
 def _carry_out(plan: _Plan, options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
-    workers = Workers(default_jobs() if options.jobs is None else options.jobs)
-    runs = by_problem(unfinished(plan.sweep, plan.directory))
-    console.print(_announce(plan, len(runs), workers.jobs), highlight=False, soft_wrap=True)
-    failures = _run(console, plan, runs, workers, options.data_dir) if runs else {}
+    where = Where(options.jobs, options.cluster, options.data_dir)
+    where.check()
+    directory, runs = plan.directory, plan.sweep.runs
+    with lock(directory):
+        batch = Batch(runs, directory)
+        console.print(_announce(plan, len(batch.left), where), highlight=False, soft_wrap=True)
+        if batch.left:
 
-    rows = collect(plan.sweep, plan.directory, failures)
+            def create() -> None:
+                if plan.grid_file is not None:
+                    create_sweep(directory, plan.grid_file)
+
+            left = {job.name for job in batch.left}
+            done = [
+                read_summary(directory / run.name) or {} for run in runs if run.name not in left
+            ]
+            spent = add_bytes(*(summary.get("total_bytes") for summary in done))
+            run_study(
+                console,
+                batch,
+                directory,
+                where,
+                lambda: Overview(console, batch, "sweep", len(runs) - len(left), spent),
+                create,
+                lambda: _how_to_go_on(plan),
+            )
+        return _show(console, plan, batch, options)
+
+
+def _show(console: Console, plan: _Plan, batch: Batch, options: SweepOptions) -> int:
+    rows = collect(plan.sweep, plan.directory, batch.failures)
     write_results(plan.directory, rows)
     if options.as_json:
         sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
     else:
         if not console.is_terminal:
             console.width = max(console.width, 160)  # a file has no edge to wrap at
-        console.print(sweep_table(plan.sweep.varying, rows))
+        console.print(sweep_table(plan.sweep.varying, rows).to_terminal())
         seeds = " Means over seeds, and smallest..largest." if "seed" in plan.sweep.varying else ""
         console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
         console.print(f"Table: {plan.directory / TABLE}", highlight=False, soft_wrap=True)
         console.print(f"Results: {plan.directory}", highlight=False, soft_wrap=True)
         console.print(f"Look at: aqg report {plan.directory}", highlight=False, soft_wrap=True)
-    if failures:
-        print(
-            f"aqg: error: {len(failures)} of {len(rows)} runs failed: {', '.join(failures)}; "
-            f"try them again with: aqg sweep --resume {plan.directory}",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    return report_failures(
+        batch, len(rows), f"try them again with: aqg sweep --resume {plan.directory}"
+    )
 
 
 @contextmanager
@@ -105,16 +124,22 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
     flags = {name: located(name, value) for name, value in options.flags.items()}
     document, grid_file = None, b""
+    code = None if options.grid is None else Code.parse(str(options.grid))
     if options.grid is not None:
-        document = read_settings(options.grid)
-        _guard(options.grid, document, options)
+        if code is not None:  # named on the command line, and so is what it yields
+            runs = call_study(code, options.data_dir)
+            document, text = {RUNS: runs}, runs_to_toml({}, runs)
+        else:
+            document = read_settings(options.grid)
+            _guard(options.grid, document, options)
+            text = options.grid.read_text(encoding="utf-8")
         # Top-level keys come before tables in TOML.
-        if "downlink" not in document and "downlink" not in document.get("grid", {}):
+        if not any("downlink" in part for part in _parts(document)):
             flags = {"downlink": AUTO, **flags}
         lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
-        grid_file = "".join(lines).encode() + options.grid.read_bytes()
+        grid_file = ("".join(lines) + text).encode()
         for key in flags:
-            if key in document or key in document.get("grid", {}):
+            if any(key in part for part in _parts(document)):
                 raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
         document = {**flags, **document}
     if options.resume is not None:
@@ -130,7 +155,8 @@ def _planned(options: SweepOptions) -> Iterator[_Plan]:
     if options.grid is None or document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
     sweep = expand(document, options.data_dir)
-    with output_directory(options.out, options.grid.stem) as directory:
+    stem = options.grid.stem if code is None else code.path.stem
+    with output_directory(options.out, stem) as directory:
         yield _Plan(directory, sweep, grid_file)
 
 
@@ -147,66 +173,36 @@ def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> No
     """Refuse a grid that would run code which the command line does not name."""
     allowed, where = options.allow_code, repr(str(file))
     refuse_unnamed_code(document, options.flags, allowed=allowed, where=where)
+    for part in _parts(document)[1:]:
+        if part is not document.get("grid"):
+            refuse_unnamed_code(part, options.flags, allowed=allowed, where=where)
     grid = document.get("grid")
     for key, values in grid.items() if isinstance(grid, dict) else ():
         for value in values if isinstance(values, list) else ():
             refuse_unnamed_code({key: value}, options.flags, allowed=allowed, where=where)
 
 
-def _announce(plan: _Plan, num_left: int, jobs: int) -> str:
+def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tables of a grid file: its top level, the grid, and each run."""
+    runs = document.get(RUNS)
+    tables = [document, document.get("grid"), *(runs if isinstance(runs, list) else ())]
+    return [table for table in tables if isinstance(table, dict)]
+
+
+def _announce(plan: _Plan, num_left: int, where: Where) -> str:
     total = len(plan.sweep.runs)
     text = f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(plan.sweep.varying)})"
     if num_left < total:
         text += f", {total - num_left} finished before"
     if num_left:
-        text += f", {min(jobs, num_left)} at a time"
+        text += f", {where.describe(num_left)}"
     return f"{text}, in {plan.directory}"
-
-
-def _run(
-    console: Console,
-    plan: _Plan,
-    runs: list[SweepRun],
-    workers: Workers,
-    data_dir: Path | None,
-) -> dict[str, AqgError]:
-    directory = plan.directory
-    try:
-        with workers:
-            with _preparation(console) as show:
-                minima = prepare(workers, runs, data_dir, show)
-            if plan.grid_file is not None:
-                create_sweep(directory, plan.grid_file)
-            left = {run.name for run in runs}
-            done = [run for run in plan.sweep.runs if run.name not in left]
-            spent = (read_summary(directory / run.name).get("total_bytes") for run in done)
-            bytes_before = add_bytes(*spent)
-            with Overview(console, runs, len(plan.sweep.runs), bytes_before) as overview:
-                return run_all(workers, runs, minima, directory, data_dir, overview.show)
-    except runner.Interrupted:
-        raise runner.Interrupted(_how_to_go_on(plan)) from None
-
-
-@contextmanager
-def _preparation(console: Console) -> Iterator[Callable[[Event, int], None]]:
-    """Show how far the preparations are."""
-    text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
-    num_done = 0
-    with console.status(text) as status:
-
-        def show(event: Event, num_tasks: int) -> None:
-            nonlocal num_done
-            if isinstance(event, Done):
-                num_done += 1
-                status.update(f"{text} {num_done} of {num_tasks}")
-
-        yield show
 
 
 def _how_to_go_on(plan: _Plan) -> str:
     if not (plan.directory / GRID).exists():
         return "stopped before the first run; nothing was written"
-    num_left = len(unfinished(plan.sweep, plan.directory))
+    num_left = len(unfinished(plan.sweep.runs, plan.directory))
     total = len(plan.sweep.runs)
     return (
         f"stopped with {total - num_left} of {total} runs finished; everything is saved. "

@@ -13,10 +13,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aqg.experiments.config import RunConfig
+    from aqg.runs.config import RunConfig
     from aqg.sim.problem import Problem
-    from aqg.theory.constants import Curvature
-    from aqg.theory.lyapunov import LyapunovTrace
+    from aqg.studies.theory.constants import Curvature
+    from aqg.studies.theory.lyapunov import LyapunovTrace
 
 
 def theory(
@@ -64,16 +64,16 @@ def theory(
     """
     from rich.console import Console
 
-    from aqg.experiments.config import (
+    from aqg.runs.config import (
         parse_assignment,
         read_settings,
         refuse_unnamed_code,
         resolve,
     )
-    from aqg.experiments.rundir import CONFIG
-    from aqg.experiments.runner import read_configs
-    from aqg.experiments.setup import build_problem
-    from aqg.theory.advice import advise, sentences, survey
+    from aqg.runs.directory import CONFIG
+    from aqg.runs.loop import read_configs
+    from aqg.runs.setup import build_problem
+    from aqg.studies.theory.advice import advise, sentences, survey
 
     given = {
         "recipe": recipe,
@@ -125,9 +125,9 @@ def _follow(
 
     from aqg.core.recipes import make_recipe
     from aqg.core.stages.wider_tolerance import widest_weights
-    from aqg.experiments.setup import find_minimum, make_simulation
-    from aqg.theory.constants import local_curvature
-    from aqg.theory.lyapunov import watch_run
+    from aqg.runs.setup import find_minimum, make_simulation
+    from aqg.studies.theory.constants import local_curvature
+    from aqg.studies.theory.lyapunov import watch_run
 
     minimum = find_minimum(config, problem)
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)

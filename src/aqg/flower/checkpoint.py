@@ -15,12 +15,12 @@ from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.server import Peer, ServerState
 from aqg.errors import RunError
-from aqg.experiments.rundir import CHECKPOINT, ROUNDS
 from aqg.flower.messages import Stamp
 from aqg.flower.protocol import Entry, MirrorBook, content_digest
 from aqg.flower.store import read_arrays, write_arrays
 from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.publisher import LogState, Publisher, public_of
+from aqg.runs.directory import CHECKPOINT, ROUNDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,6 @@ import numpy as np
 from flwr.app import Message
 
 from aqg.errors import MessageError, WireError
-from aqg.experiments.rundir import Line
-from aqg.experiments.summary import has_diverged
 from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
@@ -20,6 +18,8 @@ from aqg.flower.reports import Incident, RoundReport
 from aqg.flower.sending import Sending
 from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
+from aqg.runs.directory import Line
+from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:

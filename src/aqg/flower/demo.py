@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import aqg.flower.app
 from aqg.errors import RunError
-from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
-from aqg.experiments.rundir import ROUNDS, SUMMARY, create_directory
-from aqg.experiments.runner import slug
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
 from aqg.flower.deployment import Deployment, DeploymentOptions
 from aqg.flower.settings import read_settings
+from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.directory import ROUNDS, SUMMARY, create_directory
+from aqg.runs.loop import slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aqg.flower.meter import Traffic
 
 APP = Path(aqg.flower.app.__file__).parent
-PRELOAD = ("aqg.flower", "aqg.experiments.setup", "sklearn.datasets")
+PRELOAD = ("aqg.flower", "aqg.runs.setup", "sklearn.datasets")
 
 _FLOAT_BYTES = 4
 _SECONDS_BETWEEN_LOOKS = 0.1

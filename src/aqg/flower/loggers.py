@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.rundir import CONFIG, ROUNDS, SUMMARY, Line, read_lines, write_atomically
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, Line, read_lines
+from aqg.runs.files import seal, to_json, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,14 +57,13 @@ class RunDirectory:
     def round(self, report: RoundReport) -> None:
         """Add a line, on disk before the checkpoint that counts on it."""
         if self._file is not None:
-            self._file.write(report.to_json() + "\n")
+            self._file.write(seal(report.to_json()) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
-        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        write_atomically(self.path / SUMMARY, text.encode())
+        write_atomically(self.path / SUMMARY, to_json(summary).encode())
 
     def close(self) -> None:
         """Close ``rounds.jsonl``."""

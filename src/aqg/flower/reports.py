@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
-from aqg.experiments.rundir import finite_or_none, metric_fields
+from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.directory import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqg.experiments.rundir import Line
+    from aqg.runs.directory import Line
 
 INCIDENTS = {
     "resync": "resyncs",

@@ -19,9 +19,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.experiments.client_bytes import ClientBytes
-from aqg.experiments.models import ModelFiles
-from aqg.experiments.summary import summarize
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
 from aqg.flower.coordinator import Coordinator
 from aqg.flower.exchange import Exchange
@@ -34,6 +31,9 @@ from aqg.flower.settings import Settings, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.metrics import METRICS
+from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.models import ModelFiles
+from aqg.runs.summary import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.experiments.rundir import Line
     from aqg.flower.reports import RoundReport
+    from aqg.runs.directory import Line
 
 _logger = logging.getLogger("flwr.aqg")
 

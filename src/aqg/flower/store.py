@@ -25,11 +25,11 @@ from aqg.core.optimizers import OptimizerState
 from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.core.public import Public, Rates
 from aqg.errors import RunError
-from aqg.experiments.rundir import write_atomically
 from aqg.flower.messages import Stamp
 from aqg.flower.protocol import ClientMirror, Snapshot
 from aqg.protocol.digests import is_zero
 from aqg.protocol.follower import vectors_of
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError
-from aqg.experiments.code import Code, parse_options, seeded
+from aqg.runs.code import Code, parse_options, seeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -11,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.experiments.summary import add_bytes
 from aqg.report.curves import LOSSES, run_points
+from aqg.runs.cost import add_bytes
+from aqg.runs.table import write_csv
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,13 +62,18 @@ def result_of(run: Run) -> Result:
         final_loss=_last(run, "loss"),
         residual=_last(run, "residual"),
         metrics={name: _last(run, name) for name in run.metrics},
-        target=_number(run.config.get("target")),
+        target=_number(run.config.get("target")) if _is_residual(run) else None,
         target_rounds=_number(target.get("reached_round")),
         target_upload_bytes=_number(target.get("upload_bytes")),
         target_download_bytes=_number(target.get("download_bytes")),
         target_total_bytes=_number(target.get("total_bytes")),
         faults=len(run.faults),
     )
+
+
+def _is_residual(run: Run) -> bool:
+    """Tell whether the run's target is a distance from the minimum."""
+    return bool(run.config.get("target_kind", "residual") == "residual")
 
 
 def _last(run: Run, metric: str) -> float | None:
@@ -100,7 +104,7 @@ def summary_csv(runs: Sequence[Run]) -> str:
         results |= {_column(name, results): found.get(name) for name in metrics}
         row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
         rows.append(row)
-    return _csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
+    return write_csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
 
 
 _BYTES = ("upload_bytes", "download_bytes", "total_bytes")
@@ -114,7 +118,7 @@ def curves_csv(runs: Sequence[Run]) -> str:
     metrics = metric_names(runs)
     columns = ["run", "recipe", "seed", "round", "uploads", *_BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
-    return _csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
+    return write_csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:
@@ -152,7 +156,7 @@ def clients_csv(runs: Sequence[Run]) -> str:
     A number is missing where it is not on record.
     """
     columns = ["run", "recipe", "seed", "client", *_BYTES]
-    return _csv(columns, (row for run in runs for row in _client_rows(run)))
+    return write_csv(columns, (row for run in runs for row in _client_rows(run)))
 
 
 def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
@@ -170,11 +174,3 @@ def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
 
 def _cell(value: object) -> object:
     return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _csv(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    buffer = io.StringIO(newline="")
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return buffer.getvalue()

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.experiments.client_bytes import DOWNLOADS, UPLOADS
-from aqg.experiments.rundir import CONFIG, METRIC_PREFIX, ROUNDS, SUMMARY, read_metrics
-from aqg.experiments.sweep import GRID
+from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.directory import (
+    CONFIG,
+    METRIC_PREFIX,
+    ROUNDS,
+    read_config,
+    read_metrics,
+    read_rows,
+    read_summary,
+)
 from aqg.sim.record import DROPPED
+from aqg.studies.sweep import GRID
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,9 +135,17 @@ def find_runs(path: Path) -> list[Path]:
     if not runs:
         raise RunError(
             f"{str(path)!r} is not a run directory and holds none: "
-            f"there is no {CONFIG} with a {ROUNDS} beside it"
+            f"there is no {CONFIG} with a {ROUNDS} beside it{_other_views(path)}"
         )
     return runs
+
+
+def _other_views(path: Path) -> str:
+    """Say how to look at results whose runs are kept elsewhere, such as published ones."""
+    for file, command in (("trials.jsonl", "compare"), ("runs.csv", "reproduce")):
+        if (path / file).is_file():
+            return f"; look at its {file} with: aqg {command} --from {path}"
+    return ""
 
 
 def _find_below(path: Path, depth: int) -> list[Path]:
@@ -140,11 +156,11 @@ def _find_below(path: Path, depth: int) -> list[Path]:
     for child in sorted(children, key=lambda child: natural_key(child.name)):
         if depth > 0:
             runs.extend(_find_below(child, depth - 1))
-    if not runs and (path / CONFIG).is_file() and "recipe" in _read_toml(path / CONFIG):
+    if not runs and (path / CONFIG).is_file() and "recipe" in read_config(path):
         return [path]  # about to start; other programs have a file of that name, too
     order = _stored_order(path)
     if order:
-        runs.sort(key=lambda run: _positions(_read_toml(run / CONFIG), order))
+        runs.sort(key=lambda run: _positions(read_config(run), order))
     return runs
 
 
@@ -156,7 +172,7 @@ def _stored_order(path: Path) -> dict[str, list[Any]]:
             {k: v for k, v in grid.items() if isinstance(v, list)} if isinstance(grid, dict) else {}
         )
     if (path / CONFIG).is_file():
-        recipes = _read_toml(path / CONFIG).get("recipe")
+        recipes = read_config(path).get("recipe")
         return {"recipe": recipes} if isinstance(recipes, list) else {}
     return {}
 
@@ -178,9 +194,9 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 def read_run(path: Path, name: str) -> Run:
     """Read one run directory."""
-    config = readable(_read_toml(path / CONFIG))
-    rows = _read_rounds(path / ROUNDS)
-    summary = _read_summary(path / SUMMARY)
+    config = readable(read_config(path))
+    rows = read_rows(path)
+    summary = read_summary(path)
     try:
         rounds = np.array([row["round"] for row in rows], np.int64)
         if (np.diff(rounds) <= 0).any() or (rounds < 1).any():
@@ -237,59 +253,10 @@ def readable(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(
-            f"{str(file.parent)!r} is not a run directory: it has no {file.name}"
-        ) from None
     except OSError as error:
         raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RunError(f"{str(file)!r} is not valid TOML: {error}") from None
-
-
-def _read_rounds(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``rounds.jsonl``; a last one that is still being written is left out."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    whole, _, _ = content.rpartition(b"\n")
-    lines = whole.split(b"\n") if whole else []
-    try:
-        rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(lines) + b"]")
-    except ValueError:
-        raise RunError(_first_damage(file, lines)) from None
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise RunError(f"{str(file)!r} is damaged: line {number} is not a JSON object")
-    return rows
-
-
-def _first_damage(file: Path, lines: Iterable[bytes]) -> str:
-    for number, line in enumerate(lines, start=1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            return f"{str(file)!r} is damaged: line {number} is not valid JSON ({error})"
-    return f"{str(file)!r} is damaged: its lines are not one JSON object each"
-
-
-def _read_summary(file: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RunError(
-            f"{str(file)!r} is damaged ({error}); delete it and resume the run"
-        ) from None
-    if not isinstance(summary, dict):
-        raise RunError(f"{str(file)!r} is damaged (not a JSON object); delete it and resume")
-    return summary
 
 
 def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:

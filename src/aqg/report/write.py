@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqg.errors import RunError
-from aqg.experiments.rundir import write_atomically
 from aqg.report.groups import compare
 from aqg.report.page import make_page
 from aqg.report.results import clients_csv, curves_csv, summary_csv
 from aqg.report.runs import read_runs
+from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

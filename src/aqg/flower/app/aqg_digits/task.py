@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aqg.experiments.config import RunConfig, resolve
-from aqg.experiments.setup import build_problem
+from aqg.runs.config import RunConfig, resolve
+from aqg.runs.setup import build_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,389 @@
+"""A run's directory: what is in it, and the one place that reads and writes it.
+
+==================== ======================================================================
+``config.toml``      the resolved settings; ``aqg run --config`` on it repeats the run
+``rounds.jsonl``     one JSON object per round, each with a checksum
+``checkpoint.npz``   everything needed to go on after the last saved round
+``summary.json``     the results, once the run is complete
+``best.safetensors`` and ``model.safetensors``, the best model and the last
+==================== ======================================================================
+
+A crash or a power cut at any moment leaves the directory usable. A checkpoint names the run it
+belongs to and the bytes of ``rounds.jsonl`` it counts on, which are on disk before it is; lines
+beyond these are dropped when a run goes on. Anything else that does not fit is damage: it is named,
+and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tomllib
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import RunError
+from aqg.runs.files import (
+    parse_json,
+    parse_lines,
+    read_arrays,
+    read_json,
+    seal,
+    to_json,
+    whole_lines,
+    write_arrays,
+    write_atomically,
+)
+from aqg.sim.record import RoundRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import BinaryIO
+
+    from numpy.typing import NDArray
+
+CONFIG = "config.toml"
+ROUNDS = "rounds.jsonl"
+CHECKPOINT = "checkpoint.npz"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of ``rounds.jsonl``: the record, and metrics on the test set where measured."""
+
+    record: RoundRecord
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Write as one line; a loss beyond all numbers becomes null, and so do unknown downloads.
+
+        What each client sent and received is not in it: over thousands of rounds with thousands of
+        clients that would be most of the file, and the run's totals are in the summary.
+        """
+        record = self.record
+        row: dict[str, Any] = {
+            "round": record.round,
+            "loss": finite_or_none(record.loss),
+            "uploads": record.num_uploads,
+            "bits_per_param": record.bits_per_param,
+            "upload_bytes": record.upload_bytes,
+            "download_bytes": record.download_bytes,
+            "total_bytes": record.total_bytes,
+            "widths": list(record.widths),
+        }
+        row |= metric_fields(self.metrics)
+        if record.statistics_upload_bytes or record.statistics_download_bytes:
+            row["statistics_upload_bytes"] = record.statistics_upload_bytes
+            row["statistics_download_bytes"] = record.statistics_download_bytes
+        if record.faults:
+            row["faults"] = [list(fault) for fault in record.faults]
+        return json.dumps(row, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Line:
+        """Read a line that `to_json` wrote."""
+        return Line.of(parse_json(text.encode()))
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Line:
+        """Make a line of an object; raise `ValueError` where a field is missing or no number."""
+        record = RoundRecord(
+            _count(row, "round"),
+            None if row.get("loss") is None else _number(row, "loss"),
+            _widths(row),
+            _count(row, "upload_bytes"),
+            _faults(row),
+            _count(row, "statistics_upload_bytes", 0),
+            _count(row, "statistics_download_bytes", 0),
+            None if row.get("download_bytes") is None else _count(row, "download_bytes"),
+            _counts(row, "client_upload_bytes") or _counts(row, "client_bytes"),  # the older name
+            _counts(row, "client_download_bytes"),
+        )
+        return Line(record, read_metrics(row))
+
+
+def _count(row: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    value = row.get(name, otherwise)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 0")
+    return value
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row[name]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be a number or null")
+    return value
+
+
+def _counts(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = row.get(name, [])
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"{name} is {values!r}; it must be a list of whole numbers")
+    return tuple(values)
+
+
+def _widths(row: Mapping[str, Any]) -> tuple[int, ...]:
+    if "widths" not in row:
+        raise ValueError("it has no widths")
+    return _counts(row, "widths")
+
+
+def _faults(row: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
+    try:
+        return tuple((int(client), str(fault)) for client, fault in row.get("faults", ()))
+    except (TypeError, ValueError):
+        raise ValueError(f"faults is {row['faults']!r}; each must be a client and a text") from None
+
+
+METRIC_PREFIX = "test_"
+"""Begins the name of every field that holds a metric."""
+
+
+def metric_fields(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as fields of a record; one beyond all numbers becomes null.
+
+    >>> metric_fields({"accuracy": 0.9, "perplexity": float("inf")})
+    {'test_accuracy': 0.9, 'test_perplexity': None}
+    """
+    return {METRIC_PREFIX + name: finite_or_none(value) for name, value in metrics.items()}
+
+
+def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics among the fields of a record."""
+    return {
+        key.removeprefix(METRIC_PREFIX): float(value)
+        for key, value in row.items()
+        if key.startswith(METRIC_PREFIX) and isinstance(value, int | float)
+    }
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return ``value``, or None where it is no number that JSON can hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def create_directory(path: Path) -> None:
+    """Make a new run directory; an existing one must be empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.iterdir())
+    except OSError as error:
+        raise RunError(f"output directory {str(path)!r} cannot be made: {error.strerror}") from None
+    if occupied:
+        raise RunError(
+            f"output directory {str(path)!r} is not empty; name another with --out, "
+            f"or go on with --resume {path}"
+        )
+    if not os.access(path, os.W_OK):
+        raise RunError(f"output directory {str(path)!r} is not writable")
+
+
+@contextmanager
+def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
+    """Give a place for results: ``out``, or a new directory below ``runs``.
+
+    An occupied ``out`` is refused at once, not after long preparations. A new directory is named
+    after ``stem`` and the time, and numbered where another process took the same name in the same
+    second. If nothing was put there in the end, it is taken away again.
+    """
+    if out is not None:
+        if out.exists():
+            create_directory(out)
+        yield out
+        return
+    directory = _claim(Path("runs") / f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    try:
+        yield directory
+    finally:
+        with suppress(OSError):  # not empty
+            directory.rmdir()
+            directory.parent.rmdir()
+
+
+def _claim(path: Path) -> Path:
+    """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
+    candidate, number = path, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        except OSError as error:
+            reason = error.strerror
+            raise RunError(f"output directory {str(path)!r} cannot be made: {reason}") from None
+        else:
+            return candidate
+
+
+_START_AGAIN = f"delete {CHECKPOINT} to start this run again"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings in a run's directory as they are stored; no file they name is opened."""
+    file = path / CONFIG
+    try:
+        return tomllib.loads(file.read_bytes().decode())
+    except FileNotFoundError:
+        raise RunError(f"{str(path)!r} is not a run directory: it has no {CONFIG}") from None
+    except OSError as error:
+        raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RunError(f"{str(file)!r} is not valid TOML: {error}") from None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rounds in a run's directory as objects, whichever program wrote them.
+
+    A last line that is still being written is left out; a damaged one raises `RunError`.
+    """
+    return parse_lines(path / ROUNDS, whole_lines(path / ROUNDS))
+
+
+def read_lines(path: Path, before_round: int | None = None) -> list[Line]:
+    """Read the rounds of a run, up to but not including ``before_round``."""
+    lines = whole_lines(path / ROUNDS)
+    if before_round is not None:
+        if len(lines) < before_round - 1:
+            raise RunError(_too_few(path / ROUNDS, len(lines), before_round - 1))
+        lines = lines[: before_round - 1]
+    return _as_lines(path / ROUNDS, lines)
+
+
+def _too_few(file: Path, found: int, needed: int) -> str:
+    what = f"holds {found} rounds" if file.exists() else "is missing"
+    return f"{str(file)!r} {what}, but the checkpoint is at round {needed}; {_START_AGAIN}"
+
+
+def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
+    found = []
+    for number, row in enumerate(parse_lines(file, lines), start=1):
+        try:
+            line = Line.of(row)
+        except ValueError as error:
+            raise RunError(f"{str(file)!r} is damaged: line {number}: {error}") from None
+        if line.record.round != number:
+            raise RunError(
+                f"{str(file)!r} is damaged: line {number} is of round {line.record.round}"
+            )
+        found.append(line)
+    return found
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the results of a finished run; None where there are none yet."""
+    return read_json(path / SUMMARY, "delete it and resume the run")
+
+
+class RunFiles:
+    """The files of one run, for the process that runs it and holds the lock.
+
+    Args:
+        path: the run's directory.
+        identity: tells runs apart; a checkpoint or summary of another run is refused.
+
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path = path
+        self._identity = identity
+        self._rounds: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def restore(self) -> tuple[dict[str, NDArray[Any]] | None, list[Line]]:
+        """Return the arrays of the checkpoint, if there is one, and the rounds before it.
+
+        What ``rounds.jsonl`` holds beyond them is removed; lines are added to it from now on.
+        """
+        file, rounds = self.path / CHECKPOINT, self.path / ROUNDS
+        found = read_arrays(file, _START_AGAIN)
+        content = b""
+        if found is not None:
+            content = self._counted_on(found[1])
+        lines = _as_lines(rounds, content.split(b"\n")[:-1])
+        self._digest, self._num_bytes = hashlib.sha256(content), len(content)
+        try:
+            self._rounds = rounds.open("ab")
+            self._rounds.truncate(len(content))
+        except OSError as error:
+            raise RunError(f"{str(rounds)!r} cannot be written: {error.strerror}") from None
+        return None if found is None else found[0], lines
+
+    def _counted_on(self, about: Mapping[str, Any]) -> bytes:
+        """Return the rounds that a checkpoint counts on, or say what is wrong with them."""
+        file, rounds = self.path / CHECKPOINT, self.path / ROUNDS
+        if about["run"] != self._identity:
+            raise RunError(
+                f"{str(file)!r} belongs to another run (settings {about['run'][:12]}, and here "
+                f"{self._identity[:12]}); {_START_AGAIN}"
+            )
+        try:
+            content = rounds.read_bytes() if rounds.exists() else b""
+        except OSError as error:
+            raise RunError(f"{str(rounds)!r} cannot be read: {error.strerror}") from None
+        num_rounds = content[: about["bytes"]].count(b"\n")
+        if num_rounds < about["rounds"]:
+            _as_lines(rounds, content.split(b"\n")[:num_rounds])  # a damaged one is named first
+            raise RunError(_too_few(rounds, num_rounds, about["rounds"]))
+        content = content[: about["bytes"]]
+        if hashlib.sha256(content).hexdigest() != about["sha256"]:
+            _as_lines(rounds, content.split(b"\n")[:-1])
+            raise RunError(
+                f"{str(rounds)!r} does not hold the rounds that {CHECKPOINT} counts on; "
+                f"{_START_AGAIN}"
+            )
+        return content
+
+    def add(self, line: Line) -> None:
+        """Add a round; it is on disk once a checkpoint is."""
+        assert self._rounds is not None
+        text = (seal(line.to_json()) + "\n").encode()
+        self._rounds.write(text)
+        self._digest.update(text)
+        self._num_bytes += len(text)
+
+    def checkpoint(self, arrays: Mapping[str, NDArray[Any]], num_rounds: int) -> None:
+        """Save where the run stands after ``num_rounds`` rounds, which are put on disk first."""
+        assert self._rounds is not None
+        try:
+            self._rounds.flush()
+            os.fsync(self._rounds.fileno())
+        except OSError as error:
+            name = str(self.path / ROUNDS)
+            raise RunError(f"{name!r} cannot be written: {error.strerror}") from None
+        about = {
+            "run": self._identity,
+            "rounds": num_rounds,
+            "bytes": self._num_bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+        write_arrays(self.path / CHECKPOINT, arrays, about)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the results: the run is complete."""
+        write_atomically(self.path / SUMMARY, to_json(summary).encode())
+
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint of a run that is complete."""
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of ``rounds.jsonl``; what was not put on disk by a checkpoint may be lost."""
+        if self._rounds is not None:
+            with suppress(OSError):
+                self._rounds.close()
+            self._rounds = None
+
+
+def rewrite_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Replace ``rounds.jsonl`` by these lines."""
+    text = "".join(seal(line.to_json()) + "\n" for line in lines)
+    write_atomically(path / ROUNDS, text.encode())

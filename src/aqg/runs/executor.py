@@ -1,0 +1,358 @@
+"""Runs whatever a plan wants next, wherever it runs, until nothing is left.
+
+The executor asks the plan for a job whenever a worker is free, hands it over, and hands the plan
+the result. It does not know what a study is, and a plan does not know where its runs run. All that
+every study needs is here: what happens is told to a display; the first Ctrl-C lets runs finish
+their round and save, the second stops at once; a run that fails costs only itself, and one whose
+worker died is tried again where the place says so.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+
+from aqg.errors import AqgError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    Handle: TypeAlias = "Callable[[Event], None]"
+
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for it)
+    """Work was stopped by Ctrl-C, with everything saved."""
+
+
+class Contact:
+    """What a task says to the executor while it runs, and what it hears; this one is alone."""
+
+    def tell(self, value: Any) -> None:
+        """Report something."""
+
+    def is_stop_asked(self) -> bool:
+        """Tell whether the task should save and raise `Interrupted`."""
+        return False
+
+    def note(self) -> Any:
+        """Return what the plan last had to say to this task; None if nothing."""
+        return None
+
+    def saved(self) -> None:
+        """Say that the files of a run are such that it can go on from them."""
+
+
+class Task(Protocol):
+    """Work that can be pickled; what it tells and returns can be, too.
+
+    One that saves what it did when it is asked to stop has an attribute ``saves = True``; others
+    are simply ended.
+    """
+
+    def __call__(self, contact: Contact) -> Any:
+        """Do it."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A task was handed to a worker."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A task told ``value``."""
+
+    index: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Done:
+    """A task returned ``value``."""
+
+    index: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A task raised ``error``, or its worker died."""
+
+    index: int
+    error: AqgError
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A task was asked to stop, and did."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Ctrl-C came: no further task is started, and those under way are asked to stop."""
+
+
+Event = Started | Reported | Done | Failed | Stopped | Stopping
+
+
+class Place(Protocol):
+    """Where tasks run.
+
+    Attributes:
+        retries: how often a task is started again whose worker died.
+        stop: is set by the first Ctrl-C.
+
+    """
+
+    retries: int
+    stop: threading.Event
+
+    @property
+    def jobs(self) -> int:
+        """How many tasks there can be at a time."""
+
+    def start(self, index: int, task: Task) -> None:
+        """Hand a task to a worker; there are fewer than ``jobs`` under way."""
+
+    def wait(self, seconds: float, receive: Handle) -> None:
+        """Say what happened; return after ``seconds`` at the latest, or after some of it."""
+
+    def pass_on(self, index: int, note: Any) -> None:
+        """Let a task under way know something."""
+
+    def ask_to_stop(self) -> None:
+        """Ask every task under way to save and stop."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End all workers at once."""
+
+
+JobType = TypeVar("JobType")
+
+
+class Plan(Protocol[JobType]):
+    """Says what comes next, from what is finished."""
+
+    def next(self) -> JobType | None:
+        """Return a job to start now; None while everything left depends on jobs under way."""
+
+    def take(self, job: JobType, result: Any) -> None:
+        """Take what came of a job: what its task returned, or an `AqgError`."""
+
+    def note(self, job: JobType) -> Any:
+        """Return what a job under way should know by now; None if nothing."""
+
+
+def carry_out(
+    plan: Plan[JobType],
+    make_task: Callable[[JobType], Task],
+    place: Place,
+    handle: Callable[[JobType | None, Event], None],
+) -> None:
+    """Do all that a plan wants; ``handle`` is told of everything, with the job it is about.
+
+    Raises:
+        Interrupted: on Ctrl-C, after every task under way has stopped.
+
+    """
+    under_way: dict[int, tuple[JobType, Task]] = {}
+    deaths: dict[int, int] = {}
+    notes: dict[int, Any] = {}
+    is_stopping, is_starved = False, False
+
+    def receive(event: Event) -> None:
+        nonlocal is_starved
+        assert not isinstance(event, Started | Stopping)
+        index = event.index
+        job, task = under_way[index]
+        if isinstance(event, Reported):
+            handle(job, event)
+            return
+        if isinstance(event, Failed) and event.died and not is_stopping:
+            deaths[index] = deaths.get(index, 0) + 1
+            if deaths[index] <= place.retries:
+                notes.pop(index, None)
+                place.start(index, task)
+                return
+        del under_way[index]
+        is_starved = False
+        if isinstance(event, Done):
+            plan.take(job, event.value)
+        elif isinstance(event, Failed) and not is_stopping:
+            plan.take(job, event.error)
+        if not (is_stopping and isinstance(event, Failed)):
+            handle(job, event)
+
+    num_started = 0
+    with _stop_requests(place.stop):
+        while True:
+            if place.stop.is_set() and not is_stopping:
+                is_stopping = True
+                place.ask_to_stop()
+                handle(None, Stopping())
+            while not (is_stopping or is_starved) and len(under_way) < place.jobs:
+                job = plan.next()
+                if job is None:
+                    is_starved = True
+                    break
+                under_way[num_started] = job, make_task(job)
+                place.start(num_started, under_way[num_started][1])
+                handle(job, Started(num_started))
+                num_started += 1
+            if not under_way:
+                break
+            place.wait(_SECONDS_BETWEEN_LOOKS, receive)
+            for index, (job, _) in under_way.items():
+                note = plan.note(job)
+                if note != notes.get(index):
+                    notes[index] = note
+                    place.pass_on(index, note)
+        if place.stop.is_set():
+            raise Interrupted
+
+
+class InOrder:
+    """A plan of tasks that do not depend on each other; the first failure is raised.
+
+    Attributes:
+        results: of the tasks, in their order.
+
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._waiting = iter(range(len(tasks)))
+        self.results: list[Any] = [None] * len(tasks)
+
+    def next(self) -> int | None:
+        """Return the position of the next task."""
+        return next(self._waiting, None)
+
+    def take(self, job: int, result: Any) -> None:
+        """Keep a result."""
+        if isinstance(result, AqgError):
+            raise result
+        self.results[job] = result
+
+    def note(self, job: int) -> Any:  # noqa: ARG002
+        """Say nothing."""
+        return None
+
+
+def run_tasks(
+    tasks: Sequence[Task], place: Place, handle: Callable[[Event], None] = lambda _: None
+) -> list[Any]:
+    """Do tasks that do not depend on each other; return their results, or raise what failed."""
+    plan = InOrder(tasks)
+    carry_out(plan, tasks.__getitem__, place, lambda _, event: handle(event))
+    return plan.results
+
+
+@contextmanager
+def _stop_requests(stop: threading.Event) -> Iterator[None]:
+    """Turn the first Ctrl-C into a request to stop; the second raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(signum: int, frame: object) -> None:  # noqa: ARG001
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class CallerIsGone(Exception):  # noqa: N818  (nobody is left to see it)
+    """Whoever wanted a task done has ended."""
+
+
+def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped:
+    """Do a task, and say what came of it in terms that any process can read."""
+    try:
+        return Done(index, task(contact))
+    except Interrupted:
+        return Stopped(index)
+    except (CallerIsGone, BrokenPipeError):
+        raise
+    except Exception as error:
+        return Failed(index, in_our_terms(error))
+
+
+def in_our_terms(error: Exception) -> AqgError:
+    """Return an error that can be pickled: other processes may not know a plugin's own ones."""
+    if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
+        return error
+    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+class ThisProcess:
+    """Does tasks right here, one after the other, with all threads."""
+
+    jobs = 1
+    retries = 0
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._waiting: tuple[int, Task] | None = None
+
+    def __enter__(self) -> ThisProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Do nothing: no task is under way."""
+
+    def start(self, index: int, task: Task) -> None:
+        """Keep the task until `wait`."""
+        self._waiting = index, task
+
+    def wait(self, seconds: float, receive: Handle) -> None:  # noqa: ARG002
+        """Do the task."""
+        assert self._waiting is not None
+        index, task = self._waiting
+        receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
+
+    def pass_on(self, index: int, note: Any) -> None:
+        """Do nothing: no other task ends while one is under way."""
+
+    def ask_to_stop(self) -> None:
+        """Do nothing: tasks look at ``stop`` themselves."""
+
+
+class _DirectContact(Contact):
+    def __init__(self, index: int, receive: Handle, stop: threading.Event) -> None:
+        self._index = index
+        self._receive = receive
+        self._stop = stop
+
+    def tell(self, value: Any) -> None:
+        self._receive(Reported(self._index, value))
+
+    def is_stop_asked(self) -> bool:
+        return self._stop.is_set()

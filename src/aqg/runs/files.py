@@ -1,0 +1,301 @@
+"""Files that tell the truth: whole or absent, with a checksum, one writer at a time.
+
+A JSON object ends with the field ``"crc32"``, the CRC-32 of all bytes before it; an array file is a
+plain ``.npz`` whose comment holds a SHA-256. What does not fit its checksum raises `RunError` with
+the file, the place and what is wrong there. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import time
+import zipfile
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_SEAL = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*\}\s*$')
+_COMMENT = b"aqg "
+_COMMENT_LENGTH = 2
+"""Bytes of a zip file's last field before its comment, which say how long the comment is."""
+_SECONDS_BETWEEN_TRIES = 0.1
+_CHUNK_BYTES = 1 << 16
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _sync_directory(path: Path) -> None:
+    """Put the names in a directory on disk, where the system can."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # a system that does not open directories
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(text: str) -> str:
+    """Add a checksum to the text of a JSON object, as its last field.
+
+    >>> seal('{"round": 1}')
+    '{"round": 1, "crc32": "2d338db2"}'
+    """
+    body = text.rstrip().removesuffix("}").rstrip()
+    checksum = f'"crc32": "{zlib.crc32(body.encode()):08x}"'
+    return f"{body},\n  {checksum}\n}}\n" if "\n" in body else f"{body}, {checksum}}}"
+
+
+def is_sealed(content: bytes) -> bool:
+    """Tell whether the text of an object holds a checksum; raise `ValueError` if it is not right.
+
+    >>> is_sealed(seal('{"round": 1}').encode()), is_sealed(b'{"round": 1}')
+    (True, False)
+    """
+    found = _SEAL.search(content)
+    if found is None:
+        return False
+    if zlib.crc32(content[: found.start()]) != int(found[1], 16):
+        raise ValueError("it does not fit its checksum")
+    return True
+
+
+def to_json(row: Mapping[str, Any]) -> str:
+    """Write an object with its checksum, to be read by people as well."""
+    return seal(json.dumps(row, indent=2, allow_nan=False))
+
+
+def read_json(path: Path, advice: str) -> dict[str, Any] | None:
+    """Read an object, whose checksum is left out; None where there is no such file.
+
+    One without a checksum, from before there were any, is read as it is.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    try:
+        is_sealed(content)
+        row = parse_json(content)
+    except ValueError as error:
+        raise RunError(f"{str(path)!r} is damaged ({error}); {advice}") from None
+    if not isinstance(row, dict):
+        raise RunError(f"{str(path)!r} is damaged (it is not a JSON object); {advice}")
+    row.pop("crc32", None)
+    return row
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON as the standard has it: NaN and infinity are none."""
+    return json.loads(content, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file; a last one that is still being written is left out."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    return content.split(b"\n")[:-1]
+
+
+def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Parse lines of a file, an object each; the first damaged one is named.
+
+    A file may begin with lines from before there were checksums.
+    """
+    sealed = False
+    for number, line in enumerate(lines, start=1):
+        try:
+            before, sealed = sealed, is_sealed(line)
+            if before and not sealed:
+                raise ValueError("it has no checksum, unlike the lines before it")
+        except ValueError as error:
+            raise RunError(f"{str(path)!r} is damaged: line {number}: {error}") from None
+    try:
+        rows = parse_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        rows = None
+    if rows is None or len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
+        raise RunError(f"{str(path)!r} is damaged: {_first_damage(lines)}")
+    for row in rows:
+        row.pop("crc32", None)
+    return rows  # type: ignore[no-any-return]
+
+
+def _first_damage(lines: Sequence[bytes]) -> str:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            return f"line {number} is not valid JSON ({error})"
+        if not isinstance(row, dict):
+            return f"line {number} is not a JSON object"
+    return "its lines are not one JSON object each"
+
+
+class Records:
+    """Objects in a file, a line each, that grows; every line is on disk when `add` returns.
+
+    One process writes, under the lock of the directory; others may read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records."""
+        return parse_lines(self.path, whole_lines(self.path))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a record whole or not at all; what an earlier kill cut short is removed."""
+        line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
+        try:
+            with self.path.open("ab") as file:
+                start = _end_of_lines(self.path)
+                os.truncate(self.path, start)
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, start)
+                    raise
+        except OSError as error:
+            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+
+    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the file anew with these records."""
+        text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
+        write_atomically(self.path, text.encode())
+
+
+def _end_of_lines(path: Path) -> int:
+    """Return where the last whole line of a file ends."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _CHUNK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+def append_at(path: Path, offset: int, content: bytes) -> None:
+    """Let ``content`` follow the first ``offset`` bytes of a file; it is on disk afterwards."""
+    try:
+        with path.open("ab") as file:
+            if file.tell() < offset:
+                raise RunError(f"{str(path)!r} has {file.tell()} bytes; {offset} are needed")
+            file.truncate(offset)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
+    """Save named arrays as ``.npz``, and facts about them; equal content makes equal files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            member = zipfile.ZipInfo(f"{name}.npy")  # without the time of writing
+            with archive.open(member, "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+    body = buffer.getvalue()[:-_COMMENT_LENGTH]
+    facts = json.dumps(about)
+    checksum = hashlib.sha256(body + facts.encode()).hexdigest()
+    comment = _COMMENT + f"{checksum} {facts}".encode()
+    write_atomically(path, body + len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
+
+
+def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
+    """Return what `write_arrays` wrote; None where there is no such file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    start = content.rfind(_COMMENT)
+    body, length = content[: max(0, start - _COMMENT_LENGTH)], len(content) - start
+    checksum, _, facts = content[start + len(_COMMENT) :].partition(b" ")
+    expected = hashlib.sha256(body + facts).hexdigest().encode()
+    stated = content[len(body) : max(0, start)]
+    if checksum != expected or int.from_bytes(stated, "little") != length:
+        what = "it is empty" if not content else "it does not fit its checksum"
+        raise RunError(f"{str(path)!r} is damaged ({what}); {advice}")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return dict(arrays), json.loads(facts)
+
+
+@contextmanager
+def locked(directory: Path, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Keep other processes from writing into ``directory``.
+
+    Args:
+        directory: must exist.
+        wait_seconds: how long to wait for one that does, such as one whose parent was killed.
+
+    """
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    deadline = time.monotonic() + wait_seconds
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise RunError(
+                        f"{str(directory)!r} is in use by another process; wait until it has ended"
+                    ) from None
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,340 @@
+"""Run a config in its directory: from the start, or on from where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import ConfigError, RunError
+from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
+from aqg.runs.cost import add_bytes
+from aqg.runs.directory import CONFIG, Line, RunFiles, create_directory, finite_or_none
+from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.files import locked, write_atomically
+from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
+from aqg.runs.setup import make_simulation
+from aqg.runs.stopping import NO_LIMITS, Judge, Limits, has_diverged
+from aqg.runs.summary import Summary, Trace, summarize
+from aqg.runs.versions import installed_versions
+from aqg.sim.state import SimulationState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from aqg.runs.stopping import Ending
+    from aqg.sim.engine import FastSimulation
+    from aqg.sim.problem import Problem
+    from aqg.sim.record import RoundRecord
+    from aqg.sim.reference import ReferenceSimulation
+
+_SECONDS_FOR_ORPHANS = 60.0
+"""How long to wait for a process in the same directory, such as one left by a killed parent."""
+_SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_METRIC_POINTS = 50
+
+
+@dataclass
+class Progress:
+    """Running totals of a run, for a progress bar."""
+
+    round: int = 0
+    loss: float = math.nan
+    uploads: int = 0
+    upload_bytes: int = 0
+    download_bytes: int | None = 0
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received; None where the latter is not on record."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
+
+    def add(self, line: Line) -> None:
+        """Count one more round."""
+        self.round = line.record.round
+        if line.record.loss is not None:
+            self.loss = line.record.loss
+        self.uploads += line.record.num_uploads
+        self.upload_bytes += line.record.upload_bytes
+        self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its results and its curves."""
+
+    config: RunConfig
+    summary: Summary
+    trace: Trace
+
+
+def slug(recipe: str) -> str:
+    """Return a directory name for a recipe spec."""
+    return recipe.replace(":", "_").replace("=", "-")
+
+
+def create_run(directory: Path, config: RunConfig) -> None:
+    """Make a run's directory with its config, and nothing else yet."""
+    create_directory(directory)
+    write_atomically(directory / CONFIG, to_toml((config,)).encode())
+
+
+def read_configs(
+    directory: Path, overrides: Mapping[str, Any], data_dir: Path | None = None
+) -> tuple[RunConfig, ...]:
+    """Read a run directory's configs; overrides that differ from them are refused."""
+    if not (directory / CONFIG).is_file():
+        raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
+    settings = {**BEFORE_DOWNLINKS, **read_settings(directory / CONFIG)}
+    configs = resolve(settings, data_dir)
+    asked = resolve({**settings, **overrides}, data_dir)
+    if asked != configs:
+        before, after = asdict(configs[0]), asdict(asked[0])
+        before["recipe"] = ",".join(config.recipe for config in configs)
+        after["recipe"] = ",".join(config.recipe for config in asked)
+        name = next(name for name in before if before[name] != after[name])
+        raise ConfigError(
+            f"cannot resume {str(directory)!r} with {name} {after[name]}: "
+            f"the run has {name} {before[name]}; drop the option, or start a new run"
+        )
+    return configs
+
+
+def identity(config: RunConfig) -> str:
+    """Return what tells a run from others: a digest of its settings that are not the defaults.
+
+    >>> from aqg.runs.config import resolve
+    >>> first, second = (identity(resolve({"recipe": name})[0]) for name in ("lean", "gd"))
+    >>> first == second
+    False
+    """
+    defaults = {field.name: field.default for field in fields(RunConfig)}
+    settings = {k: v for k, v in asdict(config).items() if v != defaults[k]}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def run(
+    config: RunConfig,
+    problem: Problem,
+    minimum: float | None,
+    directory: Path,
+    contact: Contact | None = None,
+    limits: Limits = NO_LIMITS,
+    keeps_models: bool = True,
+) -> Result:
+    """Run until the run is over, from the directory's checkpoint if it has one.
+
+    That is after its last round, or earlier as `aqg.runs.stopping` has it.
+
+    Args:
+        config: of the run.
+        problem: that the config describes.
+        minimum: ``f*`` where it is known.
+        directory: of the run; it exists and holds the config.
+        contact: is told `Progress` after every round, and tells when to stop; a note is the
+            `Limits` that hold from now on.
+        limits: beyond which a run with a target that ends it is too dear.
+        keeps_models: leave the best model and the last, and the last checkpoint.
+
+    Raises:
+        Interrupted: when asked to stop, after the round in progress was finished and saved.
+
+    """
+    with locked(directory, _SECONDS_FOR_ORPHANS):
+        files = RunFiles(directory, identity(config))
+        referee = _Referee(config, minimum, limits)
+        try:
+            return _run(
+                config, problem, minimum, files, contact or Contact(), referee, keeps_models
+            )
+        finally:
+            files.close()
+
+
+def _run(
+    config: RunConfig,
+    problem: Problem,
+    minimum: float | None,
+    files: RunFiles,
+    contact: Contact,
+    referee: _Referee,
+    keeps_models: bool,
+) -> Result:
+    simulation = make_simulation(config, problem)
+    arrays, lines = files.restore()
+    client_bytes = ClientBytes.first(problem.num_clients)
+    if arrays is not None:
+        simulation.restore(SimulationState.from_arrays(arrays))
+        client_bytes = ClientBytes.from_arrays(arrays)
+    directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
+    models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
+    progress = Progress()
+    for line in lines:
+        progress.add(line)
+        referee.replay(line)
+    last_saved = time.monotonic()
+    measured_every = max(1, config.rounds // _METRIC_POINTS)
+
+    def save() -> None:
+        if models is not None:
+            models.save()
+        arrays = simulation.state().to_arrays() | client_bytes.to_arrays()
+        files.checkpoint(arrays, len(lines))
+        contact.saved()
+
+    while simulation.next_round <= config.rounds and not referee.is_over():
+        number = simulation.next_round
+        metrics: dict[str, float] = {}
+        is_measured = (number - 1) % measured_every == 0
+        if is_measured:
+            model = _snapshot(simulation)
+            metrics = simulation.problem.measure(simulation.parameters)
+        if referee.wants_accuracy:
+            metrics.setdefault("accuracy", _accuracy(simulation))
+            referee.look_before(number, metrics["accuracy"])
+            if referee.is_over():
+                break
+        record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+        if is_measured and models is not None:
+            models.consider(number - 1, metrics, record.loss, model)
+        referee.look_after(record)
+        client_bytes.add(record)
+        line = Line(record.without_clients(), metrics)
+        lines.append(line)
+        progress.add(line)
+        files.add(line)
+        contact.tell(progress)
+        referee.limits = contact.note() or referee.limits
+        is_stop_asked = contact.is_stop_asked()
+        if is_stop_asked or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
+            save()
+            last_saved = time.monotonic()
+        if is_stop_asked:
+            raise Interrupted
+    save()
+
+    final_loss = simulation.loss()
+    metrics = simulation.problem.measure(simulation.parameters)
+    if referee.wants_accuracy and not referee.is_over():
+        referee.look_before(simulation.next_round, metrics.get("accuracy", math.nan))
+    if models is not None:
+        model = _snapshot(simulation)
+        models.consider(len(lines), metrics, final_loss, model)
+        models.finish(len(lines), model)
+    summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.goal)
+    described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
+    files.finish(
+        summary.to_json()
+        | referee.to_json()
+        | {
+            "metrics": described,
+            "versions": installed_versions(),
+            "run": identity(config),
+        }
+        | client_bytes.to_json()
+    )
+    if not keeps_models:
+        files.drop_checkpoint()
+    contact.saved()
+    return Result(config, summary, Trace.of(lines, final_loss, metrics))
+
+
+class _Referee:
+    """Says when a run is over: by its target, where that ends it, and else by its loss.
+
+    Attributes:
+        ending: why the run is over; None while it is not.
+        limits: that hold now.
+
+    """
+
+    def __init__(self, config: RunConfig, minimum: float | None, limits: Limits) -> None:
+        goal = config.goal
+        self._judge: Judge | None = None
+        self._eval_every = config.eval_every
+        self._minimum = 0.0
+        self.wants_accuracy = False
+        self.ending: Ending | None = None
+        self.limits = limits
+        if goal is not None and goal.hold:
+            self._judge = Judge(goal, config.rounds)
+            self.wants_accuracy = goal.kind == "accuracy"
+            if goal.kind == "residual":
+                if minimum is None:
+                    raise RunError(
+                        f"the target is a {goal}, and the minimum of the loss is unknown"
+                    )
+                self._minimum = minimum
+
+    def is_over(self) -> bool:
+        """Tell whether the run has come to its end before the last round."""
+        return self.ending is not None
+
+    def look_before(self, number: int, accuracy: float) -> None:
+        """Look at the accuracy of the model that a round begins with, after the first one."""
+        assert self._judge is not None
+        if number > 1:
+            self.ending = self._judge.look(accuracy, self.limits)
+
+    def look_after(self, record: RoundRecord) -> None:
+        """Look at the loss that a round began with, and count the round if it goes on."""
+        is_evaluated = (record.round - 1) % self._eval_every == 0
+        # One beyond all numbers is read back as None.
+        loss = math.inf if record.loss is None else record.loss
+        if self._judge is None:
+            self.ending = "diverged" if is_evaluated and has_diverged(loss) else None
+            return
+        if not self.wants_accuracy:
+            self.ending = self._judge.look(loss - self._minimum, self.limits)
+        if self.ending is None:
+            self._judge.pay(record)
+
+    def replay(self, line: Line) -> None:
+        """Look at a round that was run before."""
+        limits, self.limits = self.limits, NO_LIMITS
+        if self.wants_accuracy:
+            self.look_before(line.record.round, line.metrics.get("accuracy", math.nan))
+        self.look_after(line.record)
+        self.limits = limits
+
+    def to_json(self) -> dict[str, Any]:
+        """Return why the run ended and what it cost until then, where a target could end it."""
+        if self._judge is None:
+            return {}
+        ending: Ending = self.ending or "rounds"
+        value = self._judge.value
+        outcome = {"ending": ending, "value": finite_or_none(value)}
+        return {"outcome": outcome | asdict(self._judge.costs(ending))}
+
+
+def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
+    """Return the test accuracy of the model; on the device, where only accuracy is asked for."""
+    problem, params = simulation.problem, simulation.parameters
+    backend = getattr(simulation, "backend", None)
+    if backend is None or problem.metrics is not None or problem.test is None:
+        return problem.measure(params).get("accuracy", math.nan)
+    if not np.isfinite(params).all():
+        return math.nan
+    if hasattr(problem.objective, "model_layout"):
+        return problem.measure(params).get("accuracy", math.nan)
+    predicted = problem.objective.predict(backend.put(params), backend.put(problem.test.features))
+    return float(np.mean(backend.get(predicted) == problem.test.labels))
+
+
+def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
+    """Return what makes the tensors of the model as it is now, by name."""
+    params, buffers = simulation.parameters, shared_buffers(simulation)
+    return lambda: name_tensors(simulation.problem.objective, params, buffers)
+
+
+def batch_summary(summaries: Sequence[Summary]) -> str:
+    """Return all runs' results as one JSON object."""
+    runs = [summary.to_json() for summary in summaries]
+    return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"

@@ -1,0 +1,194 @@
+"""When a run is over before its last round: one definition each.
+
+*Reached*
+    The target is met so many rounds in a row (`Target.hold`); the first of them counts. With
+    ``hold = 0`` a run is not ended by its target, and the target has to be met to the very end.
+*Diverged*
+    The loss is no number, or beyond all use (`has_diverged`).
+*Hopeless*
+    A run with a target is far behind: its loss is 100 times the first one, or at half of its rounds
+    it has not come half of its way, or at three quarters not three quarters.
+*Too dear*
+    Other runs of the study show that the cost is of no interest, whether or not the target is
+    reached in the end: it is *costlier* than another setting of the same recipe, or *beyond* a
+    multiple of the best recipe (`Limits`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from aqg.errors import ConfigError
+from aqg.runs.cost import Cost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.sim.record import RoundRecord
+
+Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
+Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "costlier", "beyond"]
+
+KINDS: tuple[Kind, ...] = ("residual", "loss", "accuracy")
+_DIVERGED_LOSS = 1e20
+_HOPELESS = 100.0
+"""A loss so many times the first one does not come back."""
+_MILESTONES = (0.5, 0.75)
+"""At such a share of its rounds, a run must have come such a share of its way."""
+_SMALLEST_GOAL = 1e-9
+"""Floor on targets, so that the logarithm stays finite."""
+
+
+def has_diverged(loss: float) -> bool:
+    """Tell whether a loss is beyond all use, where a run need not go on.
+
+    >>> has_diverged(float("nan")), has_diverged(1e21), has_diverged(1e9)
+    (True, True, False)
+    """
+    return not loss < _DIVERGED_LOSS
+
+
+@dataclass(frozen=True)
+class Target:
+    """When a model is good enough.
+
+    Attributes:
+        kind: ``"residual"``, the loss above its minimum; ``"loss"`` itself; or ``"accuracy"`` on
+            the test set.
+        value: at most this loss or residual, at least this accuracy.
+        hold: for how many rounds in a row it has to be met, after which the run ends; 0: to the
+            last round.
+
+    """
+
+    kind: Kind
+    value: float
+    hold: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"unknown target {self.kind!r}; choose from {', '.join(KINDS)}")
+        most = 1.0 if self.kind == "accuracy" else math.inf
+        if not (0 < self.value <= most and math.isfinite(self.value)):
+            bound = "above 0 and at most 1" if self.kind == "accuracy" else "above 0"
+            raise ConfigError(f"target {self.kind} is {self.value}; it must be {bound}")
+        if self.hold < 0:
+            raise ConfigError(f"hold is {self.hold}; it must be at least 0")
+
+    def is_met(self, value: float) -> bool:
+        """Tell whether a loss, residual or accuracy is good enough; NaN never is.
+
+        >>> Target("accuracy", 0.9).is_met(0.91), Target("residual", 1e-4).is_met(1e-3)
+        (True, False)
+        """
+        return value >= self.value if self.kind == "accuracy" else value <= self.value
+
+    def first_reached(self, values: Sequence[float]) -> int | None:
+        """Return the position from which the target counts as reached; None if it does not.
+
+        >>> Target("loss", 1.0).first_reached([5, 0.9, 2, 0.8, 1, 0.7])
+        3
+        >>> Target("loss", 1.0, hold=2).first_reached([5, 0.9, 2, 0.8, 1, 7])
+        3
+        """
+        streak = 0
+        for position, value in enumerate(values):
+            streak = streak + 1 if self.is_met(value) else 0
+            if 0 < self.hold <= streak:
+                return position + 1 - streak
+        return None if self.hold or not streak else len(values) - streak
+
+    def progress(self, start: float, value: float) -> float:
+        """Return which share of the way from ``start`` to the target lies behind.
+
+        Measured in the logarithm of the loss, the residual or the error rate: training is fast
+        first and slow later, so a run that is behind at half time does not arrive.
+
+        >>> Target("residual", 1e-4).progress(start=1.0, value=1e-2)
+        0.5
+        """
+        start, value, goal = (
+            1 - number if self.kind == "accuracy" else number
+            for number in (start, value, self.value)
+        )
+        if value <= goal:
+            return 1.0
+        goal = max(goal, _SMALLEST_GOAL)
+        return math.log(start / value) / math.log(start / goal) if start > goal else 0.0
+
+    def __str__(self) -> str:
+        if self.kind == "accuracy":
+            return f"accuracy {self.value:.1%}"
+        return f"{self.kind} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Costs in bytes beyond which a run is too dear.
+
+    Attributes:
+        own: what another setting of the same recipe needed.
+        ceiling: a multiple of what the best recipe needed.
+        uploads_only: whether these are uploads alone, as in comparisons from before downloads were
+            counted; else both directions.
+
+    """
+
+    own: float = math.inf
+    ceiling: float = math.inf
+    uploads_only: bool = False
+
+
+NO_LIMITS = Limits()
+
+
+class Judge:
+    """Follows a run's costs and its loss, residual or accuracy, and says when it is over.
+
+    Attributes:
+        value: what was looked at last; NaN before the first look.
+
+    """
+
+    def __init__(self, target: Target, num_rounds: int) -> None:
+        self._target = target
+        self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
+        self._costs = self._candidate = Cost(0, 0, 0, 0, 0)
+        self._streak = 0
+        self._first_value = math.nan
+        self.value = math.nan
+
+    def pay(self, record: RoundRecord) -> None:
+        """Count what a round cost."""
+        self._costs = self._costs.plus(record)
+
+    def look(self, value: float, limits: Limits = NO_LIMITS) -> Ending | None:
+        """Take the value that the rounds paid for so far have led to."""
+        self.value = value
+        if math.isnan(self._first_value):
+            self._first_value = value
+        self._streak = self._streak + 1 if self._target.is_met(value) else 0
+        if self._streak == 1:
+            self._candidate = self._costs
+        if 0 < self._target.hold <= self._streak:
+            return "reached"
+        if has_diverged(abs(value)):
+            return "diverged"
+        is_loss = self._target.kind != "accuracy"
+        if is_loss and value > _HOPELESS * self._first_value:
+            return "hopeless"
+        share = self._milestones.get(self._costs.rounds, 0.0)
+        if share and self._target.progress(self._first_value, value) < share:
+            return "hopeless"
+        costs = self._candidate if self._streak else self._costs
+        total = costs.total_bytes
+        spent = costs.upload_bytes if limits.uploads_only or total is None else total
+        if spent > limits.own:
+            return "costlier"
+        return "beyond" if spent > limits.ceiling else None
+
+    def costs(self, ending: Ending) -> Cost:
+        """Return what the rounds cost until the target was reached, or else all of them."""
+        return self._candidate if ending == "reached" else self._costs

@@ -1,0 +1,142 @@
+"""One kind of table, for the terminal, Markdown, CSV and JSON; and how sizes are written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.table import Table as TerminalTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in cells, written as in Markdown: names in backticks, ``<br>`` between lines.
+
+    Attributes:
+        name: marks its place in a document.
+        title: in a few words.
+        note: what the numbers are.
+        header: of the columns.
+        rows: as long as the header each.
+        num_labels: how many of the first columns say what a row is about; the others hold numbers
+            and are right-aligned in a terminal. None: all are text.
+
+    """
+
+    name: str
+    title: str
+    note: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_labels: int | None = None
+
+    def to_markdown(self) -> str:
+        """Write the table with its title and note.
+
+        >>> table = Table("t", "Costs", "In bits.", ("recipe", "bits"), (("lean", "3"),))
+        >>> print(table.to_markdown())
+        **Costs.** In bits.
+        <BLANKLINE>
+        | recipe | bits |
+        |---|---|
+        | lean | 3 |
+        <BLANKLINE>
+        """
+        lines = [f"**{self.title}.** {self.note}", "", _line(self.header)]
+        lines.append("|" + "---|" * len(self.header))
+        lines.extend(_line(row) for row in self.rows)
+        return "\n".join(lines) + "\n"
+
+    def to_csv(self) -> str:
+        r"""Write header and rows.
+
+        >>> Table("t", "", "", ("recipe", "cost"), (("`lean`", "3<br>1–5"),)).to_csv()
+        'recipe,cost\nlean,3; 1–5\n'
+        """
+        return write_csv(map(_plain, self.header), (map(_plain, row) for row in self.rows))
+
+    def to_json(self) -> str:
+        """Write one object: title, note, and an object for each row.
+
+        >>> json.loads(Table("t", "T", "N.", ("a",), (("1",),)).to_json())["rows"]
+        [{'a': '1'}]
+        """
+        names = [_plain(name) for name in self.header]
+        rows = [dict(zip(names, map(_plain, row), strict=True)) for row in self.rows]
+        content = {"name": self.name, "title": self.title, "note": self.note, "rows": rows}
+        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+    def to_terminal(self) -> TerminalTable:
+        """Return header and rows for a console of rich's, with no lines but one below the header.
+
+        >>> Table("t", "", "", ("a", "b"), (("x", "1<br>2"),), num_labels=1).to_terminal().row_count
+        1
+        """
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table as TerminalTable
+
+        shown = TerminalTable(
+            box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
+        )
+        for position, name in enumerate(self.header):
+            if self.num_labels is None:
+                shown.add_column(_lines(name))
+            elif position < self.num_labels:
+                shown.add_column(_lines(name), style="bold", no_wrap=self.num_labels == 1)
+            else:
+                shown.add_column(_lines(name), justify="right", no_wrap=self.num_labels == 1)
+        for row in self.rows:
+            shown.add_row(*(escape(_lines(cell)) for cell in row))
+        return shown
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _lines(cell: str) -> str:
+    return cell.replace("`", "").replace("<br>", "\n")
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("`", "").replace("<br>", "; ")
+
+
+def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Write a header and rows."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def records_to_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    r"""Write objects, a row each, with a column for every field that some of them have.
+
+    >>> records_to_csv([{"a": 1}, {"a": 2, "b": None}])
+    'a,b\n1,\n2,\n'
+    """
+    columns = list(dict.fromkeys(column for row in records for column in row))
+    return write_csv(columns, ([row.get(column) for column in columns] for row in records))
+
+
+def format_bytes(count: float | None) -> str:
+    """Write a size for humans.
+
+    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000), format_bytes(None)
+    ('812 B', '48.2 kB', '3.14 MB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,1 @@
+"""Studies: what to run next and why, and tables and pictures made from run directories."""

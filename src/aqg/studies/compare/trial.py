@@ -1,0 +1,144 @@
+"""One trial: what is run of a recipe on a task, where it is kept, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from aqg.runs.cost import add_bytes
+from aqg.runs.loop import slug
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aqg.runs.config import RunConfig
+    from aqg.runs.stopping import Ending
+    from aqg.studies.compare.tasks import Task
+
+CEILING = 10
+"""Costs of so many times those of the best recipe of a task are of no interest."""
+_OLDER_ENDINGS = {"too slow": "hopeless"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe with its knob and step size fixed.
+
+    Attributes:
+        spec: the recipe with its options, such as ``"stc:keep=0.001"``.
+        bits: ``b_max``.
+        multiplier: of the task's step size.
+
+    """
+
+    spec: str
+    bits: int = 4
+    multiplier: float = 1.0
+
+    def __str__(self) -> str:
+        text = self.spec if self.bits == 4 else f"{self.spec}, {self.bits} bits"
+        return text if self.multiplier == 1 else f"{text}, step ×{self.multiplier:g}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run: a task by name, a recipe by name, its setting and the seed."""
+
+    task: str
+    recipe: str
+    setting: Setting
+    seed: int
+
+    @property
+    def directory(self) -> str:
+        """Where the run is kept: ``TASK/RECIPE/SETTING-seed-N``."""
+        setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
+        return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
+
+    def config(self, task: Task, device: str) -> RunConfig:
+        """Return the config of the run."""
+        return replace(
+            task.config,
+            recipe=self.setting.spec,
+            bits=self.setting.bits,
+            alpha=task.config.alpha * self.setting.multiplier,
+            seed=self.seed,
+            device=device if task.uses_device else "cpu",
+        )
+
+
+def safe(text: str) -> str:
+    """Make a name that can be read and that a file system takes.
+
+    >>> safe("heart.py:problem:folder=a/b")
+    'heart.py_problem_folder-a%2Fb'
+    """
+    return slug(quote(text, safe=":=+"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        trial: what was run.
+        ending: as in `aqg.runs.stopping`; ``"rounds"``: the task's rounds were over. A trial that
+            is too dear is ``"costlier"`` than another setting of the same recipe that reached the
+            target, or ``"beyond"`` the `CEILING`.
+        rounds: until the target was reached; else until the end.
+        uploads: in these rounds.
+        upload_bytes: in these rounds, what all clients sent.
+        value: the loss, residual or accuracy at the end; None where it is no number.
+        seconds: the whole run took.
+        download_bytes: in these rounds, what all clients received; None where it is not on record.
+
+    """
+
+    trial: Trial
+    ending: Ending
+    rounds: int
+    uploads: int
+    upload_bytes: int
+    value: float | None
+    seconds: float
+    download_bytes: int | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the target was reached."""
+        return self.ending == "reached"
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the clients sent and received; None where the latter is not on record."""
+        return add_bytes(self.upload_bytes, self.download_bytes)
+
+    @property
+    def cost(self) -> int:
+        """The bytes that count: those of both directions or, without downloads, the uploads."""
+        return self.upload_bytes if self.total_bytes is None else self.total_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one flat object."""
+        row = asdict(self)
+        trial = row.pop("trial")
+        setting = trial.pop("setting")
+        return {**trial, **setting, **row}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Outcome:
+        """Read what `to_json` wrote, in this version or an earlier one."""
+        setting = Setting(row["spec"], row["bits"], row["multiplier"])
+        trial = Trial(row["task"], row["recipe"], setting, row["seed"])
+        names = ("rounds", "uploads", "upload_bytes", "value", "seconds")
+        found = {name: row[name] for name in names}
+        ending = _OLDER_ENDINGS.get(row["ending"], row["ending"])
+        return Outcome(trial, ending, download_bytes=row.get("download_bytes"), **found)
+
+    @staticmethod
+    def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
+        """Return what a finished run says of itself in its ``summary.json``."""
+        row = summary["outcome"]
+        names = ("ending", "rounds", "uploads", "upload_bytes", "value", "download_bytes")
+        return Outcome(trial, seconds=seconds, **{name: row[name] for name in names})

@@ -1,0 +1,219 @@
+"""The paper's figures, drawn from our curves: loss against iterations, uploads and bits.
+
+A line is the median over seeds, and the band around it their range. The paper prints no data for
+its curves, so its Table 2 stands in for them: a diamond marks what the paper says it took to come
+within 1e-6 of the minimum. Figures have the paper's numbers.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.studies.paper.cells import SPLITS
+from aqg.studies.paper.outcomes import main_reading
+from aqg.studies.paper.paper import PAPER_RESIDUAL, performance
+from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES, NETWORK_RECIPES, TABLE_RECIPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from aqg.core.types import Float64Array
+    from aqg.studies.paper.outcomes import Outcome, Results
+
+COLORS = {
+    "lean": "#0072B2",
+    "auto": "#8C510A",
+    "aqg-2": "#D55E00",
+    "aqg": "#E69F00",
+    "aqg-augmented": "#CC79A7",
+    "laq": "#009E73",
+    "qgd": "#56B4E9",
+    "gd": "#555555",
+}
+_PANELS = (
+    ("rounds", "iteration"),
+    ("uploads", "uploads"),
+    ("bits_per_param", "bits per parameter"),
+)
+_FLOOR = 1e-7
+_CEILING = 1e4
+_DPI = 100
+_POINTS = 160
+
+
+def all_figures(results: Results) -> dict[str, bytes]:
+    """Return PNG pictures by name, those that the results have runs for."""
+    figures: dict[str, bytes | None] = {
+        "figure-5-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
+        "figure-6-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
+        "figure-7-logistic-noniid": _comparison(results, "logistic", BY_SOURCE, "logistic-noniid"),
+        "figure-8-network-noniid": _comparison(results, "softmax", "label", "network-noniid"),
+    }
+    for partition, suffix in (("iid", "iid"), ("label", "noniid")):
+        for number, rates in ((9, (0.2, 0.5, 0.7)), (10, (0.8, 0.9))):
+            name = f"figure-{number}-dropouts-{suffix}"
+            figures[name] = _dropouts(results, partition, rates)
+    figures["network-784-200-10"] = _network(results)
+    return {name: picture for name, picture in figures.items() if picture is not None}
+
+
+def _comparison(results: Results, section: str, partition: str, setting: str) -> bytes | None:
+    outcomes = results.select(section=section, partition=partition)
+    model = "MNIST, 784→10 softmax"
+    reading = main_reading(results.outcomes)
+    if section == "logistic" and reading is not None:
+        outcomes = [o for o in outcomes if (o.scaling, o.alpha) == reading]
+        model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
+    if not outcomes:
+        return None
+    figure, (axes,) = _panels(1)
+    for recipe in TABLE_RECIPES:
+        _draw(axes, results, [o for o in outcomes if o.recipe == recipe], recipe)
+    if section == "softmax" and results.about["softmax_residual"] == PAPER_RESIDUAL:
+        for row in (row for row in performance() if row.setting == setting):
+            counts = (row.rounds, row.uploads, row.bits)
+            for axis, count in zip(axes, counts, strict=True):
+                axis.plot(count, 1e-6, "D", mfc="none", mec=COLORS[row.recipe], ms=7, mew=1.6)
+        axes[0].plot([], [], "D", mfc="none", mec="#333333", ms=7, label="paper, Table 2")
+    _finish(axes, "loss − minimum")
+    figure.suptitle(f"{model}, {SPLITS[partition]}{_band(outcomes)}")
+    return _png(figure)
+
+
+def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes | None:
+    outcomes = results.select(section="dropouts", partition=partition)
+    present = [rate for rate in rates if any(o.dropout == rate for o in outcomes)]
+    if not present:
+        return None
+    figure, rows = _panels(len(present))
+    for axes, rate in zip(rows, present, strict=True):
+        for recipe in DROPOUT_RECIPES:
+            ours = [o for o in outcomes if o.recipe == recipe and o.dropout == rate]
+            _draw(axes, results, ours, recipe)
+        axes[0].set_ylim(_FLOOR, 1e2)
+        _finish(axes, f"loss − minimum, p = {rate:g}")
+    title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}{_band(outcomes)}"
+    figure.suptitle(title)
+    return _png(figure)
+
+
+def _network(results: Results) -> bytes | None:
+    outcomes = results.select(section="network")
+    partitions = [p for p in ("iid", "label") if any(o.partition == p for o in outcomes)]
+    if not partitions:
+        return None
+    figure, rows = _panels(len(partitions))
+    for axes, partition in zip(rows, partitions, strict=True):
+        for recipe in NETWORK_RECIPES:
+            ours = [o for o in outcomes if o.recipe == recipe and o.partition == partition]
+            _draw(axes, results, ours, recipe)
+        axes[0].set_ylim(0.4, 1e3)
+        _finish(axes, f"loss, {SPLITS[partition]}")
+    figure.suptitle(f"MNIST, 784-200-10 network{_band(outcomes)}")
+    return _png(figure)
+
+
+def _band(outcomes: Sequence[Outcome]) -> str:
+    """Say what a line and its band are."""
+    count = len({o.seed for o in outcomes})
+    return f"; median and range of {count} seeds" if count > 1 else "; one seed"
+
+
+def _panels(num_rows: int) -> tuple[Any, list[Sequence[Axes]]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 0.7 + 3.1 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
+    return figure, list(axes)
+
+
+def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], recipe: str) -> None:
+    """Draw the median over seeds, and the range as a band, in every panel."""
+    shown = [o for o in outcomes if o.name in results.curves]
+    if not shown:
+        return
+    for axis, (name, _) in zip(axes, _PANELS, strict=True):
+        costs, heights = stack_curves(results, shown, name)
+        middle = np.median(heights, axis=0)
+        axis.plot(
+            costs,
+            middle,
+            color=COLORS[recipe],
+            linestyle="--" if recipe in ("gd", "auto") else "-",  # they hide others otherwise
+            linewidth=1.7,
+            label=recipe,
+            zorder=3 if recipe == "lean" else 2,
+        )
+        if len(shown) > 1:
+            low, high = heights.min(axis=0), heights.max(axis=0)
+            axis.fill_between(costs, low, high, color=COLORS[recipe], alpha=0.18, linewidth=0)
+
+
+def stack_curves(
+    results: Results, outcomes: Sequence[Outcome], name: str
+) -> tuple[Float64Array, Float64Array]:
+    """Return costs, and every run's height at each of them: a row per run.
+
+    ``name`` says which cost. Between two points of a curve the logarithm of the height is taken to
+    be a straight line. The costs end where the first run ends that has not diverged; a run that
+    has stays at the ceiling.
+    """
+    curves = []
+    for outcome in outcomes:
+        curve = results.curves[outcome.name]
+        losses = np.nan_to_num(np.array(curve.losses), nan=np.inf, posinf=np.inf)
+        heights = np.clip(losses - (outcome.minimum or 0.0), _FLOOR / 10, _CEILING)
+        costs = np.array([getattr(cost, name) for cost in curve.costs], np.float64)
+        last = np.append(np.diff(costs) > 0, True)  # of several points at one cost, the last
+        curves.append((costs[last], heights[last], outcome.diverged))
+    ends = [costs[-1] for costs, _, diverged in curves if not diverged]
+    end = min(ends) if ends else max(costs[-1] for costs, _, _ in curves)
+    start = min((costs[costs > 0][0] for costs, _, _ in curves if costs.any()), default=1.0)
+    if name == "rounds":
+        grid = np.linspace(0, end, _POINTS)
+    else:
+        grid = np.geomspace(start, max(end, start * 1.01), _POINTS)
+    rows = [
+        np.exp(
+            np.interp(grid, costs, np.log(heights), right=np.log(_CEILING) if diverged else None)
+        )
+        for costs, heights, diverged in curves
+    ]
+    return grid, np.array(rows)
+
+
+def _finish(axes: Sequence[Axes], ylabel: str) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    axes[0].set_yscale("log")
+    if axes[0].get_ylim()[0] < _FLOOR:
+        axes[0].set_ylim(bottom=_FLOOR)
+    axes[0].set_ylabel(ylabel)
+    for axis, (name, label) in zip(axes, _PANELS, strict=True):
+        axis.set_xlabel(label)
+        if name != "rounds":
+            axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.grid(True, which="major", color="#e2e2e2", linewidth=0.7)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8, loc="best")
+
+
+def _png(figure: Any) -> bytes:
+    """Write with a palette: a few dozen colors are all there is, in half of the bytes."""
+    from PIL import Image
+
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DPI)
+    with Image.open(drawn) as image:
+        colors = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        colors.save(packed, format="png", optimize=True)
+    return packed.getvalue()

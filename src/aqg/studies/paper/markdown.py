@@ -1,0 +1,27 @@
+"""Write the tables and passages of a document anew, from the results in a directory.
+
+python -m aqg.studies.paper.markdown docs/results.md results
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from aqg.studies.document import refresh
+from aqg.studies.paper.outcomes import read_results
+from aqg.studies.paper.passages import all_passages
+from aqg.studies.paper.tables import all_tables
+
+
+def main(arguments: list[str]) -> None:
+    """Refresh the document named first from the results named second."""
+    document, directory = map(Path, arguments)
+    results = read_results(directory)
+    before = document.read_text(encoding="utf-8")
+    text = refresh(before, all_tables(results), all_passages(results))
+    document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,379 @@
+"""What came of the runs: a row of numbers and a thinned curve each, kept as CSV files.
+
+``runs.csv`` has a row per run: its settings, what it cost in all, and what it cost until the loss
+stayed within each of `RESIDUALS` of the minimum. ``curves.csv`` has at most `CURVE_POINTS` rows per
+run that a figure shows. ``other-machines`` holds rows of the same runs made elsewhere, a file per
+kind of processor, and ``rounding.csv`` runs whose data differ in the last bit (`rounding`). All are
+small enough to live in a repository, and the tables and figures need nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.errors import RunError
+from aqg.runs.cost import Cost
+from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.files import write_atomically
+from aqg.runs.setup import minimum_key
+from aqg.runs.stopping import Target, has_diverged
+from aqg.runs.summary import Trace
+from aqg.runs.table import records_to_csv
+from aqg.studies.paper.rounding import PERTURBED, Perturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from aqg.studies.paper.plan import PlannedRun
+
+RUNS = "runs.csv"
+CURVES = "curves.csv"
+META = "about.json"
+OTHER_MACHINES = "other-machines"
+ROUNDING_SECTION = "rounding"
+"""Of runs whose data differ in the last bit."""
+RESIDUALS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+CONVERGED = 1e-6
+CURVE_POINTS = 48
+_COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download_bytes")
+"""Columns of results; older ones have no downloads."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Costs so far and the loss, at a few dozen rounds of a run."""
+
+    costs: tuple[Cost, ...]
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run's numbers.
+
+    Attributes:
+        name: of its directory.
+        section: of the results.
+        recipe: its spec.
+        partition: how the data was split.
+        scaling: ``"mean"`` or ``"sum"``.
+        alpha: the step size.
+        dropout: ``p``.
+        seed: its seed.
+        machine: the kind of processor that ran it, such as ``"x86_64"``.
+        device: ``"cpu"`` or ``"cuda"``.
+        minimum: ``f*``; None where it is unknown.
+        start_loss: before the first round.
+        final_loss: after the last round; infinity where it diverged.
+        peak_loss: the largest loss along the way.
+        test_accuracy: of the final model, where there is a test set.
+        total: the cost of all rounds.
+        reached: for each residual that the loss stayed within at last, the cost until then.
+
+    """
+
+    name: str
+    section: str
+    recipe: str
+    partition: str
+    scaling: str
+    alpha: float
+    dropout: float
+    seed: int
+    machine: str
+    device: str
+    minimum: float | None
+    start_loss: float
+    final_loss: float
+    peak_loss: float
+    test_accuracy: float | None
+    total: Cost
+    reached: Mapping[float, Cost] = field(default_factory=dict)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss left all use."""
+        return has_diverged(self.final_loss)
+
+    @property
+    def ran_away(self) -> bool:
+        """Whether the run ended worse than it began."""
+        return not self.final_loss <= self.start_loss
+
+    @property
+    def converged(self) -> bool:
+        """Whether the run ended within `CONVERGED` of the minimum."""
+        return self.residual < CONVERGED
+
+    @property
+    def residual(self) -> float:
+        """``f(θ) - f*`` after the last round; NaN where ``f*`` is unknown."""
+        return np.nan if self.minimum is None else self.final_loss - self.minimum
+
+
+@dataclass(frozen=True)
+class Results:
+    """All outcomes and curves, and how they came about.
+
+    Attributes:
+        outcomes: a row per run.
+        curves: by the name of the run; only of runs that a figure shows.
+        about: lengths, seeds and versions.
+        elsewhere: the same runs on other machines, by the kind of processor.
+        perturbed: runs whose data differ in the last bit.
+
+    """
+
+    outcomes: tuple[Outcome, ...]
+    curves: Mapping[str, Curve]
+    about: Mapping[str, Any]
+    elsewhere: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
+    perturbed: tuple[Perturbed, ...] = ()
+
+    def residual_after(self, outcome: Outcome, rounds: int) -> float:
+        """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
+        curve = self.curves.get(outcome.name)
+        if curve is None:
+            return np.nan
+        index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
+        return curve.losses[index] - (outcome.minimum or 0.0)
+
+    def select(self, **settings: object) -> list[Outcome]:
+        """Return the outcomes whose attributes have these values."""
+        return [
+            outcome
+            for outcome in self.outcomes
+            if all(getattr(outcome, name) == value for name, value in settings.items())
+        ]
+
+
+def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
+    """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
+    found = {p.run.name: read_summary(directory / p.run.name) for p in plan}
+    summaries = {name: summary for name, summary in found.items() if summary is not None}
+    finished = [p for p in plan if p.run.name in summaries]
+    minima: dict[str, float] = {}
+    for planned in finished:
+        summary = summaries[planned.run.name]
+        if summary["residual"] is not None:
+            minima[_loss_key(planned)] = summary["final_loss"] - summary["residual"]
+    outcomes, curves, perturbed = [], {}, []
+    for planned in finished:
+        if planned.section == ROUNDING_SECTION:
+            lines = read_lines(directory / planned.run.name)
+            row = Perturbed.of(planned.run.config, lines, summaries[planned.run.name])
+            perturbed.append(row)
+            continue
+        config, name = planned.run.config, planned.run.name
+        summary = summaries[name]
+        final = np.inf if summary["final_loss"] is None else summary["final_loss"]
+        trace = Trace.of(read_lines(directory / name), final)
+        minimum = minima.get(_loss_key(planned))
+        outcomes.append(
+            Outcome(
+                name=name,
+                section=planned.section,
+                recipe=config.recipe,
+                partition=config.partition,
+                scaling=config.scaling,
+                alpha=config.alpha,
+                dropout=config.dropout,
+                seed=config.seed,
+                machine=summary.get("versions", {}).get("machine", ""),
+                device=config.device,
+                minimum=minimum,
+                start_loss=trace.losses[0],
+                final_loss=np.inf if has_diverged(final) else final,
+                peak_loss=max(trace.losses),
+                test_accuracy=summary["test_accuracy"],
+                total=trace.costs[-1],
+                reached=_reached(trace, minimum),
+            )
+        )
+        curves[name] = thin(trace)
+    kept = tuple(outcomes)
+    shown = main_reading(kept)
+    for outcome in kept:
+        if outcome.section == "logistic" and (outcome.scaling, outcome.alpha) != shown:
+            del curves[outcome.name]
+    about = {**about, "versions": _versions(finished, summaries)}
+    return Results(kept, curves, about, perturbed=tuple(perturbed))
+
+
+def _loss_key(planned: PlannedRun) -> str:
+    """Return what tells losses, and so their minima, apart."""
+    return json.dumps(minimum_key(planned.run.config))
+
+
+def _versions(
+    finished: Iterable[PlannedRun], summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """Return the versions that made the runs of each section on each kind of processor."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for planned in finished:
+        if planned.section == ROUNDING_SECTION:
+            continue
+        versions = dict(summaries[planned.run.name].get("versions", {}))
+        place = found.setdefault(f"{planned.section}: {versions.pop('machine', '')}", {})
+        for name, version in versions.items():
+            place.setdefault(name, set()).add(version)
+    return {
+        place: {name: " and ".join(sorted(several)) for name, several in versions.items()}
+        for place, versions in found.items()
+    }
+
+
+def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
+    """Return the loss and ``α`` of the logistic runs that the paper's table is compared with.
+
+    The paper names ``α = 0.008`` but not the loss's scaling, and its counts are those of runs near
+    the edge of stability. The rule: of the runs with summed losses, the largest ``α`` at which QGD
+    and LAQ converge on every seed and both splits. Without any, the smallest ``α`` there is; None
+    without logistic runs.
+    """
+    runs = [o for o in outcomes if o.section == "logistic"]
+    alphas = sorted({o.alpha for o in runs if o.scaling == "sum"})
+    if not alphas:
+        return (runs[0].scaling, runs[0].alpha) if runs else None
+    stable = [
+        alpha
+        for alpha in alphas
+        if all(
+            o.converged
+            for o in runs
+            if (o.scaling, o.alpha) == ("sum", alpha) and o.recipe in ("qgd", "laq")
+        )
+    ]
+    return "sum", max(stable, default=alphas[0])
+
+
+def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
+    if minimum is None:
+        return {}
+    costs = {r: trace.cost_to(Target("residual", r), minimum) for r in RESIDUALS}
+    return {residual: cost for residual, cost in costs.items() if cost is not None}
+
+
+def thin(trace: Trace) -> Curve:
+    """Keep the first point, the last, and some between: densely at first, evenly after that."""
+    last = len(trace.losses) - 1
+    half = CURVE_POINTS // 2
+    early = np.geomspace(1, max(last, 1), half)
+    even = np.linspace(0, last, half)
+    kept = np.unique(np.concatenate([early, even]).round().astype(int).clip(0, last))
+    return Curve(tuple(trace.costs[i] for i in kept), tuple(float(trace.losses[i]) for i in kept))
+
+
+def write_results(directory: Path, results: Results) -> None:
+    """Write everything that `read_results` reads."""
+    write_atomically(directory / RUNS, _csv(map(_flat, results.outcomes)))
+    if results.perturbed:
+        write_atomically(directory / PERTURBED, _csv(map(asdict, results.perturbed)))
+    for machine, outcomes in results.elsewhere.items():
+        (directory / OTHER_MACHINES).mkdir(exist_ok=True)
+        path = directory / OTHER_MACHINES / f"{machine}.csv"
+        write_atomically(path, _csv(map(_flat, outcomes)))
+    rows = (
+        {
+            "name": name,
+            **{column: getattr(cost, column) for column in _COST_FIELDS},
+            "loss": f"{loss:.10g}",
+        }
+        for name, curve in results.curves.items()
+        for cost, loss in zip(curve.costs, curve.losses, strict=True)
+    )
+    write_atomically(directory / CURVES, _csv(rows))
+    text = json.dumps(results.about, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(directory / META, text.encode())
+
+
+def read_results(directory: Path) -> Results:
+    """Read what `write_results` wrote."""
+    try:
+        about = json.loads((directory / META).read_text(encoding="utf-8"))
+        outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
+        points: dict[str, list[tuple[Cost, float]]] = {}
+        for row in _rows(directory / CURVES):
+            cost = _read_cost(row)
+            assert cost is not None
+            points.setdefault(row["name"], []).append((cost, float(row["loss"])))
+        elsewhere = {
+            path.stem: tuple(_unflat(row) for row in _rows(path))
+            for path in sorted((directory / OTHER_MACHINES).glob("*.csv"))
+        }
+        perturbed: tuple[Perturbed, ...] = ()
+        if (directory / PERTURBED).exists():
+            perturbed = tuple(map(Perturbed.from_row, _rows(directory / PERTURBED)))
+    except OSError as error:
+        raise RunError(
+            f"{str(directory)!r} holds no results of aqg reproduce: {error.strerror} "
+            f"({error.filename})"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"the results in {str(directory)!r} are damaged: {error}") from None
+    curves = {
+        name: Curve(tuple(cost for cost, _ in pairs), tuple(loss for _, loss in pairs))
+        for name, pairs in points.items()
+    }
+    return Results(outcomes, curves, about, elsewhere, perturbed)
+
+
+_PLAIN = ("name", "section", "recipe", "partition", "scaling", "machine", "device")
+_NUMBERS = (
+    "alpha",
+    "dropout",
+    "seed",
+    "minimum",
+    "start_loss",
+    "final_loss",
+    "peak_loss",
+    "test_accuracy",
+)
+
+
+def _flat(outcome: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(outcome, name) for name in (*_PLAIN, *_NUMBERS)}
+    row.update({name: getattr(outcome.total, name) for name in _COST_FIELDS})
+    for residual in RESIDUALS:
+        cost = outcome.reached.get(residual)
+        for name in _COST_FIELDS:
+            row[f"{name}_to_{residual:g}"] = None if cost is None else getattr(cost, name)
+    return row
+
+
+def _unflat(row: Mapping[str, str]) -> Outcome:
+    reached = {}
+    for residual in RESIDUALS:
+        cost = _read_cost(row, f"_to_{residual:g}")
+        if cost is not None:
+            reached[residual] = cost
+    numbers: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in _NUMBERS}
+    numbers["seed"] = int(row["seed"])
+    texts: dict[str, Any] = {name: row[name] for name in _PLAIN}
+    total = _read_cost(row)
+    assert total is not None
+    return Outcome(**texts, **numbers, total=total, reached=reached)
+
+
+def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
+    """Read a cost from columns whose names end alike; None where they are empty."""
+    texts = {name: row.get(f"{name}{suffix}") for name in _COST_FIELDS}
+    known = {name: int(text) for name, text in texts.items() if text}
+    if not texts.keys() - known.keys() <= {"download_bytes"}:
+        return None
+    return Cost(**known)
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return records_to_csv(list(rows)).encode()
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

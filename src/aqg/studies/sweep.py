@@ -1,0 +1,247 @@
+"""Sweeps: every combination of some settings' values, each in a run directory of its own.
+
+A grid file holds settings as ``aqg run`` knows them, and a table ``[grid]`` of settings with lists
+of values; the product of the lists is run. In place of ``[grid]`` it may hold tables ``[[run]]``,
+the settings of a run each; a Python function may yield these as well (`own`). A sweep's directory
+holds
+
+================ ==========================================================================
+``sweep.toml``   the grid file as given
+``NAME/``        one run directory per combination, named after the settings that vary
+``summary.csv``  one row per run, once the sweep is complete: settings that vary, and results
+``summary.json`` the same as JSON
+================ ==========================================================================
+
+A run with a ``summary.json`` of its own is finished and never touched again; the others go on from
+their checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import AqgError, ConfigError, RunError
+from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.directory import SUMMARY, create_directory, read_summary
+from aqg.runs.files import write_atomically
+from aqg.runs.plan import Job
+from aqg.runs.table import records_to_csv
+from aqg.studies.own import RUNS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+GRID = "sweep.toml"
+TABLE = "summary.csv"
+_MAX_NAME_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All combinations, in the order of the grid: the last setting changes fastest."""
+
+    varying: tuple[str, ...]
+    runs: tuple[Job, ...]
+
+    def settings_of(self, run: Job) -> dict[str, Any]:
+        """Return the values of the settings that vary."""
+        return {name: getattr(run.config, name) for name in self.varying}
+
+
+def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
+    """Make the sweep that a grid file's content describes; every config is checked.
+
+    >>> sweep = expand({"rounds": 50, "grid": {"recipe": ["lean", "gd"], "dropout": [0, 0.5]}})
+    >>> [run.name for run in sweep.runs][:3]
+    ['recipe-lean_dropout-0.0', 'recipe-lean_dropout-0.5', 'recipe-gd_dropout-0.0']
+    """
+    fixed = {key: value for key, value in document.items() if key not in ("grid", RUNS)}
+    if RUNS in document:
+        return _expand_runs(fixed, document, data_dir)
+    grid = document.get("grid")
+    if not isinstance(grid, dict) or not grid:
+        raise ConfigError("the grid file has no table [grid] with lists of values")
+    _check_keys((*fixed, *grid))
+    for key, values in grid.items():
+        _check_values(key, values)
+        if key in fixed:
+            raise ConfigError(f"{key} is both fixed ({fixed[key]!r}) and in [grid]; keep one")
+    configs = [
+        _resolve_one({**fixed, **dict(zip(grid, values, strict=True))}, data_dir)
+        for values in product(*grid.values())
+    ]
+    varying = tuple(grid)
+    names = _names([{key: getattr(config, key) for key in varying} for config in configs])
+    return Sweep(varying, tuple(map(Job, names, configs)))
+
+
+def _expand_runs(
+    fixed: Mapping[str, Any], document: Mapping[str, Any], data_dir: Path | None
+) -> Sweep:
+    """Make the sweep of runs that are listed one by one."""
+    runs = document[RUNS]
+    if "grid" in document:
+        raise ConfigError("the file has both [grid] and [[run]]; keep one")
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
+        raise ConfigError("run is not an array of tables with the settings of a run each")
+    _check_keys((*fixed, *(key for run in runs for key in run if key != "name")))
+    configs = [
+        _resolve_one({**fixed, **{k: v for k, v in run.items() if k != "name"}}, data_dir)
+        for run in runs
+    ]
+    named = dict.fromkeys(key for run in runs for key in run if key != "name")
+    varying = tuple(k for k in named if len({repr(getattr(c, k)) for c in configs}) > 1)
+    varying = varying or tuple(named)[:1] or ("recipe",)
+    found = [{key: getattr(config, key) for key in varying} for config in configs]
+    own = [run.get("name") for run in runs]
+    if not any(own):
+        return Sweep(varying, tuple(map(Job, _names(found), configs)))
+    for name in own:
+        if not isinstance(name, str) or not name or _safe(name) != name:
+            raise ConfigError(
+                f"name of a run is {name!r}; every run needs one, of letters, digits, . + and -"
+            )
+        if own.count(name) > 1:
+            raise ConfigError(f"two runs have the name {name!r}")
+    return Sweep(varying, tuple(map(Job, map(str, own), configs)))
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in SETTINGS:
+            choices = ", ".join(SETTINGS)
+            raise ConfigError(f"unknown setting {key!r}; choose from {choices}, grid")
+
+
+def runs_to_toml(fixed: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> str:
+    """Write the file of a sweep whose runs are listed one by one."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fixed.items()]
+    for run in runs:
+        lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _check_values(key: str, values: object) -> None:
+    if not isinstance(values, list):
+        raise ConfigError(f"{key} in [grid] is {values!r}; it must be a list of values")
+    if not values:
+        raise ConfigError(f"{key} in [grid] is []; it must have at least 1 value")
+    for position, value in enumerate(values):
+        if value in values[:position]:
+            raise ConfigError(f"{key} in [grid] has {value!r} twice; values must differ")
+
+
+def _resolve_one(settings: Mapping[str, Any], data_dir: Path | None) -> RunConfig:
+    configs = resolve(settings, data_dir)
+    if len(configs) > 1:
+        names = json.dumps([config.recipe for config in configs])
+        raise ConfigError(f"a run has 1 recipe, not {len(configs)}; use recipe = {names} in [grid]")
+    return configs[0]
+
+
+def _names(combinations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name each combination so that it can be read, fits a file system and is unique."""
+    plain = ["_".join(f"{key}-{_safe(c[key])}" for key in c) for c in combinations]
+    counts = Counter(name.lower() for name in plain)  # some file systems ignore case
+    names = []
+    for name, combination in zip(plain, combinations, strict=True):
+        if len(name) > _MAX_NAME_LENGTH or counts[name.lower()] > 1:
+            digest = hashlib.sha256(json.dumps(combination).encode()).hexdigest()[:12]
+            name = f"{name[: _MAX_NAME_LENGTH - 13]}-{digest}"
+        names.append(name)
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise ConfigError(f"two combinations are the same run, {twice}")
+    return names
+
+
+def _safe(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-")
+
+
+def create_sweep(directory: Path, grid_file: bytes) -> None:
+    """Make a sweep's directory; its runs' directories appear as they start."""
+    create_directory(directory)
+    write_atomically(directory / GRID, grid_file)
+
+
+def open_sweep(
+    directory: Path,
+    document: Mapping[str, Any] | None = None,
+    data_dir: Path | None = None,
+) -> Sweep:
+    """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
+    if not (directory / GRID).is_file():
+        raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
+    stored = _with_downlink(read_settings(directory / GRID))
+    if document is not None and _with_downlink(document) != stored:
+        before, after = _flat(stored), _flat(_with_downlink(document))
+        key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
+        raise ConfigError(
+            f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
+            f"the sweep has {key} {before.get(key, 'missing')}; drop the file, or start a new sweep"
+        )
+    return expand(stored, data_dir)
+
+
+def _with_downlink(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document with the downlink of those that do not name one."""
+    grid = document.get("grid", {})
+    is_named = isinstance(grid, dict) and "downlink" in grid
+    return dict(document) if is_named else {**BEFORE_DOWNLINKS, **document}
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    grid = document.get("grid")
+    if not isinstance(grid, dict):
+        return dict(document)
+    top = {key: value for key, value in document.items() if key != "grid"}
+    return {**top, **{f"grid.{key}": value for key, value in grid.items()}}
+
+
+def collect(
+    sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
+) -> list[dict[str, Any]]:
+    """Return one object per run: name, settings that vary, and results or the error.
+
+    What each client sent and received stays in the run's own summary.
+    """
+    rows = []
+    for run in sweep.runs:
+        row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
+        if run.name in failures:
+            row["error"] = str(failures[run.name])
+        else:
+            summary = read_summary(directory / run.name) or {}
+            row.update((key, summary[key]) for key in summary if key not in (UPLOADS, DOWNLOADS))
+        rows.append(row)
+    return rows
+
+
+def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``summary.json`` and ``summary.csv``."""
+    text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
+    write_atomically(directory / SUMMARY, text.encode())
+    table = records_to_csv([_flat_row(row) for row in rows])
+    write_atomically(directory / TABLE, table.encode())
+
+
+def _flat_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {"name": row["name"]}
+    for key, value in row["settings"].items():
+        flat[key] = json.dumps(value) if isinstance(value, tuple) else value
+    for key, value in row.items():
+        if key == "target":
+            flat.update((f"target_{name}", number) for name, number in value.items())
+        elif key != "settings":
+            flat[key] = value
+    return flat

@@ -1,0 +1,136 @@
+"""Sweeps on a real Ray cluster of several nodes on this machine, one of which is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.errors import ConfigError
+from aqg.runs.cluster import RayCluster
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("default")
+
+SLOW = """
+import time
+from dataclasses import replace
+from aqg.core.policies import Always
+from aqg.core.recipes import make_recipe, register
+
+class Slow(Always):
+    def decide(self, case):
+        time.sleep(0.002)
+        return super().decide(case)
+
+@register("slow", "like gd, but slower")
+def _slow(bits):
+    return replace(make_recipe("gd"), policy=Slow(32))
+"""
+GRID = """
+rounds = 400
+dropout = 0.2
+target = 1.0
+[grid]
+recipe = ["slow", "lean"]
+seed = [0, 1]
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Start a head that runs nothing and two nodes with a core each."""
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    root = Path(__file__).parents[2]
+    os.environ |= {"PYTHONPATH": str(root / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Return a folder with a grid and what its sweep gives on this machine."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "slow.py").write_text(textwrap.dedent(SLOW))
+    (folder / "grid.toml").write_text(f'plugins = ["{folder}/slow.py"]\n{GRID}')
+    options = SweepOptions(folder / "grid.toml", folder / "local", jobs=2, allow_code=True)
+    assert sweep_command(options) == 0
+    return folder
+
+
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def start(*arguments, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", "aqg", "sweep", *arguments, "--allow-code"],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+
+
+def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster, local):
+    doomed = cluster.add_node(num_cpus=1)
+    address = ("--cluster", cluster.address)
+    directory = local / "away"
+    process = start("grid.toml", "--out", "away", *address, cwd=local)
+    try:
+        # Two runs under way, one on each node, both with a checkpoint here.
+        wait_for(process, lambda: len(list(directory.glob("*/checkpoint.npz"))) >= 2)
+        cluster.remove_node(doomed, allow_graceful=False)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "everything is saved" in errors
+    assert "Traceback" not in errors
+    assert not (directory / "summary.json").exists()
+
+    process = start("--resume", "away", *address, cwd=local)
+    try:
+        output, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert contents(directory) == contents(local / "local")
+    assert f"on the Ray cluster at {cluster.address}" in output
+
+
+def test_without_a_cluster_there_is_one_line():
+    with (
+        pytest.raises(ConfigError, match=r"no Ray cluster at '127\.0\.0\.1:1': .*refused"),
+        RayCluster("127.0.0.1:1"),
+    ):
+        pytest.fail("there is one")
+    with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
+        RayCluster("127.0.0.1:1", jobs=0)

@@ -1,0 +1,126 @@
+"""Settings: where they come from, what is refused, and how."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from aqg.core.recipes import RECIPES
+from aqg.errors import ConfigError
+from aqg.runs.config import parse_assignment, read_settings, resolve, to_toml
+
+
+def test_defaults_are_the_demo():
+    configs = resolve({})
+    assert [config.recipe for config in configs] == ["auto", "gd", "laq"]
+    assert {(c.dataset, c.partition, c.clients) for c in configs} == {("digits", "label", 10)}
+
+
+@pytest.mark.parametrize(("scaling", "alpha"), [("mean", 0.008), ("sum", 0.0015)])
+def test_step_size_follows_the_scaling(scaling, alpha):
+    (config,) = resolve({"dataset": "heterogeneous", "scaling": scaling, "recipe": "laq"})
+    assert config.alpha == alpha
+    assert resolve({"dataset": "heterogeneous", "alpha": 1})[0].alpha == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"colour": 1}, "unknown setting 'colour'; choose from recipe, dataset"),
+        ({"dataset": "cifar"}, "unknown dataset 'cifar'; choose from digits, mnist, heterogeneous"),
+        ({"recipe": "nope"}, "unknown recipe 'nope'; choose from"),
+        ({"recipe": "lean,lean"}, "named twice"),
+        ({"rounds": -5}, "rounds is -5; it must be at least 1"),
+        ({"rounds": "many"}, "rounds is 'many'; it must be a whole number"),
+        ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number"),
+        ({"rounds": True}, "rounds is True; it must be a whole number"),
+        ({"clients": 0}, "clients is 0; it must be at least 1"),
+        ({"alpha": 0}, "alpha is 0.0; it must be above 0"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"alpha": "fast"}, "alpha is 'fast'; it must be a number"),
+        ({"l2": -1}, "l2 is -1.0; it must be at least 0"),
+        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and below 1"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"bits": 17}, "bits is 17; it must be in 1..16"),
+        ({"max_staleness": 0}, "max_staleness is 0"),
+        ({"target": 0.0}, "target is 0.0; it must be above 0"),
+        ({"scaling": "max"}, "unknown scaling 'max'; choose from mean, sum"),
+        ({"dtype": "float16"}, "unknown dtype 'float16'"),
+        ({"engine": "warp"}, "unknown engine 'warp'; choose from fast, reference"),
+        ({"engine": "reference", "device": "cuda"}, "reference engine runs on cpu only"),
+        ({"partition": "rings"}, "rings"),
+        ({"partition": "dirichlet:-1"}, "-1"),
+        ({"absences": [[1, 2]]}, "each must be [client, first round, last round]"),
+        ({"absences": [[10, 1, 2]]}, "absent client is 10; it must be below 10"),
+        ({"plugins": ["/nowhere/x.py"]}, "plugin '/nowhere/x.py' cannot be loaded"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_toml_round_trip():
+    settings = {
+        "recipe": "lean:eta=0.25,aqg-2",
+        "absences": [[3, 10, 20]],
+        "target": 1e-6,
+        "dropout": 0.25,
+        "plugins": [],
+    }
+    configs = resolve(settings)
+    assert resolve(tomllib.loads(to_toml(configs))) == configs
+    assert resolve(tomllib.loads(to_toml(configs[:1]))) == configs[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("alpha=1e-3", ("alpha", 1e-3)),
+        ("model = mlp:20", ("model", "mlp:20")),
+        ("absences=[[1, 2, 3]]", ("absences", [[1, 2, 3]])),
+        ('recipe="lean"', ("recipe", "lean")),
+    ],
+)
+def test_assignments(text, expected):
+    assert parse_assignment(text) == expected
+
+
+@pytest.mark.parametrize("text", ["alpha", "=3", ""])
+def test_bad_assignments(text):
+    with pytest.raises(ConfigError, match="is not of the form key=value"):
+        parse_assignment(text)
+
+
+def test_config_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_settings(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("rounds = = 3")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        read_settings(tmp_path / "bad.toml")
+
+
+def test_plugins_add_recipes(tmp_path):
+    plugin = Path(tmp_path / "mine.py")
+    plugin.write_text(
+        "from aqg import Recipe, make_recipe, register\n"
+        "from aqg.core.policies import Always\n"
+        "@register('two-bits', 'always two bits')\n"
+        "def make(bits):\n"
+        "    qgd = make_recipe('qgd', 2)\n"
+        "    return Recipe(memory=qgd.memory, policy=Always(2), quantizer=qgd.quantizer)\n"
+    )
+    try:
+        (config,) = resolve({"recipe": "two-bits", "plugins": [str(plugin)]})
+        assert config.recipe == "two-bits"
+        resolve({"recipe": "two-bits", "plugins": [str(plugin)]})  # loading it again is fine
+    finally:
+        RECIPES.pop("two-bits", None)
+    plugin.write_text("1 / 0")
+    with pytest.raises(ConfigError, match="cannot be loaded: division by zero"):
+        resolve({"plugins": [str(plugin)]})

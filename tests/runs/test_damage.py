@@ -1,0 +1,315 @@
+"""Run directories that were damaged: what is wrong is named, and nothing is made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.errors import RunError
+from aqg.runs import files, loop
+from aqg.runs.config import resolve
+from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY, read_lines, read_summary
+from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.files import Records, locked, read_arrays, write_arrays
+from aqg.runs.setup import build_problem
+from aqg.weights import BEST
+
+SETTINGS = {"recipe": "lean", "rounds": 12, "dropout": 0.2}
+CONFIG = resolve(SETTINGS)[0]
+
+
+class StopAfter(Contact):
+    """Asks a run to stop after so many rounds."""
+
+    def __init__(self, num_rounds):
+        self._left = num_rounds
+
+    def is_stop_asked(self):
+        self._left -= 1
+        return self._left == 0
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return build_problem(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, problem):
+    """Return the directory of a run that was stopped after 7 of 12 rounds."""
+    directory = tmp_path_factory.mktemp("run") / "half"
+    loop.create_run(directory, CONFIG)
+    with pytest.raises(Interrupted):
+        loop.run(CONFIG, problem, None, directory, StopAfter(7))
+    return directory
+
+
+@pytest.fixture
+def run(halfway, tmp_path):
+    shutil.copytree(halfway, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def refused(run, problem, message):
+    """Check that the run does not go on, says why in one line, and leaves everything as it is."""
+    before = contents(run)
+    with pytest.raises(RunError, match=message) as caught:
+        loop.run(CONFIG, problem, None, run)
+    assert "\n" not in str(caught.value)
+    assert contents(run) == before
+
+
+def change_line(run, number, change):
+    lines = (run / ROUNDS).read_bytes().splitlines(keepends=True)
+    lines[number - 1] = change(lines[number - 1])
+    (run / ROUNDS).write_bytes(b"".join(lines))
+
+
+def test_undamaged_it_goes_on_and_ends_as_if_it_had_not_been_stopped(run, problem, tmp_path):
+    loop.run(CONFIG, problem, None, run)
+    loop.create_run(tmp_path / "whole", CONFIG)
+    loop.run(CONFIG, problem, None, tmp_path / "whole")
+    assert contents(run) == contents(tmp_path / "whole")  # the checkpoint among them
+
+
+def test_rounds_that_are_missing(run, problem):
+    (run / ROUNDS).unlink()
+    refused(run, problem, r"rounds.jsonl' is missing, but the checkpoint is at round 7; delete")
+
+
+def test_rounds_that_were_cut(run, problem):
+    content = (run / ROUNDS).read_bytes()
+    (run / ROUNDS).write_bytes(content[: len(content) // 2])
+    refused(run, problem, r"rounds.jsonl' holds 3 rounds, but the checkpoint is at round 7")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"\x00" * 5000])
+def test_a_checkpoint_that_is_none(run, problem, content):
+    (run / CHECKPOINT).write_bytes(content)
+    refused(run, problem, r"checkpoint.npz' is damaged \(it (is empty|does not fit its checksum)")
+
+
+def test_any_flipped_bit_of_a_checkpoint_is_seen(tmp_path):
+    """The first kilobyte has an array's header; the last has the directory and the comment."""
+    path = tmp_path / CHECKPOINT
+    write_arrays(path, {"round": np.array(3), "parameters": np.arange(40.0)}, {"run": "r"})
+    whole = path.read_bytes()
+    assert read_arrays(path, "")[1] == {"run": "r"}
+    with np.load(path) as arrays:  # a plain file of NumPy's
+        assert arrays["parameters"].shape == (40,)
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match="does not fit its checksum"):
+            read_arrays(path, "")
+    path.write_bytes(whole[:-1])
+    with pytest.raises(RunError, match="does not fit its checksum"):
+        read_arrays(path, "")
+
+
+def test_another_runs_checkpoint(run, problem, tmp_path):
+    other = resolve({**SETTINGS, "seed": 1})[0]
+    loop.create_run(tmp_path / "other", other)
+    loop.run(other, build_problem(other), None, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / CHECKPOINT, run / CHECKPOINT)
+    refused(run, problem, r"checkpoint.npz' belongs to another run \(settings [0-9a-f]{12}, and")
+
+
+def test_a_checkpoint_of_other_rounds(run, problem, halfway):
+    """One round is replaced by a sound line that the checkpoint does not count on."""
+    row = json.loads((run / ROUNDS).read_text().splitlines()[2])
+    row.pop("crc32")
+    row["loss"] += 1.0
+    change_line(run, 3, lambda _: (files.seal(json.dumps(row)) + "\n").encode())
+    refused(run, problem, "does not hold the rounds that checkpoint.npz counts on")
+
+
+def test_a_duplicated_line(run, problem):
+    change_line(run, 3, lambda line: line + line)
+    refused(run, problem, r"is damaged: line 4 is of round 3")
+    with pytest.raises(RunError, match="line 4 is of round 3"):
+        read_lines(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line.replace(b'"uploads"', b'"up\xffloads"'), "does not fit its checksum"),
+        (lambda line: b"\xff\xfe\xfd\n", "line 3: it has no checksum, unlike the lines before"),
+        (lambda line: line.replace(b"crc32", b"crc33"), "line 3: it has no checksum, unlike"),
+        (lambda line: line[:30] + b"\n", "line 3: it has no checksum, unlike the lines before it"),
+        (lambda line: b"\n", "line 3: it has no checksum, unlike the lines before it"),
+    ],
+)
+def test_a_damaged_line(run, problem, change, message):
+    change_line(run, 3, change)
+    refused(run, problem, message)
+
+
+def test_any_flipped_bit_of_a_line_is_seen(run):
+    whole = (run / ROUNDS).read_bytes()
+    rows = [line.record for line in read_lines(run)]
+    start, end = (whole.index(f'{{"round": {k},'.encode()) for k in (3, 4))
+    for position in range(start, end - 1):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 7)
+        (run / ROUNDS).write_bytes(damaged)
+        try:
+            found = [line.record for line in read_lines(run)]
+        except RunError:
+            continue
+        assert found == rows  # the checksum's own field, or white space
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"round": 1, "loss": "0.5", "widths": [], "upload_bytes": 0}', "loss is '0.5'; it must"),
+        ('{"round": 1, "loss": NaN, "widths": [], "upload_bytes": 0}', "NaN is no JSON"),
+        ('{"round": true, "loss": 1, "widths": [], "upload_bytes": 0}', "round is True; it must"),
+        ('{"round": 1, "loss": 1, "widths": 3, "upload_bytes": 0}', "widths is 3; it must be"),
+        ('{"round": 1, "loss": 1, "widths": [], "upload_bytes": -1}', "upload_bytes is -1; it"),
+        ('{"round": 1, "loss": 1, "widths": []}', "upload_bytes is None; it must"),
+        ("[1]", "line 1 is not a JSON object"),
+        ("\udcff", "line 1 is not valid JSON"),
+    ],
+)
+def test_lines_without_checksums_are_checked_as_well(tmp_path, line, message):
+    (tmp_path / ROUNDS).write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(RunError, match=message):
+        read_lines(tmp_path)
+
+
+def test_lines_from_before_there_were_checksums_are_read(run):
+    rows = [json.loads(line) for line in (run / ROUNDS).read_text().splitlines()]
+    expected = read_lines(run)
+    for row in rows[:4]:
+        del row["crc32"]
+    (run / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_lines(run) == expected
+
+
+def test_what_a_crash_leaves_beyond_the_checkpoint_is_dropped(run, problem, tmp_path):
+    with (run / ROUNDS).open("ab") as file:
+        file.write(b'{"round": 8, "loss"')
+    (run / f".{CHECKPOINT}.part").write_bytes(b"half")
+    loop.run(CONFIG, problem, None, run)
+    assert len(read_lines(run)) == 12
+
+
+def test_a_damaged_summary_is_no_result(run, problem):
+    loop.run(CONFIG, problem, None, run)
+    text = (run / SUMMARY).read_text()
+    assert read_summary(run)["rounds"] == 12
+    (run / SUMMARY).write_text(text.replace('"rounds": 12', '"rounds": 13'))
+    with pytest.raises(RunError, match=r"summary.json' is damaged \(it does not fit its checksum"):
+        read_summary(run)
+    (run / SUMMARY).write_text("")
+    with pytest.raises(RunError, match="is damaged"):
+        read_summary(run)
+
+
+def test_a_damaged_best_model_is_not_kept(run, problem):
+    content = bytearray((run / BEST).read_bytes())
+    content[-3] ^= 16
+    (run / BEST).write_bytes(content)
+    refused(run, problem, "best.safetensors' is damaged: it does not fit its checksum; delete it")
+
+
+def test_rounds_are_on_disk_before_the_checkpoint_that_counts_on_them(
+    tmp_path, problem, monkeypatch
+):
+    """A power cut keeps what was synced: no checkpoint may be there without its rounds."""
+    synced = []
+    real_sync = os.fsync
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_sync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", sync)
+    directory = tmp_path / "run"
+    loop.create_run(directory, CONFIG)
+    synced.clear()
+    with pytest.raises(Interrupted):
+        loop.run(CONFIG, problem, None, directory, StopAfter(5))
+    names = [os.path.basename(name) for name in synced]
+    assert names.index(ROUNDS) < names.index(f".{CHECKPOINT}.part")
+    assert str(directory) in synced[names.index(f".{CHECKPOINT}.part") :]  # the name, too
+
+
+def test_the_command_says_so_in_one_line(run, capsys):
+    (run / CHECKPOINT).write_bytes(b"")
+    assert run_app(["run", "--resume", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aqg: error: ")
+    assert "checkpoint.npz' is damaged (it is empty); delete" in line
+
+
+def test_one_process_at_a_time(run, problem):
+    code = f"""
+    import sys, time
+    from pathlib import Path
+    from aqg.runs.files import locked
+    with locked(Path({str(run)!r})):
+        print("locked", flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(RunError, match="is in use by another process"), locked(run):
+            pytest.fail("two at a time")
+        before = time.monotonic()
+        process.kill()  # it leaves nothing behind
+        with locked(run, wait_seconds=30):
+            assert time.monotonic() - before < 30
+
+
+def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
+    records = Records(tmp_path / "trials.jsonl")
+    records.add({"number": 1})
+    with records.path.open("ab") as file:
+        file.write(b'{"number": 2, "cr')  # a kill
+    assert records.read() == [{"number": 1}]
+    records.add({"number": 3})
+    assert records.read() == [{"number": 1}, {"number": 3}]
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        with pytest.raises(RunError, match="No space left on device"):
+            records.add({"number": 4})
+    assert records.read() == [{"number": 1}, {"number": 3}]
+    content = records.path.read_bytes()
+    records.path.write_bytes(content.replace(b'"number": 1', b'"number": 7'))
+    with pytest.raises(RunError, match="line 1: it does not fit its checksum"):
+        records.read()
+
+
+def test_a_disk_that_is_full_is_named(tmp_path, problem, monkeypatch):
+    loop.create_run(tmp_path / "run", CONFIG)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunError, match="cannot be written: No space left on device"):
+        loop.run(CONFIG, problem, None, tmp_path / "run")
+    assert not (tmp_path / "run" / CHECKPOINT).exists()

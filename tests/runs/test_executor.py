@@ -1,0 +1,265 @@
+"""The executor with real processes: what comes next, notes, stops, deaths and retries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from aqg.errors import ConfigError, RunError
+from aqg.runs.executor import (
+    Done,
+    Failed,
+    Interrupted,
+    Reported,
+    Started,
+    Stopped,
+    Stopping,
+    ThisProcess,
+    carry_out,
+    run_tasks,
+)
+from aqg.runs.processes import Processes
+
+
+class Chain:
+    """A plan whose next job is known only when the one before has ended."""
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+        self.results = []
+        self.position = 0
+        self.message = None
+
+    def next(self):
+        if self.position == len(self.tasks) or len(self.results) < self.position:
+            return None
+        self.position += 1
+        return self.position - 1
+
+    def take(self, job, result):
+        self.results.append(result)
+
+    def note(self, job):
+        return self.message
+
+
+def follow(plan, place, handle=lambda job, event: None):
+    events = []
+
+    def take(job, event):
+        events.append(event)
+        handle(job, event)
+
+    carry_out(plan, plan.tasks.__getitem__, place, take)
+    return events
+
+
+def exit_at_once(contact):
+    sys.exit(3)
+
+
+def fail(contact):
+    raise ZeroDivisionError("no\nway")
+
+
+def refuse(contact):
+    raise ConfigError("rounds is 0; it must be at least 1")
+
+
+def give_seven(contact):
+    return 7
+
+
+@pytest.mark.parametrize("make_place", [lambda: Processes(2), ThisProcess])
+def test_a_plan_is_asked_again_when_a_task_has_ended(make_place):
+    plan = Chain([give_seven, fail, refuse, give_seven])
+    with make_place() as place:
+        events = follow(plan, place)
+    assert [type(event) for event in events] == [
+        Started,
+        Done,
+        *[Started, Failed] * 2,
+        Started,
+        Done,
+    ]
+    assert [event.index for event in events] == [0, 0, 1, 1, 2, 2, 3, 3]
+    first, second, third, last = plan.results
+    assert first == last == 7
+    assert (type(second), str(second)) == (RunError, "ZeroDivisionError: no way")
+    assert (type(third), str(third)) == (ConfigError, "rounds is 0; it must be at least 1")
+
+
+def test_a_process_that_dies_costs_its_task_and_no_other():
+    plan = Chain([exit_at_once, give_seven])
+    with Processes(1) as place:
+        events = follow(plan, place)
+    assert "exit code 3" in str(plan.results[0])
+    assert events[1].died
+    assert plan.results[1] == 7
+
+
+@dataclass(frozen=True)
+class DieFirst:
+    """Kills its process as often as told, and counts in a file."""
+
+    file: Path
+    times: int
+
+    def __call__(self, contact):
+        count = len(self.file.read_text()) if self.file.exists() else 0
+        self.file.write_text("x" * (count + 1))
+        if count < self.times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+
+def test_a_place_may_ask_for_retries(tmp_path):
+    with Processes(1) as place:
+        place.retries = 2
+        assert run_tasks([DieFirst(tmp_path / "a", 2)], place) == [2]
+        with pytest.raises(RunError, match="its process was killed"):
+            run_tasks([DieFirst(tmp_path / "b", 3)], place)
+    assert (tmp_path / "b").read_text() == "xxx"
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Works until it is told to stop, or until it hears the word."""
+
+    file: Path
+    saves: ClassVar[bool] = True
+
+    def __call__(self, contact):
+        contact.tell("here")
+        while not contact.is_stop_asked():
+            if contact.note() == "enough":
+                return "heard"
+            time.sleep(0.01)
+        self.file.write_text("saved")
+        raise Interrupted
+
+
+def test_a_note_reaches_a_task_under_way(tmp_path):
+    plan = Chain([Saver(tmp_path / "saved"), give_seven])
+
+    def handle(job, event):
+        if isinstance(event, Reported):
+            plan.message = "enough"
+
+    with Processes(1) as place:
+        follow(plan, place, handle)
+    assert plan.results == ["heard", 7]
+
+
+def interrupt(event_type):
+    """Press Ctrl-C when such an event comes."""
+
+    def handle(job, event):
+        if isinstance(event, event_type):
+            signal.raise_signal(signal.SIGINT)
+
+    return handle
+
+
+@pytest.mark.parametrize("make_place", [lambda: Processes(1), ThisProcess])
+def test_the_first_interrupt_lets_tasks_save(tmp_path, make_place):
+    plan = Chain([Saver(tmp_path / "saved"), give_seven])
+    before = signal.getsignal(signal.SIGINT)
+    events = []
+    with make_place() as place, pytest.raises(Interrupted):
+        carry_out(
+            plan,
+            plan.tasks.__getitem__,
+            place,
+            lambda job, event: (events.append(event), interrupt(Reported)(job, event)),
+        )
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert {type(event) for event in events} >= {Started, Stopped}
+    assert plan.results == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_tasks_that_do_not_save_are_ended():
+    plan = Chain([sleep])
+    started = time.monotonic()
+    with Processes(1) as place, pytest.raises(Interrupted):
+        follow(plan, place, interrupt(Started))
+    assert time.monotonic() - started < 30
+
+
+def sleep(contact):
+    time.sleep(60)
+
+
+def test_the_second_interrupt_stops_at_once(tmp_path):
+    plan = Chain([sleep_and_save])
+    with Processes(1) as place, pytest.raises(KeyboardInterrupt):
+        follow(plan, place, interrupt(Started | Stopping))
+    assert place._workers == []
+
+
+def sleep_and_save(contact):
+    time.sleep(60)
+
+
+sleep_and_save.saves = True
+
+
+def test_workers_end_when_their_parent_is_gone(tmp_path):
+    code = f"""
+from pathlib import Path
+from tests.runs.test_executor import Saver
+from aqg.runs.processes import Processes
+from aqg.runs.executor import run_tasks, Reported
+place = Processes(1)
+def show(event):
+    if isinstance(event, Reported):
+        print(place._workers[0].process.pid, flush=True)
+if __name__ == "__main__":
+    run_tasks([Saver(Path({str(tmp_path / "saved")!r}))], place, show)
+"""
+    import subprocess
+
+    (tmp_path / "parent.py").write_text(code)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}"}
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py")], stdout=-1, text=True, env=environment
+    ) as parent:
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while (
+        Path(f"/proc/{worker}").exists()
+        and "zombie" not in Path(f"/proc/{worker}/status").read_text()
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_outside_the_main_thread_there_is_no_ctrl_c():
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(run_tasks([give_seven], ThisProcess())))
+    thread.start()
+    thread.join()
+    assert results == [7]
+
+
+def test_processes_see_one_gpu_each():
+    with Processes(3, gpus=("0", "2")) as place:
+        seen = run_tasks([_visible] * 3, place)
+    assert sorted(set(seen)) == ["0", "2"]
+
+
+def _visible(contact):
+    time.sleep(1)
+    return os.environ["CUDA_VISIBLE_DEVICES"]

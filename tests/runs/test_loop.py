@@ -1,0 +1,191 @@
+"""Run directories: complete, resumable after any crash, and repeatable."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from aqg.cli.display import result_table
+from aqg.errors import ConfigError, RunError
+from aqg.runs import loop
+from aqg.runs.config import read_settings, resolve
+from aqg.runs.cost import Cost
+from aqg.runs.directory import (
+    CHECKPOINT,
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    Line,
+    create_directory,
+    read_lines,
+)
+from aqg.runs.executor import Contact
+from aqg.runs.figure import draw_comparison
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.stopping import Target
+from aqg.runs.summary import Trace, summarize
+from aqg.weights import BEST, FINAL
+
+SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return resolve(SETTINGS)[0]
+
+
+@pytest.fixture(scope="module")
+def problem(config):
+    return build_problem(config)
+
+
+class StopAfter(Exception):  # noqa: N818
+    """Stands for a crash."""
+
+
+class CrashAfter(Contact):
+    def __init__(self, number):
+        self._number = number
+
+    def tell(self, value):
+        if value.round == self._number:
+            raise StopAfter
+
+
+def run_whole(config, problem, directory):
+    loop.create_run(directory, config)
+    return loop.run(config, problem, find_minimum(config, problem), directory)
+
+
+def test_a_run_directory_is_complete(config, problem, tmp_path):
+    result = run_whole(config, problem, tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == sorted([CONFIG, ROUNDS, CHECKPOINT, SUMMARY, BEST, FINAL])
+    lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, 31))
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert summary[name] == sum(line[name] for line in lines)
+    assert summary["total_bytes"] == summary["upload_bytes"] + summary["download_bytes"]
+    assert sum(summary["client_upload_bytes"]) == summary["upload_bytes"]
+    assert sum(summary["client_download_bytes"]) == summary["download_bytes"]
+    assert not any(name.startswith("client_") for name in lines[0])
+    assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
+    minimum = find_minimum(config, problem)
+    assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
+    assert resolve(read_settings(tmp_path / "run" / CONFIG)) == (config,)
+
+
+@pytest.mark.parametrize("crash", [1, 13, 30])
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
+    config = resolve({**SETTINGS, "engine": engine})[0]
+    whole = run_whole(config, problem, tmp_path / "whole")
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    directory = tmp_path / "broken"
+    loop.create_run(directory, config)
+    with pytest.raises(StopAfter):
+        loop.run(config, problem, None, directory, CrashAfter(crash))
+    # The crash came after the line was written and before the checkpoint: cut it mid-line too.
+    text = (directory / ROUNDS).read_text()
+    (directory / ROUNDS).write_text(text[:-7])
+    minimum = find_minimum(config, problem)
+    resumed = loop.run(config, problem, minimum, directory)
+    assert resumed.summary == whole.summary
+    assert (directory / SUMMARY).read_text() == (tmp_path / "whole" / SUMMARY).read_text()
+    for name in (BEST, FINAL):
+        assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
+    with (
+        np.load(directory / CHECKPOINT) as left,
+        np.load(tmp_path / "whole" / CHECKPOINT) as right,
+    ):
+        assert all(np.array_equal(left[key], right[key]) for key in right)
+
+
+def test_rounds_from_before_downloads_were_counted(config, problem, tmp_path):
+    result = run_whole(config, problem, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
+    for row in rows[:8]:
+        del row["download_bytes"], row["total_bytes"], row["crc32"]
+    (tmp_path / "run" / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+    lines = [*read_lines(tmp_path / "run"), *result_lines(rows[8:])]
+    assert [line.record.download_bytes is None for line in lines] == [True] * 8 + [False] * 22
+    minimum = find_minimum(config, problem)
+    loss, metrics = result.summary.final_loss, result.summary.metrics
+    summary = summarize(config.recipe, lines, loss, metrics, minimum, config.goal)
+    row = summary.to_json()
+    assert (row["download_bytes"], row["total_bytes"]) == (None, None)
+    assert row["upload_bytes"] == result.summary.upload_bytes
+    assert row["target"]["upload_bytes"] > 0
+    assert row["target"]["total_bytes"] is None
+    columns = {c.header: list(c.cells) for c in result_table([summary]).to_terminal().columns}
+    assert (columns["down"], columns["total"]) == (["unknown"], ["unknown"])
+    shown = loop.Result(config, summary, Trace.of(lines, loss, metrics))
+    assert draw_comparison([shown], minimum).startswith(b"\x89PNG")
+
+
+def result_lines(rows):
+    return [Line.of(row) for row in rows]
+
+
+def test_resume_refuses_another_config(config, problem, tmp_path):
+    run_whole(config, problem, tmp_path / "run")
+    assert loop.read_configs(tmp_path / "run", {}) == (config,)
+    assert loop.read_configs(tmp_path / "run", {"rounds": 30}) == (config,)
+    with pytest.raises(ConfigError, match=r"with rounds 31: the run has rounds 30"):
+        loop.read_configs(tmp_path / "run", {"rounds": 31})
+    with pytest.raises(ConfigError, match=r"with recipe gd: the run has recipe lean"):
+        loop.read_configs(tmp_path / "run", {"recipe": "gd"})
+    with pytest.raises(RunError, match="is not a run directory"):
+        loop.read_configs(tmp_path, {})
+
+
+def test_damaged_files_are_named(config, problem, tmp_path):
+    run_whole(config, problem, tmp_path / "run")
+    (tmp_path / "run" / ROUNDS).write_text("")
+    with pytest.raises(RunError, match="holds 0 rounds, but the checkpoint is at round 30"):
+        loop.run(config, problem, None, tmp_path / "run")
+    (tmp_path / "run" / CHECKPOINT).write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(RunError, match="is damaged"):
+        loop.run(config, problem, None, tmp_path / "run")
+
+
+def test_output_directories_are_new_or_empty(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(RunError, match="is not empty"):
+        create_directory(tmp_path / "full")
+    with pytest.raises(RunError, match="cannot be made: Not a directory"):
+        create_directory(tmp_path / "full" / "file" / "deeper")
+
+
+def test_a_diverging_run_ends_early_and_says_so(tmp_path):
+    config = resolve({"recipe": "gd", "rounds": 400, "alpha": 1e6, "l2": 1.0})[0]
+    result = run_whole(config, build_problem(config), tmp_path / "run")
+    assert result.summary.diverged
+    assert result.summary.rounds < 400
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert summary["diverged"] is True
+    assert summary["test_accuracy"] is not None
+    again = loop.run(config, build_problem(config), None, tmp_path / "run")
+    assert again.summary.rounds == result.summary.rounds
+
+
+def test_a_target_counts_only_when_the_loss_stays():
+    costs = tuple(Cost(k, 10 * k, 20 * k, 30 * k) for k in range(6))
+    trace = Trace(costs, (5.0, 0.9, 2.0, 0.8, 1.0, 0.7), (None,) * 6)
+    assert trace.cost_to(Target("loss", 1.0)) == costs[3]
+    assert trace.cost_to(Target("loss", 0.75)) == costs[5]
+    assert trace.cost_to(Target("loss", 0.5)) is None
+    assert trace.cost_to(Target("loss", 9.0)) == costs[0]
+    lost = Trace(costs[:2], (0.5, float("nan")), ({},) * 2)
+    assert lost.cost_to(Target("loss", 1.0)) is None
+
+
+def test_a_target_needs_a_known_minimum():
+    config = resolve({"recipe": "lean", "model": "mlp:5", "target": 1e-3})[0]
+    with pytest.raises(ConfigError, match=r"f\* is unknown for mlp:5"):
+        find_minimum(config, build_problem(config))

@@ -1,0 +1,210 @@
+"""Verdicts follow from the runs: the same claim comes out either way, as the data say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aqg.runs.cost import Cost
+from aqg.studies.paper.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
+from aqg.studies.paper.outcomes import main_reading
+from aqg.studies.paper.passages import all_passages
+from aqg.studies.paper.plan import BY_SOURCE
+from aqg.studies.paper.tables import all_tables
+
+from tests.studies.paper.samples import dropout_run, logistic_run, make_outcome, make_results
+
+
+def verdict(results, claim, setting):
+    found = [f for f in find(results) if claim in f.claim and f.setting == setting]
+    (one,) = found
+    return one
+
+
+@pytest.mark.parametrize(
+    ("bits", "away", "expected"),
+    [
+        ([900] * 4, 0, REPRODUCES),
+        ([900, 900, 900, None], 0, IN_PART),
+        ([None] * 4, 0, DOES_NOT),
+        ([None] * 4, 4, DOES_NOT),
+    ],
+)
+def test_stable_at_high_rates(bits, away, expected):
+    runs = [dropout_run("aqg-2", seed, b, away=seed < away) for seed, b in enumerate(bits)]
+    one = verdict(make_results(runs), "converges stably", "IID, p = 0.9")
+    assert one.verdict == expected
+    arrived = sum(b is not None for b in bits)
+    assert f"{arrived} of 4 seeds stay within 0.001" in one.evidence
+    assert f"{away} end above their first loss" in one.evidence
+
+
+def test_augmented_fails_only_where_it_runs_away():
+    runs = [dropout_run("aqg-augmented", seed, away=True) for seed in range(3)]
+    assert verdict(make_results(runs), "fails above", "IID, p = 0.9").verdict == REPRODUCES
+    runs[0] = dropout_run("aqg-augmented", 0, 800)
+    assert verdict(make_results(runs), "fails above", "IID, p = 0.9").verdict == IN_PART
+    runs = [dropout_run("aqg-augmented", seed, 800) for seed in range(3)]
+    assert verdict(make_results(runs), "fails above", "IID, p = 0.9").verdict == DOES_NOT
+
+
+@pytest.mark.parametrize(
+    ("ours", "laq", "expected"),
+    [
+        ([500, 600, 700], [800, 800, 800], REPRODUCES),
+        ([500, 900, 700], [800, 800, 800], IN_PART),
+        ([900, 900, 900], [800, 800, 800], DOES_NOT),
+        ([500, 600, 700], [800, None, None], IN_PART),
+        ([500, 600, 700], [None, None, None], UNDECIDED),
+        ([None, None, None], [800, 800, None], DOES_NOT),
+    ],
+)
+def test_fewer_bits_with_dropouts(ours, laq, expected):
+    runs = [dropout_run("aqg-2", seed, bits, 0.5) for seed, bits in enumerate(ours)]
+    runs += [dropout_run("laq", seed, bits, 0.5) for seed, bits in enumerate(laq)]
+    one = verdict(make_results(runs), "fewer bits than LAQ", "IID, p = 0.5")
+    assert one.verdict == expected
+
+
+def test_savings_count_only_seeds_that_converge():
+    laq = [logistic_run("laq", seed, 8000) for seed in range(4)]
+    qgd = [logistic_run("qgd", seed, 36000) for seed in range(4)]
+    good = [logistic_run("aqg-2", seed, 4800) for seed in range(4)]
+    one = verdict(make_results([*laq, *qgd, *good]), "Two-level AQG saves", "logistic, IID")
+    assert one.verdict == REPRODUCES
+    assert "40 % of LAQ's bits; the paper 41 %" in one.evidence
+    mixed = [*good[:3], logistic_run("aqg-2", 3, 17000, converged=False)]
+    one = verdict(make_results([*laq, *qgd, *mixed]), "Two-level AQG saves", "logistic, IID")
+    assert one.verdict == IN_PART
+    assert "(3 of 4 seeds)" in one.evidence
+    costly = [logistic_run("aqg-2", seed, 9000) for seed in range(4)]
+    one = verdict(make_results([*laq, *qgd, *costly]), "Two-level AQG saves", "logistic, IID")
+    assert one.verdict == DOES_NOT
+
+
+def test_the_step_size_is_the_largest_where_qgd_and_laq_always_converge():
+    def runs(alpha, converged):
+        return [
+            logistic_run(recipe, seed, 8000, converged, alpha, partition=partition)
+            for recipe in ("laq", "qgd")
+            for seed in range(2)
+            for partition in ("iid", BY_SOURCE)
+        ]
+
+    table = [*runs(0.0015, True), *runs(0.002, True), *runs(0.0021, False)]
+    assert main_reading(table) == ("sum", 0.002)
+    one_fails = [*runs(0.0015, True), *runs(0.002, True)[:-1], *runs(0.002, False)[-1:]]
+    assert main_reading(one_fails) == ("sum", 0.0015)
+    assert main_reading(runs(0.002, False)) == ("sum", 0.002)
+    assert main_reading([make_outcome()]) is None
+
+
+def test_no_ratio_where_the_target_was_not_reached():
+    gd = make_outcome(recipe="gd", reached={0.1: Cost(80, 800, 25600, 9_000_000)})
+    still = make_outcome(recipe="aqg", final_loss=2.5, total=Cost(200, 0, 0, 17), reached={})
+    part = [
+        make_outcome(recipe="laq", seed=seed, reached={} if seed else {0.1: Cost(9, 9, 36, 5000)})
+        for seed in range(2)
+    ]
+    results = make_results([gd, still, *part], softmax_residual=0.1)
+    tables = {table.name: table for table in all_tables(results)}
+    rows = {row[0]: row[3:] for row in tables["summary"].rows}
+    assert rows["`aqg`"] == ("0 of 1 seeds arrive", "-")
+    assert rows["`laq`"] == ("5 kB, 1 of 2 seeds arrive", "-")
+    assert rows["`gd`"] == ("9 MB", "1×")
+
+
+def test_a_short_run_is_not_compared_with_the_paper():
+    runs = [
+        make_outcome(recipe=recipe, reached={0.1: Cost(90, 80, 300, 4000)})
+        for recipe in ("laq", "aqg-2")
+    ]
+    short = make_results(runs, softmax_residual=0.1)
+    tables = {table.name: table for table in all_tables(short)}
+    assert "differences" not in tables
+    assert tables["table2"].rows[0][2:5] == ("90", "80", "300")
+    assert "2,219" not in str(tables["table2"])
+    full = make_results([make_outcome()])
+    tables = {table.name: table for table in all_tables(full)}
+    assert tables["table2"].rows[0][2] == "2,219 / -"
+    assert "no seed of 1 arrives" in tables["differences"].rows[0][2]
+
+
+def test_a_network_that_never_moved_has_no_ratio():
+    total = Cost(30, 0, 0, 330)
+    runs = [
+        make_outcome(section="network", recipe="gd", final_loss=1.0, minimum=None, reached={}),
+        make_outcome(
+            section="network", recipe="laq", final_loss=2.5, minimum=None, reached={}, total=total
+        ),
+    ]
+    tables = {table.name: table for table in all_tables(make_results(runs))}
+    assert [row[-1] for row in tables["network"].rows] == ["-", "-"]
+    # Gradient descent that did not move either is nothing to be compared with.
+    runs = [replace(o, final_loss=o.start_loss) for o in runs]
+    tables = {table.name: table for table in all_tables(make_results(runs))}
+    assert [row[-1] for row in tables["network"].rows] == ["-", "-"]
+
+
+def test_a_logistic_run_that_does_not_converge_has_no_ratio():
+    seeds = range(2)
+    good = [logistic_run(recipe, seed, 8000) for recipe in ("laq", "qgd") for seed in seeds]
+    bad = [
+        logistic_run(r, seed, 16_000, converged=False) for r in ("aqg", "aqg-2") for seed in seeds
+    ]
+    bad[-1] = logistic_run("aqg-2", 1, 7952)
+    tables = {table.name: table for table in all_tables(make_results([*good, *bad]))}
+    rows = {row[1]: row[2] for row in tables["differences"].rows}
+    assert rows["`aqg`"] == "no seed of 2 converges; at the end 2e+00"
+    assert rows["`aqg-2`"].startswith("uploads 1.01, bits 1.00")
+    assert rows["`aqg-2`"].endswith("1 of 2 seeds converge")
+    assert rows["`laq`"].startswith("uploads 0.60, bits 0.60")
+    lost = [logistic_run(r, s, 8000, converged=False) for r in ("laq", "qgd") for s in seeds]
+    finding = verdict(make_results(lost), "fewer bits than QGD", "logistic, IID")
+    assert finding.evidence == "LAQ arrives on 0 of 2 seeds"
+    assert finding.verdict != REPRODUCES
+
+
+def test_sentences_follow_the_data():
+    arrives = [dropout_run("aqg-2", seed, 700) for seed in range(3)]
+    text = {p.name: p.text for p in all_passages(make_results(arrives))}
+    assert "`aqg-2` arrives on every seed at IID 0.9." in text["dropouts"]
+    assert "**What reproduces, on every seed**" in text["verdicts"]
+    away = [dropout_run("aqg-2", seed, away=True) for seed in range(3)]
+    text = {p.name: p.text for p in all_passages(make_results(away))}
+    assert "`aqg-2` runs away on every seed at IID 0.9." in text["dropouts"]
+    assert "**What does not reproduce**" in text["verdicts"]
+
+
+def test_two_machines_are_compared_run_by_run():
+    def run(recipe, seed, bits, early=500, **changes):
+        reached = (
+            {1e-6: Cost(250, early, 4 * early, 9000)} if changes.get("converged", True) else {}
+        )
+        return logistic_run(recipe, seed, bits, reached=reached, **changes)
+
+    x86 = {"machine": "x86_64"}
+    here = [run(r, seed, 8000) for r in ("laq", "aqg-2", "qgd") for seed in range(2)]
+    there = [run(r, seed, 8000, **x86) for r in ("laq", "qgd") for seed in (0, 1)]
+    there[1] = run("laq", 1, 8000, early=501, **x86)
+    there += [run("aqg-2", 0, 8800, **x86), run("aqg-2", 1, 17000, converged=False, **x86)]
+    results = make_results(here, versions={"logistic: x86_64": {"numpy": "9.9", "scipy": "8"}})
+    results.elsewhere["x86_64"] = tuple(there)
+    tables = {table.name: table for table in all_tables(results)}
+    laq, two = tables["machines"].rows
+    assert laq[3:6] == ("aarch64, x86_64", "2,000", "2,000")
+    assert laq[6:] == ("2 of 2", "1 of 2", "0.0 %", "2 of 2", "2 of 2")
+    assert two[6:] == ("0 of 2", "1 of 1", "10.0 %", "2 of 2", "1 of 2")
+    text = {p.name: p.text for p in all_passages(results)}["platform"]
+    assert "The same 4 logistic runs of 2 lazy recipes on aarch64 and on x86_64 (numpy 9.9)" in text
+    assert "2 have the same number of uploads in 500 rounds" in text
+    assert "of the 3 that converge on both, 2 have the same number until" in text
+    assert "1 converges on one machine only (`aqg-2`, IID, sum loss, α = 0.002, seed 1" in text
+    assert "`aqg-2` 10.0 %, `laq` 0.0 %." in text
+    # Two-level AQG converges on every seed here and on one of two there.
+    assert "*AQG converges as LAQ does*, logistic, IID: in part" in text
+    results.elsewhere["x86_64"] = tuple(replace(o, machine="x86_64") for o in here)
+    text = {p.name: p.text for p in all_passages(results)}["platform"]
+    assert "None converges on one machine only." in text
+    assert "3 of 3 logistic verdicts above are the same." in text

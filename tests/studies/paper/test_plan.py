@@ -1,0 +1,84 @@
+"""The plan covers the paper: every row, every rate, at its lengths."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from aqg.errors import ConfigError
+from aqg.studies.paper.paper import KINDS, SETTINGS, performance
+from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
+from aqg.studies.paper.rounding import key_of
+from aqg.studies.paper.settings import PARTITIONS
+
+
+def test_table_two_is_the_papers():
+    rows = performance()
+    assert len(rows) == 16
+    assert Counter(row.setting for row in rows) == dict.fromkeys(SETTINGS, 4)
+    for row in rows:
+        assert row.uploads <= row.bits <= 32 * row.uploads
+        assert "\n" not in row.why
+        assert row.kind in KINDS
+    # The column "Transmission Reduction" is 1 - bits / LAQ's bits, to the paper's rounding.
+    laq = {row.setting: row.bits for row in rows if row.recipe == "laq"}
+    for row in rows:
+        if row.saving:
+            assert row.saving == pytest.approx(1 - row.bits / laq[row.setting], abs=0.011)
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
+def test_every_row_of_table_two_is_run(scale):
+    plan = make_plan(scale)
+    runs = {(p.section, p.run.config.partition, p.run.config.recipe) for p in plan}
+    for row in performance():
+        assert (*PARTITIONS[row.setting], row.recipe) in runs
+    for section, partition in PARTITIONS.values():
+        assert {(section, partition, "lean"), (section, partition, "auto")} <= runs
+    names = [p.run.name for p in plan]
+    assert len(set(names)) == len(names)
+    assert scale.notes
+
+
+def test_the_full_plan_has_the_papers_settings():
+    plan = make_plan(FULL, device="cuda")
+    softmax = [p.run.config for p in plan if p.section == "softmax"]
+    assert {(c.rounds, c.alpha, c.bits, c.clients, c.dtype) for c in softmax} == {
+        (4000, 0.02, 4, 10, "float64")
+    }
+    assert min(Counter((c.partition, c.recipe) for c in softmax).values()) >= 5
+    logistic = [p.run.config for p in plan if p.section == "logistic"]
+    assert {(c.rounds, c.clients, c.device) for c in logistic} == {(500, 18, "cpu")}
+    assert {("mean", 0.008), ("sum", 0.008)} < {(c.scaling, c.alpha) for c in logistic}
+    counts = Counter((c.partition, c.recipe, c.scaling, c.alpha) for c in logistic)
+    assert min(counts.values()) >= 10
+
+
+def test_dropouts_are_as_long_and_as_many_as_the_papers():
+    runs = [p.run.config for p in make_plan(FULL, device="cuda") if p.section == "dropouts"]
+    assert {(c.rounds, c.dtype, c.alpha, c.device) for c in runs} == {
+        (4000, "float64", 0.02, "cuda")
+    }
+    seeds = Counter((c.partition, c.dropout, c.recipe) for c in runs)
+    assert {key[:2] for key in seeds} == {
+        (partition, rate) for partition in ("iid", "label") for rate in (0.2, 0.5, 0.7, 0.8, 0.9)
+    }
+    assert min(seeds.values()) >= 10
+
+
+def test_perturbed_runs_have_one_on_the_data_itself():
+    plan = make_plan(FULL, sections=("rounding",))
+    draws = Counter(key_of(one.run.config)[:3] for one in plan)
+    assert set(draws.values()) == {FULL.perturbations + 1}
+    assert {one.run.config.seed for one in plan} == {0}
+    assert len({one.run.name for one in plan}) == len(plan)
+
+
+def test_parts_can_be_chosen():
+    assert parse_sections(None) == ("logistic", "rounding", "softmax", "dropouts", "network")
+    assert parse_sections("network, logistic") == ("logistic", "network")
+    assert parse_sections("table2") == ("logistic", "softmax")
+    assert {p.section for p in make_plan(QUICK, sections=("network",))} == {"network"}
+    with pytest.raises(ConfigError, match="unknown part 'figures'"):
+        parse_sections("figures")

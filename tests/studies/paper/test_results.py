@@ -1,0 +1,369 @@
+"""From run directories to tables, pictures and documents: small runs and the stored results."""
+
+from __future__ import annotations
+
+import io
+import math
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from rich.console import Console
+
+from aqg.cli.app import run_app
+from aqg.cli.reproduce import run_plan, show_results
+from aqg.cli.study import Where
+from aqg.errors import ConfigError, RunError
+from aqg.runs.cost import Cost
+from aqg.runs.plan import unfinished
+from aqg.runs.table import format_bytes
+from aqg.studies.document import refresh
+from aqg.studies.paper.claims import VERDICTS, find
+from aqg.studies.paper.execute import (
+    adopt_devices,
+    count_runs,
+    keep_results,
+)
+from aqg.studies.paper.figures import all_figures, stack_curves
+from aqg.studies.paper.merge import keep_beside, missing_from
+from aqg.studies.paper.outcomes import (
+    CURVES,
+    META,
+    RESIDUALS,
+    RUNS,
+    Curve,
+    Results,
+    main_reading,
+    read_results,
+    write_results,
+)
+from aqg.studies.paper.paper import performance
+from aqg.studies.paper.passages import all_passages
+from aqg.studies.paper.plan import FULL, QUICK, make_plan
+from aqg.studies.paper.rounding import key_of
+from aqg.studies.paper.settings import of_setting
+from aqg.studies.paper.tables import all_tables
+
+from tests.studies.paper.samples import make_outcome
+
+ROOT = Path(__file__).parents[3]
+STORED = ROOT / "results"
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return read_results(STORED)
+
+
+def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    tables, passages = all_tables(stored), all_passages(stored)
+    # What the table of claims says, the passage of verdicts says at the top of the page.
+    shown = {table.name for table in tables} - {"claims"}
+    assert set(re.findall("<!-- table: ([a-z0-9-]+) -->", text)) == shown
+    assert text.count("<!-- text: ") == len(passages)
+    assert refresh(text, tables, passages) == text
+
+
+def test_the_documents_pictures_exist_and_are_small():
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    names = [part.split(")")[0] for part in text.split("](images/")[1:]]
+    numbers = {name.split("-")[1] for name in names if name.startswith("figure-")}
+    assert numbers == {"5", "6", "7", "8", "9", "10"}  # the paper's own
+    for name in names:
+        assert 0 < (ROOT / "docs" / "images" / name).stat().st_size < 150_000
+
+
+def test_the_stored_results_say_what_is_missing(stored):
+    plan = [one for one in make_plan(FULL) if one.section != "rounding"]
+    names = {outcome.name for outcome in stored.outcomes}
+    missing = [p for p in plan if p.run.name not in names]
+    assert names <= {p.run.name for p in plan}
+    assert count_runs(plan, stored.outcomes)["finished"] == stored.about["finished"]
+    # Every cell of a table has the same seeds: those that are missing are missing everywhere.
+    assert {p.section for p in missing} <= {"dropouts"}
+    seeds = {p.run.config.seed for p in missing}
+    cells = {(p.run.config.partition, p.run.config.dropout, p.run.config.recipe) for p in missing}
+    assert len(missing) == len(seeds) * len(cells)
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    done, planned = stored.about["finished"]["dropouts"]
+    assert f"dropouts: {done} runs" in text
+    assert (f"of {planned} runs that the command plans" in text) == bool(missing)
+    first_page = text[: text.index("<!-- text: verdicts -->")]
+    here = {o.seed for o in stored.select(section="dropouts")}
+    goal = stored.about["dropout_seeds"]
+    assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
+    assert (f"{len(missing)} runs that are missing" in first_page) == bool(missing)
+    assert list(missing_from(STORED, make_plan(FULL))) == missing
+
+
+def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored):
+    shown = main_reading(stored.outcomes)
+    assert set(stored.curves) == {
+        o.name for o in stored.outcomes if o.section != "logistic" or (o.scaling, o.alpha) == shown
+    }
+    assert {one.key for one in stored.perturbed} == {
+        key_of(one.run.config) for one in make_plan(FULL, sections=("rounding",))
+    }
+    assert sum(file.stat().st_size for file in STORED.rglob("*.csv")) < 4_000_000
+
+
+def test_every_finding_names_its_seeds(stored):
+    findings = find(stored)
+    assert {f.verdict for f in findings} <= set(VERDICTS)
+    for finding in findings:
+        assert finding.setting
+        assert any(character.isdigit() for character in finding.evidence), finding
+
+
+def test_findings_agree_with_the_runs_they_are_about(stored):
+    """Recount a few verdicts from the rows themselves."""
+    by_key = {(f.claim, f.setting): f for f in find(stored)}
+    for partition, split in (("iid", "IID"), ("label", "one digit per client")):
+        for rate in (0.8, 0.9):
+            runs = stored.select(
+                section="dropouts", partition=partition, dropout=rate, recipe="aqg-2"
+            )
+            assert len(runs) >= 6
+            stay = sum(1e-3 in o.reached for o in runs)
+            key = ("AQG converges stably at p = 0.8 and 0.9", f"{split}, p = {rate:g}")
+            assert (by_key[key].verdict == "reproduces") == (stay == len(runs))
+            assert (by_key[key].verdict == "does not") == (stay == 0)
+
+
+def test_the_sentences_that_are_written_by_hand_hold(stored):
+    """The page says these without numbers, outside of what is generated."""
+    for recipe in ("laq", "aqg-2", "aqg"):  # "on the second, LAQ and both AQG diverge"
+        assert all(o.ran_away for o in stored.select(section="network", recipe=recipe))
+    # "With mean losses 500 rounds do not suffice; with summed losses α = 0.008 is beyond the edge"
+    for scaling in ("mean", "sum"):
+        runs = stored.select(section="logistic", recipe="gd", scaling=scaling, alpha=0.008)
+        assert runs
+        assert not any(o.converged for o in runs)
+        assert all((o.residual < 1e-3) == (scaling == "mean") for o in runs)
+    # "most IID counts come out near the paper's"
+    near = []
+    for row in performance():
+        if row.setting == "network-iid":
+            ours = of_setting(stored, row.setting, row.recipe)
+            uploads = [o.reached[1e-6].uploads for o in ours]
+            near.append(min(uploads) <= 1.1 * row.uploads and max(uploads) >= 0.9 * row.uploads)
+    assert sum(near) > len(near) / 2
+
+
+def test_the_other_machine_has_every_logistic_run(stored):
+    (machine,) = stored.elsewhere
+    runs = stored.select(section="logistic")
+    there = {o.name: o for o in stored.elsewhere[machine]}
+    assert {o.machine for o in there.values()} == {machine} != {o.machine for o in runs}
+    assert set(there) == {o.name for o in runs}
+    assert set(stored.about["versions"]) >= {f"logistic: {m}" for m in (machine, runs[0].machine)}
+    for name in ("recipe", "partition", "scaling", "alpha", "dropout", "seed", "start_loss"):
+        assert all(getattr(o, name) == getattr(there[o.name], name) for o in runs)
+    # "agree until then and differ after it; which seeds converge [depends] hardly on the machine"
+    pairs = [(o, there[o.name]) for o in runs]
+    both = [(a, b) for a, b in pairs if a.converged and b.converged]
+    assert all(a.reached[1e-6].uploads == b.reached[1e-6].uploads for a, b in both)
+    assert any(a.total.uploads != b.total.uploads for a, b in both)
+    assert sum(a.converged != b.converged for a, b in pairs) < len(pairs) / 100
+    # "and so do, almost always, runs on data changed in the last bit"
+    counts = {}
+    for one in stored.perturbed:
+        counts.setdefault(one.key[:3], set()).add(one.uploads_before)
+    assert sum(len(before) == 1 for before in counts.values()) > 0.9 * len(counts)
+    # "no verdict above depends on it"
+    kept = tuple(o for o in stored.outcomes if o.section != "logistic")
+    swapped = find(replace(stored, outcomes=(*kept, *there.values())))
+    assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
+
+
+def test_the_readmes_bytes_are_medians_of_the_data(stored):
+    """The README names the recipes, the number of seeds and the length of the runs."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text[text.index("**Exact gradients") : text.index("**Minibatches")]
+    rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
+    assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
+    assert "median of five seeds" in part
+    for recipe, *cells in rows:
+        for partition, cell in zip(("iid", "label"), cells, strict=True):
+            runs = stored.select(section="softmax", partition=partition, recipe=recipe)
+            assert len({o.seed for o in runs}) == len(runs) == 5
+            costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
+            if costs:
+                assert len(costs) == len(runs)
+                assert cell.strip("*") == format_bytes(median(costs))
+            else:
+                assert {o.total.rounds for o in runs} == {4000}
+                assert cell == "on no seed within 4000 rounds"
+
+
+SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
+
+
+def test_small_runs_go_all_the_way(tmp_path, data_dir):
+    plan = make_plan(SMALL, sections=("logistic",))
+    console = Console(file=io.StringIO(), width=200)
+    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
+    results = keep_results(plan, SMALL, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(RUNS, CURVES, META, "tables.md", "figures", "runs")
+    }
+    pictures = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert pictures == ["figure-5-logistic-iid.png", "figure-7-logistic-noniid.png"]
+    (qgd,) = results.select(recipe="qgd", partition="iid")
+    assert (qgd.total.uploads, qgd.total.bits_per_param) == (18 * 25, 18 * 25 * 4)
+    (gd,) = results.select(recipe="gd", partition="iid")
+    assert gd.total.download_bytes == 25 * 18 * (8 * 34 + 8)  # the model in float64, the movement
+    assert gd.minimum == qgd.minimum == pytest.approx(70.34135772)
+    assert set(gd.reached) == {r for r in RESIDUALS if r >= gd.residual}
+
+    read = read_results(tmp_path)
+    assert read.outcomes == results.outcomes
+    assert read.select(recipe="lean") == results.select(recipe="lean")
+
+    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
+    show_results(console, read)
+    shown = console.file.getvalue()
+    assert "14 runs, 0 finished before" in shown
+    assert "14 runs, 14 finished before" in shown
+    assert "The paper's Table 2: the paper / ours" in shown
+    assert "Shortened: " in shown
+    assert "3,933 / " in shown
+    assert {o.machine for o in read.outcomes} == {platform.machine()}
+    keep_other_machine(tmp_path)
+
+    elsewhere = make_plan(SMALL, "cuda", ("logistic",))
+    adopted = [one.run for one in adopt_devices(elsewhere, tmp_path)]
+    assert unfinished(adopted, tmp_path / "runs") == []
+    config = tmp_path / "runs" / plan[0].run.name / "config.toml"
+    config.write_text(config.read_text().replace("bits = 4", "bits = 5"))
+    with pytest.raises(ConfigError, match="the run has bits 5"):
+        unfinished([one.run for one in plan], tmp_path / "runs")
+
+
+def test_unfinished_runs_are_left_out(tmp_path):
+    (tmp_path / "runs").mkdir()
+    results = keep_results(make_plan(QUICK), QUICK, tmp_path)
+    assert results.outcomes == ()
+    assert all_tables(read_results(tmp_path)) == []
+
+
+def keep_other_machine(directory):
+    """Pretend that the same runs came from another kind of processor."""
+    results = read_results(directory)
+    with pytest.raises(RunError, match="nothing that"):
+        keep_beside(directory, directory)
+    other = directory.with_name("other")
+    other.mkdir()
+    elsewhere = tuple(replace(o, machine="elsewhere") for o in results.outcomes)
+    about = {**results.about, "versions": {"logistic: elsewhere": {"numpy": "9.9"}}}
+    write_results(other, replace(results, outcomes=elsewhere, about=about))
+    keep_beside(directory, other)
+    kept = read_results(directory)
+    assert kept.elsewhere == {"elsewhere": elsewhere}
+    assert kept.about["versions"].keys() == {
+        f"logistic: {m}" for m in (platform.machine(), "elsewhere")
+    }
+    assert kept.about["versions"]["logistic: elsewhere"]["numpy"] == "9.9"
+
+
+def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
+    """Take the last dropout seed out of the stored results, and put it back."""
+    runs = stored.select(section="dropouts")
+    plan = [one for one in make_plan(FULL) if one.section != "rounding"]
+    last = max(o.seed for o in runs)
+
+    def write(name, outcomes, **about):
+        directory = tmp_path / name
+        directory.mkdir()
+        curves = {o.name: stored.curves[o.name] for o in outcomes}
+        about = {**stored.about, **count_runs(plan, outcomes), **about}
+        write_results(directory, Results(tuple(outcomes), curves, about))
+        return directory
+
+    without = write("without", [o for o in runs if o.seed != last])
+    seed = [o for o in runs if o.seed == last]
+    left = {p.run.name for p in missing_from(without, plan)}
+    assert left == {p.run.name for p in plan} - {o.name for o in runs if o.seed != last}
+    before = read_results(without)
+    with pytest.raises(RunError, match="no missing seed with all of its runs"):
+        keep_beside(without, write("part", seed[1:]))
+    with pytest.raises(RunError, match="dropout_rounds is 4000 and 200"):
+        keep_beside(without, write("short", seed, dropout_rounds=200))
+    assert read_results(without) == before
+    keep_beside(without, write("seed", seed))
+    added = read_results(without)
+    assert list(added.outcomes) == runs
+    assert added.curves == {o.name: stored.curves[o.name] for o in runs}
+    assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
+
+
+def test_ended_above_its_start():
+    assert make_outcome(final_loss=math.inf).ran_away
+    assert make_outcome(final_loss=3.0).ran_away
+    assert not make_outcome().ran_away
+
+
+def test_pictures(stored):
+    chosen = tuple(
+        o for o in stored.outcomes if o.section == "network" or (o.dropout, o.seed) == (0.9, 0)
+    )
+    pictures = all_figures(Results(chosen, stored.curves, stored.about))
+    names = ["figure-10-dropouts-iid", "figure-10-dropouts-noniid", "network-784-200-10"]
+    assert sorted(pictures) == names
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
+
+
+def test_a_band_covers_every_seed_and_ends_with_the_first():
+    curves = {
+        "a": Curve((Cost(0, 0, 0, 0), Cost(1, 2, 4, 3), Cost(10, 5, 10, 9)), (2.5, 1.5, 0.6)),
+        "b": Curve((Cost(0, 0, 0, 0), Cost(1, 2, 4, 3), Cost(10, 8, 16, 9)), (2.5, 1.5, 0.7)),
+        "c": Curve((Cost(0, 0, 0, 0), Cost(4, 8, 16, 9)), (2.5, math.inf)),
+    }
+    runs = [
+        make_outcome(name="a", final_loss=0.6),
+        make_outcome(name="b", final_loss=0.7),
+        make_outcome(name="c", final_loss=math.inf),
+    ]
+    results = Results(tuple(runs), curves, {})
+    grid, heights = stack_curves(results, runs, "rounds")
+    assert grid[-1] == 10
+    assert heights[:2, -1] == pytest.approx([0.1, 0.2])
+    assert heights[2, -1] == heights.max() > 1e3  # it left the picture
+    grid, heights = stack_curves(results, runs[:2], "uploads")
+    assert (grid[0], grid[-1]) == pytest.approx((2, 5))
+    assert heights[0, -1] == pytest.approx(0.1)
+    assert heights[1, -1] > 0.2
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    with pytest.raises(RunError, match="holds no results"):
+        read_results(tmp_path)
+    (tmp_path / META).write_text("{}")
+    (tmp_path / RUNS).write_text("name\nx\n")
+    (tmp_path / CURVES).write_text("name\n")
+    with pytest.raises(RunError, match="damaged"):
+        read_results(tmp_path)
+    with pytest.raises(RunError, match="asks for table 'nothing'"):
+        refresh("<!-- table: nothing -->\n<!-- end -->", [])
+    assert run_app(["reproduce", "--from", "x", "--quick"]) == 2
+    assert run_app(["reproduce", "--only", "x"]) == 2
+    assert run_app(["reproduce", "--beside", "x"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
+    assert "choose from table2" in errors[1]
+
+
+def test_missing_data_is_explained(tmp_path, capsys):
+    broken = tmp_path / "data"
+    (broken / "lag" / "data9").mkdir(parents=True)
+    (broken / "lag" / "data9" / "data.txt").write_text("not the data")
+    out = tmp_path / "out"
+    arguments = ["reproduce", "--quick", "--only", "logistic", "--jobs", "1", "--out", str(out)]
+    assert run_app([*arguments, "--data-dir", str(broken)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "is damaged" in error
+    assert not out.exists()

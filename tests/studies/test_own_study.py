@@ -1,0 +1,119 @@
+"""Studies of the user's own: runs listed one by one, or yielded by a function."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.errors import ConfigError
+from aqg.runs.code import Code
+from aqg.runs.config import resolve
+from aqg.studies.own import call_study
+from aqg.studies.sweep import expand
+
+PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with the study that the page shows, and go there."""
+    (code,) = re.findall(
+        r"<!-- file: widths.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
+    (tmp_path / "widths.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_study_of_the_page(folder, capsys):
+    pytest.importorskip("torch")
+    assert run_app(["sweep", "widths.py:study:rounds=3", "--out", "widths", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "4 runs (model × recipe × alpha)" in said
+    assert "[4/4, " in said
+    runs = json.loads((folder / "widths" / "summary.json").read_text())["runs"]
+    assert [run["settings"]["recipe"] for run in runs] == ["gd", "lean"] * 2
+    assert {run["rounds"] for run in runs} == {3}
+    stored = tomllib.loads((folder / "widths" / "sweep.toml").read_text())
+    assert stored["run"][3]["model"] == f"{folder}/widths.py:perceptron:width=32"
+
+    # Going on calls no function of the study, and models in files only when allowed.
+    (folder / "widths" / runs[1]["name"] / "summary.json").unlink()
+    text = (folder / "widths.py").read_text()
+    assert run_app(["sweep", "--resume", "widths"]) == 2
+    assert "add --allow-code if you trust it" in capsys.readouterr().err
+    (folder / "widths.py").write_text(text.replace("yield", "raise KeyError("))
+    assert run_app(["sweep", "--resume", "widths", "--allow-code"]) == 2
+    (folder / "widths.py").write_text(text)
+    assert run_app(["sweep", "--resume", "widths", "--allow-code", "--jobs", "1"]) == 0
+    assert "3 finished before" in capsys.readouterr().out
+    assert json.loads((folder / "widths" / "summary.json").read_text())["runs"] == runs
+    assert run_app(["report", "widths"]) == 0
+
+
+def test_the_toml_of_the_page():
+    (text,) = [
+        b for b in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "[[run]]" in b
+    ]
+    sweep = expand(tomllib.loads(text))
+    assert [run.name for run in sweep.runs] == ["plain", "bold"]
+    assert sweep.varying == ("recipe", "alpha")
+    assert sweep.runs[1].config == resolve({"recipe": "lean", "alpha": 0.2, "rounds": 200})[0]
+
+
+def test_what_a_function_may_yield(tmp_path):
+    file = tmp_path / "study.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from aqg.runs.config import resolve\n"
+        "def study(count=2):\n"
+        "    yield {'recipe': 'gd', 'seed': np.int64(count), 'absences': ((0, 1, 2),)}\n"
+        "    yield resolve({'recipe': 'lean', 'rounds': 7})[0]\n"
+    )
+    first, second = call_study(Code.parse(f"{file}:study:count=3"), None)
+    assert first == {"recipe": "gd", "seed": 3, "absences": [[0, 1, 2]]}
+    assert type(first["seed"]) is int
+    (run,) = expand({"run": [second]}).runs
+    assert run.config == resolve({"recipe": "lean", "rounds": 7})[0]
+    assert np.isclose(run.config.alpha, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "returned int; it must yield settings of runs"),
+        ("return {'recipe': 'gd'}", "returned dict; it must yield"),
+        ("return []", "yields no run; at least 1 is needed"),
+        ("yield {'recipe': 'gd'}; yield 5", "yields a int as run 2; it must be settings"),
+        ("yield {'recipe': 'gd'}; 1 / 0", "failed after 1 runs: ZeroDivisionError"),
+        ("raise KeyError(3)", "failed: KeyError: 3"),
+    ],
+)
+def test_a_bad_function_is_refused_in_one_line(tmp_path, body, message):
+    (tmp_path / "study.py").write_text(f"def study():\n    {body}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        call_study(Code.parse(f"{tmp_path}/study.py:study"), None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"run": 3}, "run is not an array of tables"),
+        ({"run": [{"recipe": "gd"}], "grid": {"seed": [1]}}, r"both \[grid\] and \[\[run\]\]"),
+        ({"run": [{"recipe": "gd", "sead": 1}]}, "unknown setting 'sead'"),
+        ({"run": [{"recipe": "gd"}, {"recipe": "gd"}]}, "are the same run"),
+        ({"run": [{"recipe": "gd", "name": "a"}, {"recipe": "lean"}]}, "every run needs one"),
+        ({"run": [{"recipe": "gd", "name": "../a"}]}, "name of a run is '../a'"),
+        ({"run": [{"recipe": r, "name": "a"} for r in ("gd", "laq")]}, "two runs have the name"),
+    ],
+)
+def test_a_bad_list_is_refused_in_one_line(document, message):
+    with pytest.raises(ConfigError, match=message):
+        expand(document)
