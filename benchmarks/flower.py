@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--recipe", help="lean by default, and auto for example")
+    parser.add_argument("--downlink", default="auto", help="full, exact, condensed or auto")
+    parser.add_argument("--clients", type=int, default=100, help="of memory")
     parser.add_argument("--app", choices=("before", "after"), help="only one half of example")
     parser.add_argument("--parameters", type=int, default=100_000_000)
     options = parser.parse_args()
@@ -184,19 +187,20 @@ def measure_bytes(options: argparse.Namespace) -> None:
         directory = deployment.directory.parent / "run"
         settings = {"num-clients": options.nodes, "run-dir": str(directory)}
         settings |= {"rounds": options.rounds, "recipe": options.recipe}
+        settings["downlink"] = options.downlink
         deployment.run(APP, settings)
         wait_for_round(directory, 2)  # the app itself has been sent to the nodes by then
         begin = now()
         rows = wait_for_round(directory, options.rounds)
         spent = now() - begin
     messages = (options.rounds - 2) * options.nodes
-    payload = sum(row["upload_bytes"] for row in rows[2:])
+    payloads = [sum(row[name] for row in rows[2:]) for name in ("upload_bytes", "download_bytes")]
     cpu, *moved = spent[1:] - rates * spent[0]
-    print(f"{messages} messages to {options.nodes} nodes and back; {payload} B of frames\n")
+    print(f"{messages} messages to {options.nodes} nodes and back, downlink {options.downlink}\n")
     print("| bytes per message | frame | on the connection | on the loopback interface |")
     print("|---|---|---|---|")
     for index, name in enumerate(("sent by a node", "received by a node")):
-        frame = f"{payload / messages:.0f}" if index == 0 else "-"
+        frame = f"{payloads[index] / messages:.0f}"
         cells = " | ".join(
             f"{moved[place] / messages:,.0f}" for place in range(index, len(moved), 2)
         )
@@ -249,34 +253,40 @@ def _traffic(deployment: Deployment, sniffer: Sniffer | None, ports: list[int]) 
 
 
 def measure_example(options: argparse.Namespace) -> None:
-    print(f"{options.nodes} nodes, {options.rounds} rounds\n", flush=True)
-    print("| app | accuracy, last 5 rounds | payload per upload | sent per node and round |")
-    print("|---|---|---|---|")
+    print(f"{options.nodes} nodes, {options.rounds} rounds; bytes per node and round\n", flush=True)
+    print("| app | accuracy, last 5 rounds | payload sent | payload received | sent | received |")
+    print("|---|---|---|---|---|---|")
     config: dict[str, ConfigValue] = {"num-clients": options.nodes, "rounds": options.rounds}
     preload = ("torch", "sklearn.datasets", "aqg.flower")
     for name in (options.app,) if options.app else ("before", "after"):
-        with deployed(num_nodes=options.nodes, preload=preload) as deployment:
-            start = [deployment.traffic(node) for node in range(options.nodes)]
+        with ExitStack() as stack:
+            sniffer = _try_to_sniff(stack)
+            deployment = stack.enter_context(deployed(num_nodes=options.nodes, preload=preload))
+            ports = [node.link_port for node in deployment.nodes]
+            start = _traffic(deployment, sniffer, ports)
             if name == "before":
                 wait(deployment, deployment.run(EXAMPLE / name, config))
                 log = deployment.processes.read_log("superlink-worker")
                 accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
-                payload = plain_upload_bytes()
+                payloads = [plain_upload_bytes()] * 2
             else:
+                more = {"recipe": options.recipe, "downlink": options.downlink}
                 rows = train(
-                    deployment,
-                    EXAMPLE / name,
-                    {**config, "recipe": options.recipe, "trust-partition-id": True},
+                    deployment, EXAMPLE / name, {**config, **more, "trust-partition-id": True}
                 )
                 accuracies = [row["test_accuracy"] for row in rows if "test_accuracy" in row]
-                payload = sum(row["upload_bytes"] for row in rows) / len(rows) / options.nodes
-            sent = sum(
-                (deployment.traffic(node) - earlier).up_bytes for node, earlier in enumerate(start)
-            )
+                shares = options.nodes * len(rows)
+                payloads = [
+                    round(sum(row[name] for row in rows) / shares)
+                    for name in ("upload_bytes", "download_bytes")
+                ]
+            moved = np.array(_traffic(deployment, sniffer, ports)) - np.array(start)
         accuracy = sum(accuracies[-5:]) / len(accuracies[-5:])
-        per_round = format_bytes(round(sent / options.nodes / options.rounds))
-        label = name if name == "before" else f"{name}, {options.recipe}"
-        print(f"| {label} | {accuracy:.2%} | {payload:,.0f} B | {per_round} |", flush=True)
+        cells = [f"{payload:,} B" for payload in payloads]
+        # On the interface where it could be read, else on the connections.
+        cells += [format_bytes(round(m / options.nodes / options.rounds)) for m in moved[-2:]]
+        label = name if name == "before" else f"{name}, {options.recipe}, {options.downlink}"
+        print(f"| {label} | {accuracy:.2%} | {' | '.join(cells)} |", flush=True)
 
 
 def plain_upload_bytes() -> int:
@@ -303,6 +313,7 @@ def measure_large(options: argparse.Namespace) -> None:
             {
                 "rounds": 2,
                 "recipe": options.recipe,
+                "downlink": options.downlink,
                 "parameters": options.parameters,
                 "round-timeout": 600.0,
                 "trust-partition-id": True,
@@ -347,10 +358,12 @@ def peak_memory(process: int | None) -> int:
 
 
 def measure_memory(options: argparse.Namespace) -> None:
-    """Take in one upload from each of a hundred clients, and see what the process grows by."""
-    recipe, num_params, num_clients = make_recipe(options.recipe), options.parameters, 100
-    weights = np.ones(num_clients)
-    book = MirrorBook.first(recipe, np.zeros(num_params, np.float32), weights, SGD())
+    """Take in one upload from each of many clients, and see what the process grows by."""
+    recipe, num_params = make_recipe(options.recipe), options.parameters
+    num_clients = options.clients
+    downlink = resolve_downlink(options.downlink, recipe)
+    start = np.zeros(num_params, np.float32)
+    book = MirrorBook.first(recipe, start, np.ones(num_clients), SGD(), downlink)
     common = {
         "run": "memory",
         "fingerprint": fingerprint(recipe, num_params, "float32", 0),
@@ -365,21 +378,20 @@ def measure_memory(options: argparse.Namespace) -> None:
         "movement": 0.0,
         "evaluate": False,
     }
-    resident, seconds, frame_bytes = [], [], 0
+    # All start from the same mirror of zeros, so that one upload does for all.
+    order = Order(**common, client=0, **book.entry(0).stamp._asdict())
+    gradient = np.random.default_rng(0).standard_normal(num_params, np.float32)
+    base = find_base(recipe, ClientMirror.first(recipe, num_params, "float32"), order, 1)
+    assert base is not None
+    _, reply = answer(recipe, base, order, gradient)
+    del base, gradient
+    resident, seconds, frame_bytes = [], [], len(reply.frame)
     for client in range(num_clients):
-        stamp = book.entry(client).stamp
-        order = Order(**common, client=client, **stamp._asdict())
-        gradient = np.random.default_rng(client).standard_normal(num_params, np.float32)
-        base = find_base(recipe, ClientMirror.first(recipe, num_params, "float32"), order, 1)
-        assert base is not None
-        _, reply = answer(recipe, base, order, gradient)
-        del base, gradient
         started = time.perf_counter()
         verdict = book.accept(client, replace(reply, loss=0.0), 1)
         seconds.append(time.perf_counter() - started)
         assert verdict.message is not None, verdict.problem
         del verdict
-        frame_bytes = len(reply.frame)
         resident.append(resident_bytes())
     half = num_clients // 2
     per_client = max(0.0, (resident[-1] - resident[half]) / (num_clients - half - 1))
@@ -387,7 +399,8 @@ def measure_memory(options: argparse.Namespace) -> None:
     print(
         f"measured: {format_bytes(round(per_client))} of server memory per client, "
         f"{per_client / num_params:.2f} B per parameter; {median(seconds) * 1e3:.2f} ms to take in "
-        f"an upload of {format_bytes(frame_bytes)}"
+        f"an upload of {format_bytes(frame_bytes)}; {num_clients:,} clients took "
+        f"{format_bytes(resident[-1] - resident[0])}"
     )
     print("\n| nodes | server memory for mirrors | time to take in a round, one core |")
     print("|---|---|---|")

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
 from aqg.flower.checkpoint import load_checkpoint
 from aqg.flower.store import ClientStore, DirectoryVault
+from aqg.protocol.digests import public_digest
 from aqg.sim.record import DROPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aqg.flower.checkpoint import Checkpoint
     from aqg.flower.deployment import ConfigValue, Deployment
 
 FAULTY_APP = Path(__file__).parent / "faulty_app"
@@ -117,21 +120,39 @@ class WatchedRun:
 
         While a round is under way, that is the client's state before its last answer.
         """
-        recipe = make_recipe(str(self.config.get("recipe", "lean")))
-        checkpoint = load_checkpoint(self.directory, recipe)
-        assert checkpoint is not None
+        checkpoint, store = self._saved(client)
         stamp = checkpoint.book.entries[client].stamp
-        (directory,) = (
-            path
-            for path in self.deployment.state_directory(client).iterdir()
-            if path.name.startswith(checkpoint.run)
-        )
-        memory = ClientStore(DirectoryVault(directory), directory.name).load()
+        memory = store.load()
         if memory is None:  # read while it was written
             return False
         found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
         mirror = checkpoint.book.state.mirror(client)
         return bool(found) and np.array_equal(found[0].state.link.mirror[0], mirror)
+
+    def model_agrees(self, client: int) -> bool:
+        """Whether the model that a client has saved is one of the server's last two."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
+            checkpoint, store = self._saved(client)
+            publisher, public = checkpoint.book.publisher, store.load_public()
+            assert publisher is not None
+            digests = publisher.state().digests[-2:]
+            if public is not None and public_digest(public) in digests:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _saved(self, client: int) -> tuple[Checkpoint, ClientStore]:
+        """Return what the server and a client have saved."""
+        recipe = make_recipe(str(self.config.get("recipe", "lean")))
+        checkpoint = load_checkpoint(self.directory, recipe, resolve_downlink("auto", recipe))
+        assert checkpoint is not None
+        (directory,) = (
+            path
+            for path in self.deployment.state_directory(client).iterdir()
+            if path.name.startswith(checkpoint.run)
+        )
+        return checkpoint, ClientStore(DirectoryVault(directory), directory.name)
 
     def mirrors_settle(self, client: int, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether the mirrors agree once the client has done what it was about to do."""

@@ -1,9 +1,11 @@
 """A world in simulated time in which everything goes wrong: the protocol's tester.
 
 One server and a few clients exchange orders and replies over a network that loses, delays and
-doubles them. Clients crash, are wiped, and get old copies of their memory back; the server crashes
-and comes back from a checkpoint; replies are tampered with and replayed. What must hold all the
-same is checked at every event.
+doubles them. Clients crash, are away for long, are wiped, and get old copies of their memory back;
+some share their identity with a twin. The server crashes and comes back from a checkpoint, maybe an
+old one. Orders and replies are tampered with and replayed. What must hold all the same is checked
+at every event: no client trains on another model than the server's, and no mirror differs from the
+server's without being noticed.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.optimizers import SGD
+from aqg.core.downlink import Downlink, Exact
+from aqg.core.optimizers import make_optimizer
+from aqg.core.public import Public
 from aqg.core.recipe import Recipe
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import (
@@ -27,18 +31,25 @@ from aqg.flower.protocol import (
     answer,
     find_base,
     fingerprint,
+    lost_reply,
     stale_reply,
 )
+from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
+from aqg.protocol.publisher import Publisher, public_of
+from aqg.wire.entry import encode_log
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 FindBase = Callable[[Recipe, ClientMirror, Order, int], Base | None]
+Follow = Callable[[Terms, Parcel, Public | None, Start], Public]
 
 ROUND_SECONDS = 10.0
 NUM_PARAMS = 6
 STEP_SIZE = 0.05
 SEED = 3
+EXACT = Exact()
+EMPTY_LOG = encode_log(1, [])
 
 
 @dataclass
@@ -55,9 +66,32 @@ class Rates:
     wipe: float = 0.05
     tamper: float = 0.1
     server_crash: float = 0.1
+    old_checkpoint: float = 0.3
+    leave: float = 0.06
+    no_step: float = 0.08
+    damage: float = 0.06
+    rot: float = 0.03
+    twin: float = 0.04
+    log_rot: float = 0.02
+    reweigh: float = 0.04
 
 
-CALM = Rates(*([0.0] * 10))
+CALM = Rates(*([0.0] * 18))
+
+
+class Disk(NamedTuple):
+    """What a client has saved."""
+
+    mirror: ClientMirror
+    public: Public | None = None
+
+
+class Truth(NamedTuple):
+    """What an order is about, as the server has it."""
+
+    params: FloatArray
+    mirror: FloatArray
+    public: Public | None
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -79,21 +113,41 @@ class World:
         find: FindBase = find_base,
         book_type: type[MirrorBook] = MirrorBook,
         rates: Rates | None = None,
+        downlink: Downlink = EXACT,
+        optimizer: str = "sgd",
+        follow_with: Follow = follow,
+        publisher_type: type[Publisher] = Publisher,
     ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.recipe, self.find = recipe, find
+        self.recipe, self.find, self.follow = recipe, find, follow_with
+        self.downlink, self.optimizer = downlink, make_optimizer(optimizer)
+        self.terms = Terms(recipe, self.optimizer, NUM_PARAMS, "float64")
+        self.optimizer_name = optimizer
         self.rates = rates if rates is not None else Rates()
         weights = 0.5 + self.rng.random(num_clients)
-        first = MirrorBook.first(recipe, np.zeros(NUM_PARAMS), weights, SGD())
-        self.book = book_type(recipe, first.state, first.entries, weights)
-        self.book_type = book_type
-        self.saved = self.book.state, self.book.entries
+        start = self.rng.standard_normal(NUM_PARAMS)
+        first = MirrorBook.first(recipe, start, weights, self.optimizer, downlink)
+        self.book_type, self.publisher_type = book_type, publisher_type
+        self.start = start
+        log = None if first.publisher is None else first.publisher.state()
+        self.book = self.make_book(first.state, first.entries, weights, log)
+        self.first_checkpoint = self.checkpoint()
+        self.checkpoints = [self.first_checkpoint]
         self.incarnation = 1
-        self.disks = [ClientMirror.first(recipe, NUM_PARAMS, "float64") for _ in range(num_clients)]
-        self.copies: list[list[ClientMirror]] = [[disk] for disk in self.disks]
+        blank = Disk(ClientMirror.first(recipe, NUM_PARAMS, "float64"))
+        self.blank = blank
+        self.disks = [blank] * num_clients
+        self.twins = [blank] * num_clients
+        self.copies: list[list[Disk]] = [[disk] for disk in self.disks]
+        self.away_until = [0] * num_clients
+        # Some have the starting model, some another one, some none.
+        starts = [start, start, None, start + 1.0]
+        self.starts = [starts[int(self.rng.integers(len(starts)))] for _ in range(num_clients)]
         self.old_replies: list[list[Reply]] = [[] for _ in range(num_clients)]
+        self.old_orders: list[Order] = []
         self.targets = self.rng.standard_normal((num_clients, NUM_PARAMS))
         self.pending: dict[int, tuple[int, int]] = {}
+        self.repeats: Counter[int] = Counter()
         self.arrived: dict[int, tuple[Reply, FloatArray, bool]] = {}
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now = 0.0
@@ -117,7 +171,7 @@ class World:
         for _ in range(2 if self.happens(self.rates.double) else 1):
             slow = self.happens(self.rates.delay)
             self.seen["delayed"] += slow
-            self.later(self.rng.uniform(8, 35) if slow else self.rng.uniform(0.1, 4), action)
+            self.later(self.rng.uniform(8, 35) if slow else self.rng.uniform(0.1, 1.6), action)
 
     # The server.
 
@@ -127,15 +181,24 @@ class World:
             self.round()
         self.rates = CALM
         self.events.clear()
+        self.away_until = [0] * len(self.disks)
         for _ in range(2):
             self.round()
             self.check_agreement()
 
     def round(self) -> None:
-        self.pending, self.arrived = {}, {}
+        self.pending, self.arrived, self.repeats = {}, {}, Counter()
+        if self.happens(self.rates.reweigh):
+            self.book.reweigh(0.5 + self.rng.random(len(self.disks)))
+            self.seen["reweighed"] += 1
         state = self.book.state
         for client in range(len(self.disks)):
-            self.give_order(client)
+            if self.happens(self.rates.leave):
+                self.away_until[client] = state.round + int(self.rng.integers(1, 9))
+            if self.away_until[client] > state.round:
+                self.seen["away"] += 1
+            else:
+                self.give_order(client)
         end = self.now + ROUND_SECONDS
         crash = self.now + self.rng.uniform(0, 12) if self.happens(self.rates.server_crash) else 1e9
         while self.events and self.events[0][0] <= min(end, crash):
@@ -148,8 +211,14 @@ class World:
         self.now = end
         self.take_in()
         assert self.book.state.round == state.round
-        self.book.step(STEP_SIZE, 0.0, 1.0, SGD())
-        self.saved = self.book.state, self.book.entries
+        if self.happens(self.rates.no_step):
+            self.book.skip_step()
+            self.seen["no step"] += 1
+        else:
+            self.book.step(STEP_SIZE, 0.0, 1.0, self.optimizer)
+        if self.happens(self.rates.log_rot):
+            self.damage_log()
+        self.checkpoints.append(self.checkpoint())
         for client in range(len(self.disks)):
             self.trouble_disk(client)
 
@@ -159,10 +228,23 @@ class World:
             self.take_in()  # crashed after the replies were taken, before the checkpoint
         self.pending = {}
         self.incarnation += 1
-        self.book = self.book_type(self.recipe, *self.saved, self.book.weights)
+        if self.happens(self.rates.old_checkpoint):
+            del self.checkpoints[int(self.rng.integers(-3, 0)) :]
+            self.seen["old checkpoint"] += 1
+        self.checkpoints = self.checkpoints or [self.first_checkpoint]
+        self.book = self.make_book(*self.checkpoints[-1])
+
+    def make_book(self, state: Any, entries: Any, weights: Any, log: Any) -> MirrorBook:
+        publisher = None if log is None else self.publisher_type(self.start, log)
+        return self.book_type(self.recipe, state, entries, weights, self.downlink, publisher)
+
+    def checkpoint(self) -> tuple[Any, Any, Any, Any]:
+        book, publisher = self.book, self.book.publisher
+        return book.state, book.entries, book.weights, publisher and publisher.state()
 
     def give_order(self, client: int) -> None:
         stamp, state = self.book.entries[client].stamp, self.book.state
+        parcel = self.book.parcel(client)
         order = Order(
             run="r",
             fingerprint=fingerprint(self.recipe, NUM_PARAMS, "float64", SEED),
@@ -181,16 +263,70 @@ class World:
             digest=stamp.digest,
             evaluate=False,
         )
+        public = None
+        if parcel is not None:
+            order = replace(
+                order,
+                optimizer=self.optimizer_name,
+                public=parcel.digest,
+                log=parcel.log,
+                snapshot=parcel.snapshot,
+            )
+            public = public_of(state.model)
+            self.seen["snapshot"] += bool(parcel.snapshot)
+            self.seen["entries"] += len(parcel.log) > len(EMPTY_LOG)
+            if self.happens(self.rates.damage):
+                order = self.damage(order)
+            self.old_orders.append(order)
+        truth = Truth(state.parameters.copy(), state.mirror(client).copy(), public)
         identifier = next(self.serials)
         self.pending[identifier] = (client, state.round)
-        params, mirror = state.parameters.copy(), state.mirror(client).copy()
-        self.carry(lambda: self.obey(identifier, client, order, params, mirror))
+        self.carry(lambda: self.obey(identifier, client, order, truth))
+
+    def damage(self, order: Order) -> Order:
+        """Return the order with entries that are damaged, or not those of its round."""
+        self.seen["damaged"] += 1
+        other = (
+            self.old_orders[int(self.rng.integers(len(self.old_orders)))]
+            if self.old_orders
+            else order
+        )
+        match int(self.rng.integers(4)):
+            case 0:
+                return replace(order, log=self.flipped(order.log))
+            case 1 if order.snapshot:
+                return replace(order, snapshot=self.flipped(order.snapshot))
+            case 2:
+                return replace(order, log=other.log)
+            case _:
+                return replace(order, log=other.log, snapshot=other.snapshot)
+
+    def damage_log(self) -> None:
+        """Change a bit of an entry in the server's own memory."""
+        entries = [] if self.book.publisher is None else self.book.publisher._log.entries
+        if entries:
+            place = int(self.rng.integers(len(entries)))
+            entries[place] = self.flipped(entries[place])
+            self.seen["rotten log"] += 1
+
+    def flipped(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[int(self.rng.integers(len(changed)))] ^= 1 << int(self.rng.integers(8))
+        return bytes(changed)
 
     def hear(self, identifier: int, client: int, reply: Reply, mirror: FloatArray) -> None:
         if self.pending.get(identifier) != (client, self.book.state.round):
             self.seen["late"] += 1
             return
         del self.pending[identifier]
+        if reply.lost:
+            self.seen["lost model"] += 1
+            self.book.note_holding(client, reply)
+            if self.repeats[client] < 2:
+                self.repeats[client] += 1
+                self.give_order(client)
+            return
+        self.book.note_holding(client, reply)
         bad = None
         if self.happens(self.rates.tamper):
             bad = self.tamper(client, reply)
@@ -212,9 +348,7 @@ class World:
                 fits = forged.base == held or (forged.restarted and forged.epoch > held.epoch)
                 return None if fits or forged.stale else forged
             case 2 if len(reply.frame) > 1:
-                damaged = bytearray(reply.frame)
-                damaged[int(self.rng.integers(len(damaged)))] ^= 1 << int(self.rng.integers(8))
-                return replace(reply, frame=bytes(damaged))
+                return replace(reply, frame=self.flipped(reply.frame))
             case 3 if not reply.stale:
                 return replace(reply, digest=bytes(16))
             case 4 if not reply.stale:
@@ -245,27 +379,42 @@ class World:
 
     # The clients.
 
-    def obey(
-        self, identifier: int, client: int, order: Order, params: FloatArray, mirror: FloatArray
-    ) -> None:
-        base = self.find(self.recipe, self.disks[client], order, int(self.rng.integers(1000)))
+    def obey(self, identifier: int, client: int, order: Order, truth: Truth) -> None:
+        disk = self.disks[client]
+        base = self.find(self.recipe, disk.mirror, order, int(self.rng.integers(1000)))
         if base is None:
             reply = stale_reply(order)
-            self.carry(lambda: self.hear(identifier, client, reply, mirror))
+            self.carry(lambda: self.hear(identifier, client, reply, truth.mirror))
             return
         held = base.snapshot.state.link.mirror[0]
-        assert base.restarted or np.array_equal(held, mirror), (
+        assert base.restarted or np.array_equal(held, truth.mirror), (
             "a mirror that differs from the server's was not noticed at contact"
         )
+        params, public = truth.params, None
+        if order.parcel is not None:
+            assert truth.public is not None
+
+            def start() -> FloatArray | None:
+                return self.starts[client]
+
+            try:
+                public = self.follow(self.terms, order.parcel, disk.public, start)
+            except LostError as error:
+                holding = holding_of(self.terms, disk.public, start)
+                reply = lost_reply(order, holding, str(error))
+                self.carry(lambda: self.hear(identifier, client, reply, truth.mirror))
+                return
+            assert is_equal(public, truth.public), "a client trains on another model"
+            params = public.parameters
         noise = np.random.default_rng([order.round, client]).standard_normal(NUM_PARAMS)
         gradient = params - self.targets[client] + 0.3 * noise
         memory, reply = answer(self.recipe, base, order, gradient)
         if self.happens(self.rates.crash_before_saving):
             self.seen["crash"] += 1
             return
-        self.disks[client] = memory
+        self.disks[client] = Disk(memory, public)
         if self.happens(self.rates.copy):
-            self.copies[client].append(memory)
+            self.copies[client].append(self.disks[client])
         if self.happens(self.rates.crash_before_replying):
             self.seen["crash"] += 1
             return
@@ -274,13 +423,28 @@ class World:
 
     def trouble_disk(self, client: int) -> None:
         if self.happens(self.rates.restore):
-            copies = self.copies[client]
-            recent = copies[-3:]
+            recent = self.copies[client][-3:]
             self.disks[client] = recent[int(self.rng.integers(len(recent)))]
             self.seen["restored"] += 1
         if self.happens(self.rates.wipe):
-            self.disks[client] = ClientMirror.first(self.recipe, NUM_PARAMS, "float64")
+            self.disks[client] = self.blank
             self.seen["wiped"] += 1
+        if self.happens(self.rates.twin):
+            self.disks[client], self.twins[client] = self.twins[client], self.disks[client]
+            self.seen["twin"] += 1
+        public = self.disks[client].public
+        if public is not None and self.happens(self.rates.rot):
+            self.disks[client] = self.disks[client]._replace(public=self.rotten(public))
+            self.seen["rotten"] += 1
+
+    def rotten(self, public: Public) -> Public:
+        """Return a public model in which one number has changed."""
+        names = [name for name in ("parameters", "total") if len(getattr(public, name))]
+        name = names[int(self.rng.integers(len(names)))]
+        vector = getattr(public, name).copy()
+        place = int(self.rng.integers(len(vector)))
+        vector[place] = np.nextafter(vector[place], np.inf)
+        return public._replace(**{name: vector})
 
     # What must hold.
 
@@ -299,6 +463,20 @@ class World:
         assert error <= allowed, "the sum is not the sum of the mirrors"
 
     def check_agreement(self) -> None:
-        for client, disk in enumerate(self.disks):
-            assert disk.current.stamp == self.book.entries[client].stamp, "no agreement"
-            assert np.array_equal(disk.current.state.link.mirror[0], self.book.state.mirror(client))
+        publisher = self.book.publisher
+        for client, (mirror, public) in enumerate(self.disks):
+            assert mirror.current.stamp == self.book.entries[client].stamp, "no agreement"
+            held = mirror.current.state.link.mirror[0]
+            assert np.array_equal(held, self.book.state.mirror(client))
+            if publisher is not None:
+                assert public is not None, "no agreement"
+                assert public.round == self.book.round - 1, "no agreement"
+                assert publisher.positions[client] == public.round, "no agreement"
+
+
+def is_equal(one: Public, other: Public) -> bool:
+    """Whether two public models are equal to the bit."""
+    return (one.round, one.history, one.rates) == (other.round, other.history, other.rates) and all(
+        mine.tobytes() == theirs.tobytes()
+        for mine, theirs in zip(vectors_of(one), vectors_of(other), strict=True)
+    )

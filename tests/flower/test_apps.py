@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg import make_recipe
+from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES
 from aqg.errors import ConfigError, MessageError, RunError
@@ -27,6 +28,7 @@ from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_ser
 from aqg.flower import records as flower_records
 from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
 from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
+from aqg.protocol.digests import public_digest
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
@@ -44,12 +46,13 @@ if TYPE_CHECKING:
     from aqg.flower.reports import RoundReport
 
 ALPHA = 0.1
+DOWNLINKS = ("full", "exact", "condensed")
 PROBLEM = tiny_problem(num_clients=3, unequal=True)
 
 
 def task_of(context: Context) -> FlowerTask:
     samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-    return FlowerTask.from_objective(PROBLEM.objective, samples.features, samples.labels)
+    return FlowerTask.from_objective(PROBLEM.objective, *samples, start=PROBLEM.initial_params)
 
 
 class Federation:
@@ -62,6 +65,7 @@ class Federation:
             "rounds": 8,
             "alpha": ALPHA,
             "recipe": "qgd",
+            "downlink": "exact",
             "trust-partition-id": True,
             "round-timeout": 0.4,
             "start-timeout": 2.0,
@@ -94,21 +98,25 @@ class Federation:
         return found
 
     def agree(self) -> bool:
-        """Whether every client's mirror on disk has the stamp and the bits of the server's."""
-        with np.load(self.path / "run" / "checkpoint.npz") as saved:
-            for client in range(3):
-                path = self.state_of(client)
-                mirror = ClientStore(DirectoryVault(path), path.name).load()
-                assert mirror is not None
-                stamp = mirror.current.stamp
-                server = (saved["epochs"][client], saved["uploads"][client])
-                if (stamp.epoch, stamp.uploads) != server:
-                    return False
-                if stamp.digest != saved["digests"][client].tobytes():
-                    return False
-                if not np.array_equal(
-                    mirror.current.state.link.mirror[0], saved["mirrors-0"][client]
-                ):
+        """Whether every client's mirror and model on disk have the stamps of the server's."""
+        recipe = make_recipe(self.config["recipe"])
+        downlink = resolve_downlink(self.config["downlink"], recipe)
+        saved = load_checkpoint(self.path / "run", recipe, downlink)
+        assert saved is not None
+        book = saved.book
+        for client in range(3):
+            path = self.state_of(client)
+            store = ClientStore(DirectoryVault(path), path.name)
+            mirror, public = store.load(), store.load_public()
+            assert mirror is not None
+            if mirror.current.stamp != book.entries[client].stamp:
+                return False
+            held = mirror.current.state.link.mirror[0]
+            if not np.array_equal(held, book.state.mirror(client)):
+                return False
+            if book.publisher is not None:
+                assert public is not None
+                if public_digest(public) != book.publisher.digest:  # of the final evaluation
                     return False
         return True
 
@@ -128,6 +136,7 @@ def reference(recipe: str, rounds: int, **training: Any) -> ReferenceSimulation:
     return simulation
 
 
+@pytest.mark.parametrize("downlink", DOWNLINKS)
 @pytest.mark.parametrize(
     ("recipe", "config", "training"),
     [
@@ -135,12 +144,14 @@ def reference(recipe: str, rounds: int, **training: Any) -> ReferenceSimulation:
         ("laq", {"weighting": "samples"}, {"weighting": "samples"}),
         ("qsgd", {"participation": 0.67}, {"participation": 0.67}),
         ("onebit", {"optimizer": "momentum"}, {"optimizer": make_optimizer("momentum")}),
+        ("lean", {"optimizer": "adam"}, {"optimizer": make_optimizer("adam")}),
     ],
 )
 def test_without_faults_the_model_is_the_simulators(
-    tmp_path: Path, recipe: str, config: dict[str, Any], training: dict[str, Any]
+    tmp_path: Path, recipe: str, config: dict[str, Any], training: dict[str, Any], downlink: str
 ) -> None:
-    federation = Federation(tmp_path, recipe=recipe, **config)
+    federation = Federation(tmp_path, recipe=recipe, downlink=downlink, **config)
+    training = {**training, "downlink": make_downlink(downlink)}
     final = federation.run(evaluate=PROBLEM.test_accuracy, describe={"dataset": "tiny"})
     simulation = reference(recipe, 8, **training)
     assert np.array_equal(final, simulation.parameters)
@@ -168,10 +179,16 @@ def test_without_faults_the_model_is_the_simulators(
     assert not any(row.get("incidents") for row in rows)
 
 
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_every_recipe_ends_with_the_simulators_model(tmp_path: Path, recipe: str) -> None:
-    federation = Federation(tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="")
-    assert np.array_equal(federation.run(), reference(recipe, 4).parameters)
+def test_every_recipe_ends_with_the_simulators_model(
+    tmp_path: Path, recipe: str, downlink: str
+) -> None:
+    federation = Federation(
+        tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="", downlink=downlink
+    )
+    simulation = reference(recipe, 4, downlink=make_downlink(downlink))
+    assert np.array_equal(federation.run(), simulation.parameters)
 
 
 def test_a_lost_reply_is_rolled_back(tmp_path: Path) -> None:
@@ -738,23 +755,32 @@ def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:
     assert len(federation.rows()) == 2
 
 
-def test_too_few_replies_make_no_step(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, min_clients=3, rounds=5)
+@pytest.mark.parametrize("downlink", DOWNLINKS)
+@pytest.mark.parametrize("recipe", ["qgd", "onebit", "qsgd"])
+def test_too_few_replies_make_no_step(tmp_path: Path, recipe: str, downlink: str) -> None:
+    federation = Federation(tmp_path, recipe=recipe, downlink=downlink, min_clients=3, rounds=5)
     thetas: list[bytes] = []
+
+    def watched(context: Context) -> FlowerTask:
+        task = task_of(context)
+
+        def train(params: Any, round_number: int, key: Any) -> Any:
+            if key[1] == 0:
+                thetas.append(params.tobytes())
+            return task.train(params, round_number, key)
+
+        return replace(task, train=train)
 
     def lose(node: int, reply: Message) -> Message | None:
         return None if round_of(reply) == 3 and node == 18 else reply
 
-    def watch(node: int, message: Message) -> Message:
-        if node == 11 and round_of(message):
-            thetas.append(message.content["model"]["bytes"])
-        return message
-
-    federation.grid.answer, federation.grid.deliver = lose, watch
+    federation.grid.answer = lose
+    federation.grid.client_app = make_client_app(watched)
     federation.run()
     assert [row["stepped"] for row in federation.rows()] == [True, True, False, True, True]
     assert thetas[2] == thetas[3] != thetas[4]
     assert federation.agree()
+    assert federation.total("lost") == 0
 
 
 def test_a_run_that_gets_nowhere_stops_with_advice(tmp_path: Path) -> None:
@@ -791,9 +817,10 @@ def test_a_recipe_can_be_an_object_on_both_sides(tmp_path: Path) -> None:
     assert max(max(row["staleness"]) for row in federation.rows()) <= 4
 
 
-def test_large_models_travel_as_arrays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("downlink", ["full", "exact"])
+def test_large_models_travel_as_arrays(tmp_path: Path, downlink: str) -> None:
     size = flower_records.LARGE_BYTES // 3
-    federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0)
+    federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0, downlink=downlink)
     kinds: set[str] = set()
 
     def train(params: Any, round_number: int, key: Any) -> Any:
@@ -805,14 +832,16 @@ def test_large_models_travel_as_arrays(tmp_path: Path) -> None:
 
     federation.grid.client_app = make_client_app(lambda context: FlowerTask(train, 5))
     federation.grid.deliver = federation.grid.answer = watch
-    app = make_server_app(np.zeros(size, np.float32), on_finish=federation.finals.append)
+    start = np.random.default_rng(9).standard_normal(size).astype(np.float32)
+    app = make_server_app(start, on_finish=federation.finals.append)
     app(federation.grid, server_context(federation.config))
-    assert {"model ArrayRecord", "frame ArrayRecord"} <= kinds
+    carried = {"full": {"model"}, "exact": {"snapshot", "log"}}[downlink]
+    assert {f"{name} ArrayRecord" for name in (*carried, "frame")} <= kinds
     sums = [
         sum(np.random.default_rng((0, m, k)).standard_normal(size).astype(np.float32) * 1.0
             for m in range(3)) for k in (1, 2)
     ]  # fmt: skip
-    assert np.allclose(federation.finals[0], -ALPHA * (sums[0] + sums[1]), atol=1e-5)
+    assert np.allclose(federation.finals[0], start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
     assert federation.agree()
 
 
@@ -841,7 +870,7 @@ def test_own_training_with_the_default_step_is_federated_averaging(tmp_path: Pat
 
         return FlowerTask.from_training(module, train, len(features))
 
-    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0)
+    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0, round_timeout=60.0)
     federation.grid.client_app = make_client_app(make_task)
     app = make_server_app(flatten(start), on_finish=federation.finals.append)
     app(federation.grid, server_context(federation.config))
@@ -962,7 +991,7 @@ def test_flowers_own_bytes_are_reckoned_with(tmp_path: Path) -> None:
     def make_noise(params: np.ndarray, round_number: int, key: Any) -> tuple[float, np.ndarray]:
         return 1.0, np.random.default_rng(list(key)).standard_normal(len(params))
 
-    federation = Federation(tmp_path, recipe="auto", rounds=3)
+    federation = Federation(tmp_path, recipe="auto", rounds=3, round_timeout=60.0)
     task = FlowerTask(make_noise, num_samples=1)
     nodes = federation.grid.node_configs
     federation.grid = MemoryGrid(make_client_app(lambda _: task), nodes, federation.config)
@@ -978,7 +1007,7 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path) -> None:
         samples = PROBLEM.clients[int(context.node_config["partition-id"])]
         return FlowerTask.from_objective(PROBLEM.objective, *samples, local)
 
-    federation = Federation(tmp_path, recipe="auto", rounds=30)
+    federation = Federation(tmp_path, recipe="auto", rounds=30, round_timeout=60.0)
     nodes = federation.grid.node_configs
     federation.grid = MemoryGrid(make_client_app(make_task), nodes, federation.config)
     final = federation.run()

@@ -26,6 +26,7 @@ from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
 from aqg.flower.meter import Meter, Traffic
 from aqg.runs.setup import make_simulation
+from aqg.sim.record import DROPPED
 
 from tests.flower.deployment_run import (
     PATIENCE_SECONDS,
@@ -101,7 +102,10 @@ def test_training_survives_every_fault(tmp_path: Path) -> None:
                 2: ("restore", "resync"),
             },
         )
-        a_killed_node_goes_on_where_it_was(run)
+        killed_nodes_go_on_where_they_were(run)
+        old = run.last_round, (run.directory / "checkpoint.npz").read_bytes()
+        nodes_that_miss_orders_catch_up(run)
+        a_server_from_an_older_time_is_found_out(run, *old)
         restarted(run, deployment.kill_server)
         restarted(run, deployment.kill_link)
 
@@ -136,19 +140,61 @@ def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
     assert run.wait_for_clean_round(after=run.last_round)["loss"] < loss
 
 
-def a_killed_node_goes_on_where_it_was(run: WatchedRun) -> None:
-    """Kill a node that has announced a reply, and sent nothing of it."""
+def killed_nodes_go_on_where_they_were(run: WatchedRun) -> None:
+    """Kill a node that has announced a reply and sent nothing of it, and one about to save."""
     processes = run.deployment.processes
     upload = run.wait_for_round(run.last_round + 1)
     run.order(2, "announce")
     processes.wait_for(lambda: not run.has_order(2), PATIENCE_SECONDS, "an upload")
     processes.wait_for(lambda: is_sending(processes.read_log("node2")), PATIENCE_SECONDS, "a reply")
+    run.order(0, "linger")
     run.deployment.kill_node(2)
     gone = run.wait_for_incident("missing|error", 2, after=upload["round"])
     assert run.rows()[gone - 1]["round_seconds"] < 2 * ROUND_SECONDS, "it held up the round"
+    processes.wait_for(lambda: not run.has_order(0), PATIENCE_SECONDS, "an order")
+    run.deployment.kill_node(0)
+    gone = run.wait_for_incident("missing|error", 0, after=upload["round"])
     back = run.wait_for_clean_round(after=gone)
     between = [row for row in run.rows() if upload["round"] < row["round"] <= back["round"]]
-    assert not any("resync" in incidents_of(row, 2) for row in between)
+    happened = {kind for row in between for client in (0, 2) for kind in incidents_of(row, client)}
+    assert not happened & {"resync", "lost"}
+
+
+def nodes_that_miss_orders_catch_up(run: WatchedRun) -> None:
+    """Lose one order, ten in a row, damage the entries of one, and deliver one twice."""
+    before = run.last_round
+    run.order(0, "away 1")
+    run.order(1, "damage")
+    run.order(2, "away 10")
+    damaged = run.wait_for_incident("lost", 1, after=before)
+    row = run.wait_for_round(damaged)
+    assert row["widths"][1] != DROPPED, "it was not sent what it lacked in the same round"
+    assert "checksum" in next(i["text"] for i in row["incidents"] if i["kind"] == "lost")
+    run.order(1, "twice")
+    missed = run.wait_for_incident("error", 0, after=before)
+    assert run.wait_for_agreement(0, after=missed) == missed + 1
+    first = run.wait_for_incident("error", 2, after=before)
+    back = run.wait_for_agreement(2, after=first)
+    assert not run.has_order(1)
+    rows = [row for row in run.rows() if before < row["round"] <= back]
+    assert sum("error" in incidents_of(row, 2) for row in rows) == 10
+    assert not any("lost" in incidents_of(row, client) for row in rows for client in (0, 2))
+    assert not any("error" in incidents_of(row, 1) for row in rows)
+
+
+def a_server_from_an_older_time_is_found_out(run: WatchedRun, number: int, saved: bytes) -> None:
+    """Put an old checkpoint back, while the nodes are ahead of it."""
+    now = run.wait_for_clean_round(after=run.last_round)["round"]
+    run.deployment.kill_server()
+    run.deployment.stop_run(run.number)
+    (run.directory / "checkpoint.npz").write_bytes(saved)
+    run.submit(FOREVER)
+    wait_for = run.deployment.processes.wait_for
+    wait_for(lambda: run.last_round < now, PATIENCE_SECONDS, "the server's past")
+    for client in range(3):
+        found = run.wait_for_incident("lost", client, after=number)
+        assert run.wait_for_agreement(client, after=found) <= found + 2
+        assert run.model_agrees(client)
 
 
 def is_sending(log: str) -> bool:

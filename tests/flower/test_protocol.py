@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg import DenseUpload, encode, make_recipe
+from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import SGD
 from aqg.core.server import Peer
-from aqg.errors import MessageError
+from aqg.errors import MessageError, WireError
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import (
     Base,
@@ -30,34 +31,48 @@ from aqg.flower.protocol import (
     max_frame_bytes,
     stale_reply,
 )
+from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
+from aqg.protocol.publisher import Publisher
+from aqg.wire.entry import follow_log, log_since
+from aqg.wire.snapshot import decode_snapshot
 
-from tests.flower.schedules import World, same
+from tests.flower.schedules import Rates, World, same
 
 if TYPE_CHECKING:
+    from aqg.core.public import Public
     from aqg.core.recipe import Recipe
 
-NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "1300"))
+NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "700"))
 SIZE = 8
 
 
+DOWNLINKS = [Exact(), Condensed(), Full()]
+OPTIMIZERS = ["sgd", "momentum", "adam", "sgd"]
+
+
 def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str]:
-    """Play schedules; return what happened in them."""
+    """Play schedules, with all downlinks and optimizers in turn; return what happened in them."""
     seen: Counter[str] = Counter()
     for seed in range(num_schedules):
-        world = World(seed, make_recipe(recipe), **options)
-        world.run(num_rounds=8)
+        ways = {"downlink": DOWNLINKS[seed % 3], "optimizer": OPTIMIZERS[seed // 3 % 4]}
+        world = World(seed, make_recipe(recipe), **(ways | options))
+        world.run(num_rounds=24 if seed % 8 == 0 else 8)
         seen += world.seen
     return seen
 
 
 @pytest.mark.parametrize(
-    ("recipe", "share"), [("laq", 1.0), ("lean", 0.4), ("gd", 0.05), ("onebit", 0.15)]
+    ("recipe", "share"),
+    [("laq", 1.0), ("lean", 0.4), ("gd", 0.05), ("onebit", 0.15), ("auto", 0.2)],
 )
 def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) -> None:
     seen = play(int(NUM_SCHEDULES * share), recipe)
     # The schedules are worth something only if all of this happened in them.
     kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
-    assert all(seen[kind] for kind in [*kinds.split(), "rolled back", "server crash"]), seen
+    kinds += " away damaged rotten twin snapshot entries"
+    more = ["rolled back", "server crash", "old checkpoint", "no step", "lost model"]
+    more += ["rotten log", "reweighed"]
+    assert all(seen[kind] for kind in [*kinds.split(), *more]), seen
 
 
 def test_schedules_find_a_protocol_without_digests() -> None:
@@ -102,6 +117,87 @@ def test_schedules_find_a_server_that_takes_any_reply() -> None:
 
     with pytest.raises(AssertionError, match="tampered"):
         play(100, book_type=Gullible)
+
+
+def test_schedules_find_a_client_that_compares_no_digests() -> None:
+    def trusting(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+        public = held or first_held(terms, start)
+        try:
+            if parcel.snapshot:
+                public = decode_snapshot(parcel.snapshot, terms.blank(), start())
+            if public is None:
+                raise LostError("nothing is held")
+            log = log_since(parcel.log, public.round)
+            return follow_log(log, public, terms.recipe.movement, terms.optimizer)
+        except WireError as error:
+            raise LostError(str(error)) from error
+
+    with pytest.raises(AssertionError, match="trains on another model"):
+        play(100, follow_with=trusting)
+
+
+def test_schedules_find_a_client_that_compares_digests_after_a_pause_only() -> None:
+    def hasty(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+        if held is None or parcel.round != held.round + 1 or parcel.snapshot:
+            return follow(terms, parcel, held, start)
+        try:  # one entry further: what could go wrong
+            return follow_log(parcel.log, held, terms.recipe.movement, terms.optimizer)
+        except WireError as error:
+            raise LostError(str(error)) from error
+
+    with pytest.raises(AssertionError, match="trains on another model"):
+        play(100, follow_with=hasty)
+
+
+def test_schedules_find_a_server_that_believes_any_round() -> None:
+    class Believing(Publisher):
+        def lost(self, client: int, holding: Holding) -> None:
+            super().lost(client, holding)
+            if self._log.first <= holding.round <= self.round:
+                self.positions[client] = holding.round
+
+    with pytest.raises(AssertionError, match="no agreement"):
+        play(100, publisher_type=Believing)
+
+
+def test_schedules_find_a_server_that_sends_what_was_no_help() -> None:
+    class Stubborn(Publisher):
+        def lost(self, client: int, holding: Holding) -> None:
+            position = self.positions[client]
+            super().lost(client, holding)
+            place = holding.round - self._log.first
+            is_known = 0 <= place < len(self._digests) and self._digests[place] == holding.digest
+            if is_known and holding.round == position:
+                self.positions[client] = position
+
+    rates = replace(Rates(), log_rot=0.3)
+    with pytest.raises(AssertionError, match="no agreement"):
+        play(100, publisher_type=Stubborn, rates=rates)
+
+
+def test_schedules_find_a_server_that_forgets_rounds_without_a_step() -> None:
+    class Forgetful(MirrorBook):
+        def skip_step(self) -> None:
+            publisher, self.publisher = self.publisher, None
+            super().skip_step()
+            self.publisher = publisher
+
+    with pytest.raises(AssertionError, match=r"trains on another model|no agreement"):
+        play(100, book_type=Forgetful)
+
+
+def test_schedules_find_a_checkpoint_without_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_book = World.make_book
+
+    def keeping_the_log(self: World, state: Any, entries: Any, weights: Any, log: Any) -> Any:
+        book = make_book(self, state, entries, weights, log)
+        if hasattr(self, "book"):
+            book.publisher = self.book.publisher
+        return book
+
+    monkeypatch.setattr(World, "make_book", keeping_the_log)
+    with pytest.raises(AssertionError, match=r"trains on another model|no agreement"):
+        play(100)
 
 
 class Pair:

@@ -150,6 +150,13 @@ def compare(
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda", help="Where to compute the larger tasks.")
     ] = "cpu",
+    downlink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|full|exact|condensed",
+            help="How clients receive the model; what suits each recipe by default.",
+        ),
+    ] = None,
     search: Annotated[
         bool,
         typer.Option(
@@ -194,6 +201,7 @@ def compare(
     from rich.console import Console
 
     from aqg.cli.study import Where, lock
+    from aqg.core.downlink import AUTO
     from aqg.errors import ConfigError
     from aqg.runs.config import parse_assignment
     from aqg.runs.directory import output_directory
@@ -225,7 +233,8 @@ def compare(
             return code
 
     if resume is not None:
-        for name, is_given in (("--out", out), ("--search", search), ("--quick", quick)):
+        begun = (("--out", out), ("--search", search), ("--quick", quick), ("--downlink", downlink))
+        for name, is_given in begun:
             if is_given:
                 raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
         return carry_out(_go_on(resume, recipes, task, seeds, again, own))
@@ -238,6 +247,7 @@ def compare(
         seeds=(1 if quick else 5) if seeds is None else seeds,
         search=search,
         quick=quick,
+        downlink=downlink or AUTO,
     )
     with output_directory(out, "compare") as directory:
         return carry_out(_Work(comparison, comparison, directory))

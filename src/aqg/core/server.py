@@ -8,6 +8,7 @@ and `finish_round` are a server that hears one client at a time and holds a `Lin
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -374,19 +375,30 @@ def hear(
     if isinstance(message, Skip):
         return state._replace(peers=state.peers.replaced(client, Peer(peer.link, state.round)))
     check_message(recipe, state.model, client, message, weight)
-    model = state.model
-    total, passing = model.total.copy(), model.passing
-    link = peer.link
-    if not is_lasting(message):
-        passing = None if passing is None else passing.copy()
-    own = Link(link.mirror.copy(), link.direction.copy(), link.is_held.copy())
-    model = model._replace(total=total, passing=passing)
+    model, own = state.model, peer.link
+    is_short = not is_lasting(message)
+    if is_short:
+        passing = None if model.passing is None else model.passing.copy()
+        model = model._replace(passing=passing)
+    if not is_short or own.is_held[0] or not recipe.memory.keeps_mirror:
+        model = model._replace(total=model.total.copy())
+        own = Link(own.mirror.copy(), own.direction.copy(), own.is_held.copy())
     model = take_in(_SPACE, recipe, model, own, _FIRST, [message], np.array([float(weight)]))
+    if not own.is_held[0]:  # no mirror: all such clients share one of zeros
+        own = own._replace(mirror=_no_mirror(own.mirror.shape[1], own.mirror.dtype))
     peers = state.peers.replaced(client, Peer(own, state.round))
     return ServerState(model, peers)
 
 
 _FIRST = np.arange(1)
+
+
+@lru_cache(maxsize=4)
+def _no_mirror(length: int, dtype: np.dtype[Any]) -> FloatArray:
+    """Return the one mirror of zeros that stands for all clients that have none."""
+    zeros = np.zeros((1, length), dtype)
+    zeros.flags.writeable = False
+    return zeros
 
 
 def check_client(state: ServerState, client: int) -> None:

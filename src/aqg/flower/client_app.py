@@ -15,6 +15,7 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
@@ -25,6 +26,7 @@ from aqg.flower.protocol import (
     answer,
     find_base,
     fingerprint,
+    lost_reply,
     stale_reply,
 )
 from aqg.flower.statistics import (
@@ -34,17 +36,20 @@ from aqg.flower.statistics import (
     max_statistics_bytes,
 )
 from aqg.flower.store import ClientStore, ContextVault, DirectoryVault, forget_old_runs
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flwr.clientapp.typing import Mod
 
+    from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.flower.messages import Order, Reply
     from aqg.flower.protocol import Base
     from aqg.flower.task import FlowerTask
+    from aqg.protocol.follower import Holding, Parcel, Start
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -92,6 +97,24 @@ def make_client_app(
                 tasks.popitem(last=False)
         return tasks[key]
 
+    def follow_log(
+        context: Context, order: Order, agreed: Recipe, store: ClientStore
+    ) -> FloatArray | None:
+        """Return the model that the log leads to, and store it; None where there is no log."""
+        parcel = order.parcel
+        if parcel is None:
+            return None
+
+        def start() -> FloatArray | None:
+            own = task_of(context).start
+            found = None if own is None else own()
+            if own is not None and found is None:  # training has changed the module: make another
+                fresh = task_factory(context).start
+                found = None if fresh is None else fresh()
+            return found
+
+        return _follow(terms_of(order, agreed), parcel, store, start)
+
     @app.train()
     def train(message: Message, context: Context) -> Message:
         started = time.perf_counter()
@@ -100,12 +123,17 @@ def make_client_app(
         agreed = _agree(order, recipe)
         chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
         store = _open_store(context, order)
-        base = _find_base(chosen, store, order)
-        if base is None:
+        if order.serial <= store.answered:
             _logger.warning("order for round %d is stale; nothing done", order.round)
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
+        try:
+            params = follow_log(context, order, agreed, store)
+        except _OutOfReachError as lost:
+            return Message(records.pack_reply(lost.reply(order)), reply_to=message)
+        base = _find_base(chosen, store, order)
         statistics = _statistics(task, order, message, context)
-        params = records.take_model(message.content, order.num_params, order.dtype)
+        if params is None:
+            params = records.take_model(message.content, order.num_params, order.dtype)
         loss, gradient = _train(task, order, params, statistics)
         del params  # large models: what is not needed any more makes room for the answer
         changed, trouble = statistics.finish()
@@ -130,7 +158,15 @@ def make_client_app(
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         order = records.unpack_order(message.content)
-        params = records.unpack_model(message.content, order.num_params, order.dtype)
+        store = _open_store(context, order)
+        try:
+            params = follow_log(context, order, _agree(order, recipe), store)
+        except _OutOfReachError as lost:
+            return Message(records.pack_reply(lost.reply(order)), reply_to=message)
+        if params is None:
+            params = records.unpack_model(message.content, order.num_params, order.dtype)
+        else:
+            store.save()
         task = task_of(context)
         _statistics(task, order, message, context).load()
         loss = task.evaluate(params) if task.evaluate is not None else float("nan")
@@ -163,22 +199,54 @@ def _agree(order: Order, recipe: Recipe | None) -> Recipe:
     return chosen
 
 
-def _find_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | None:
+def terms_of(order: Order, recipe: Recipe) -> Terms:
+    """Return what must be known to follow the server's log."""
+    return Terms(recipe, make_optimizer(order.optimizer), order.num_params, order.dtype)
+
+
+class _OutOfReachError(Exception):
+    """A parcel could not be followed; says what is held instead."""
+
+    def __init__(self, why: str, holding: Holding) -> None:
+        super().__init__(why)
+        self.holding = holding
+
+    def reply(self, order: Order) -> Reply:
+        _logger.warning("round %d: the model is out of reach: %s", order.round, self)
+        return lost_reply(order, self.holding, str(self))
+
+
+def _follow(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> FloatArray:
+    """Follow the log from what is in the store, and put what it leads to there."""
+    try:
+        public = follow(terms, parcel, _held(terms, store), start)
+    except LostError as error:
+        raise _OutOfReachError(str(error), holding_of(terms, _held(terms, store), start)) from error
+    store.put_public(public)  # counts when the mirror is saved as well
+    return public.parameters
+
+
+def _held(terms: Terms, store: ClientStore) -> Public | None:
+    held = store.load_public()
+    return held if held is not None and terms.fits(held) else None
+
+
+def _find_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
     """Find the state to answer from in what is stored; no other is held in memory."""
     mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
-    base = _intact_base(recipe, mirror, order)
-    store.hold_only(None if base is None else base.snapshot)
-    return base
+    return _intact_base(recipe, mirror, order)
 
 
-def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base | None:
+def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base:
     """Choose the state to answer from, and make sure that storage has not changed it."""
     base = find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
-    if base is None or base.restarted or base.snapshot.is_intact:
+    if base is not None and (base.restarted or base.snapshot.is_intact):
         return base
     _logger.warning("the saved mirror does not have its digest any more; starting from zero")
     empty = ClientMirror.first(recipe, order.num_params, order.dtype)
-    return find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
+    base = find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
+    assert base is not None  # who has answered nothing knows no older order
+    return base
 
 
 def _statistics(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from aqg.flower import records
 from aqg.flower.messages import Order, Reply
 from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
+from aqg.flower.sending import Sending
 from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
 from aqg.runs.directory import Line
@@ -21,6 +23,7 @@ from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
 
     from aqg.core.types import Float64Array as Losses
@@ -40,7 +43,7 @@ class _Answers(NamedTuple):
     """What a round brought in, and by client the bytes that went out."""
 
     replies: dict[int, Reply]
-    downloads: dict[int, int]
+    downloads: Counter[int]
     incidents: list[Incident]
     seconds: float
 
@@ -123,14 +126,9 @@ class Coordinator:
 
     def final_loss(self) -> float | None:
         """Ask the clients for the loss of the current model; None where nobody can say."""
-        model = records.pack_model(self.book.parameters)
-        statistics = self._broadcast()
         self._presence.refresh()
-        messages = [
-            self._message(client, _EVALUATE, model, statistics) for client in self._roster.present
-        ]
-        self.evaluation_bytes = sum(records.carried_bytes(m.content) for m in messages)
-        self._exchange.send(messages)
+        sending = self._start_sending(_EVALUATE)
+        sending.send(self._roster.present)
         losses = np.full(self.settings.num_clients, np.nan)
         for arrival in self._exchange.collect(self.settings.round_timeout, _EVALUATE):
             client = self._roster.client_of(arrival.sent.node)
@@ -138,11 +136,18 @@ class Coordinator:
                 continue
             try:
                 content = records.content_of(arrival.reply, arrival.problem)
-                losses[client] = records.unpack_loss(content)
+                found = records.unpack_loss(content)
+                if not isinstance(found, Reply):
+                    losses[client] = found
+                elif sending.is_sent_again(client, found):
+                    _logger.info("client %d is sent the model: %s", client, found.lost)
+                else:
+                    _logger.warning("client %d could not evaluate: %s", client, found.lost)
             except MessageError as error:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
-        if not _have_diverged(losses, len(messages)):
+        self.evaluation_bytes = sending.downloads.total()
+        if not _have_diverged(losses, len(sending.downloads)):
             for client in _leave_out_absurd(losses):
                 _logger.warning(
                     "the loss of client %d (node %d) is beyond all use, and left out",
@@ -153,19 +158,10 @@ class Coordinator:
 
     def _ask(self, clients: list[int], evaluate: bool) -> _Answers:
         """Send orders and gather replies until all are in, or the deadline passed."""
-        model = records.pack_model(self.book.parameters)
-        statistics = self._broadcast()
         started = time.monotonic()
-        messages = [
-            self._message(client, _TRAIN, model, statistics, evaluate) for client in clients
-        ]
         incidents: list[Incident] = []
-        not_sent = self._exchange.send(messages)
-        downloads = {
-            client: records.carried_bytes(message.content)
-            for client, message in zip(clients, messages, strict=True)
-            if message.metadata.dst_node_id not in not_sent
-        }
+        sending = self._start_sending(_TRAIN, evaluate)
+        not_sent = sending.send(clients)
         self._exchange.send(self._presence.introductions())
         replies: dict[int, Reply] = {}
         finished = started
@@ -178,7 +174,7 @@ class Coordinator:
             self._roster.heard(arrival.sent.node, answered=True)
             try:
                 content = records.content_of(arrival.reply, arrival.problem)
-                replies[client] = records.unpack_reply(
+                reply = records.unpack_reply(
                     content,
                     max_frame_bytes(len(self.book.parameters)),
                     max_statistics_bytes(self._model.layout if self._model else None),
@@ -189,6 +185,14 @@ class Coordinator:
             except MessageError as error:
                 text = records.plain(str(error))
                 incidents.append(Incident(client, arrival.sent.node, "rejected", text))
+            else:
+                if reply.lost:
+                    if not self.book.is_new(client):
+                        incidents.append(Incident(client, arrival.sent.node, "lost", reply.lost))
+                    sending.is_sent_again(client, reply)
+                    continue
+                self.book.note_holding(client, reply)
+                replies[client] = reply
         for node in [*self._exchange.close(_TRAIN), *not_sent]:
             self._roster.heard(node, answered=False)
             client = self._roster.client_of(node)
@@ -196,7 +200,10 @@ class Coordinator:
                 incidents.append(Incident(client, node, "missing"))
                 finished = time.monotonic()
         incidents += self._presence.take_incidents()
-        return _Answers(replies, downloads, incidents, finished - started)
+        return _Answers(replies, sending.downloads, incidents, finished - started)
+
+    def _start_sending(self, kind: str, evaluate: bool = False) -> Sending:
+        return Sending(self, self._exchange, kind, evaluate, self.settings.round_timeout)
 
     def _broadcast(self) -> bytes:
         return b"" if self._model is None else self._model.broadcast()
@@ -245,7 +252,7 @@ class Coordinator:
             if reply.fault:
                 faults.append((client, reply.fault))
                 incidents.append(Incident(client, node, "fault", reply.fault))
-        diverged = _have_diverged(losses, len(answers.downloads))
+        diverged = _have_diverged(losses, num_asked)
         if not diverged:
             for client in _leave_out_absurd(losses):
                 node, text = self._roster.node_of(client), f"loss {answers.replies[client].loss:g}"
@@ -290,16 +297,24 @@ class Coordinator:
             return float(np.mean(losses[measured]))
         return float(np.average(losses[measured], weights=weights[measured]))
 
-    def _message(
+    def payload(self) -> tuple[records.Payload | None, bytes]:
+        """Return what all orders of a round have in common: the model, if it travels whole."""
+        whole = self.book.publisher is None
+        model = records.pack_model(self.book.parameters) if whole else None
+        return model, self._broadcast()
+
+    def message(
         self,
         client: int,
         kind: str,
-        model: records.Payload,
-        statistics: bytes,
+        payload: tuple[records.Payload | None, bytes],
+        seconds: float,
         evaluate: bool = False,
     ) -> Message:
+        """Return an order that is good for so many seconds."""
         settings, book = self.settings, self.book
         stamp = book.entry(client).stamp
+        parcel = book.parcel(client)
         order = Order(
             run=self._run,
             fingerprint=self.fingerprint,
@@ -320,11 +335,19 @@ class Coordinator:
             layout=b"" if self._model is None else self._model.signature,
             constants=b"" if self._model is None else self._model.constants,
         )
+        if parcel is not None:
+            order = replace(
+                order,
+                optimizer=settings.optimizer,
+                public=parcel.digest,
+                log=parcel.log,
+                snapshot=parcel.snapshot,
+            )
         return Message(
-            records.pack_order(order, model, statistics),
+            records.pack_order(order, *payload),
             dst_node_id=self._roster.node_of(client),
             message_type=kind,
-            ttl=settings.round_timeout,  # an order that was not picked up dies with its round
+            ttl=seconds,  # an order that was not picked up dies with its round
             group_id=str(book.round),
         )
 

@@ -134,6 +134,7 @@ _SHARED = (
     "weighting",
     "participation",
     "optimizer",
+    "downlink",
 )
 """Settings that the simulator has under the same name."""
 

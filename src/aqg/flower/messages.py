@@ -1,7 +1,8 @@
 """What server and client say to each other in a deployment, as plain fields.
 
-An `Order` goes out with the model, a `Reply` comes back. Both travel as a flat mapping of names to
-integers, floats, texts and bytes; reading one checks every name, type and bound.
+An `Order` goes out with the model, or with the log that leads to it, and a `Reply` comes back. Both
+travel as a flat mapping of names to integers, floats, texts and bytes; reading one checks every
+name, type and bound.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_type_hints
 
 from aqg.errors import MessageError
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.follower import Holding, Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Field = int | float | str | bytes | bool
 
-DIGEST_BYTES = 16
 MAX_FAULT_LENGTH = 500
 _MAX_INTEGER = 2**63 - 1
 _MAX_SECONDS = 1e9
@@ -86,6 +88,11 @@ class Order(_Fields):
         evaluate: whether the loss of the model is wanted.
         layout: signature of the server's module (see `signature`); empty where it has none.
         constants: digest of what never travels of that module; empty where it has none.
+        optimizer: of the server, with which clients follow the log.
+        public: digest of the public model that the order is about; empty where the model itself
+            comes with the order.
+        log: the entries that lead there, as a frame.
+        snapshot: where they start, as a frame; empty where they start from what the client holds.
 
     """
 
@@ -107,10 +114,16 @@ class Order(_Fields):
     evaluate: bool
     layout: bytes = b""
     constants: bytes = b""
+    optimizer: str = ""
+    public: bytes = b""
+    log: bytes = b""
+    snapshot: bytes = b""
 
     def __post_init__(self) -> None:
         _require_digest("digest", self.digest)
         _require_digest("fingerprint", self.fingerprint)
+        if self.public:
+            _require_digest("public", self.public)
         for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):
             _require_range(name, getattr(self, name))
         if not self.run or not self.run.isalnum() or len(self.run) > 64:
@@ -127,6 +140,13 @@ class Order(_Fields):
     def serial(self) -> tuple[int, int]:
         """Orders of one run, in the order they were given."""
         return self.incarnation, self.round
+
+    @property
+    def parcel(self) -> Parcel | None:
+        """What leads to the model; None where the model itself comes with the order."""
+        if not self.public:
+            return None
+        return Parcel(self.round, self.public, self.log, self.snapshot)
 
 
 @dataclass(frozen=True)
@@ -149,6 +169,10 @@ class Reply(_Fields):
         fault: why nothing could be sent, or empty.
         work_seconds: time the client spent on the order.
         statistics: of the client's model after training, encoded; empty where none changed.
+        held_round: the round whose public model the client holds; 0 where it has none.
+        held_digest: of that model; said where the client is ``lost``.
+        held_start: digest of the client's own starting model; said where it is ``lost``.
+        lost: why the client could not reach the model of the order, and did nothing; or empty.
 
     """
 
@@ -167,23 +191,37 @@ class Reply(_Fields):
     fault: str
     work_seconds: float
     statistics: bytes = b""
+    held_round: int = 0
+    held_digest: bytes = bytes(DIGEST_BYTES)
+    held_start: bytes = b""
+    lost: str = ""
 
     def __post_init__(self) -> None:
         _require_digest("base_digest", self.base_digest)
         _require_digest("digest", self.digest)
-        for name in ("incarnation", "round", "epoch", "uploads", "num_samples"):
+        _require_digest("held_digest", self.held_digest)
+        if self.held_start:
+            _require_digest("held_start", self.held_start)
+        for name in ("incarnation", "round", "epoch", "uploads", "num_samples", "held_round"):
             _require_range(name, getattr(self, name))
         if not 0 <= self.work_seconds <= _MAX_SECONDS:
             raise MessageError(f"work_seconds is {self.work_seconds}; it must be 0 to 1e9")
-        if len(self.fault) > MAX_FAULT_LENGTH:
-            raise MessageError(
-                f"fault has {len(self.fault)} characters; at most {MAX_FAULT_LENGTH} are taken"
-            )
+        for name in ("fault", "lost"):
+            length = len(getattr(self, name))
+            if length > MAX_FAULT_LENGTH:
+                raise MessageError(
+                    f"{name} has {length} characters; at most {MAX_FAULT_LENGTH} are taken"
+                )
 
     @property
     def base(self) -> Stamp:
         """The state of the mirror before the frame."""
         return Stamp(self.epoch, self.uploads, self.base_digest)
+
+    @property
+    def holding(self) -> Holding:
+        """What the client says that it holds of the public model."""
+        return Holding(self.held_round, self.held_digest, self.held_start)
 
 
 def _require_digest(name: str, value: bytes) -> None:

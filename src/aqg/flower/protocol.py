@@ -16,32 +16,39 @@ give the same, so a mirror that differs from its client's cannot live past the n
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aqg.core.client import ClientState, init_client, respond
+from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Skip
-from aqg.core.server import ServerState, finish_round, forget, hear, init_server
+from aqg.core.public import Entry as LogEntry
+from aqg.core.server import ServerState, forget, hear, init_server, publish_round
 from aqg.errors import MessageError, WireError
-from aqg.flower.messages import DIGEST_BYTES, MAX_FAULT_LENGTH, Order, Reply, Stamp
+from aqg.flower.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.publisher import Publisher, initial_state, public_of
 from aqg.wire import decode, encode, known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aqg.core.downlink import DownlinkState
     from aqg.core.links import Link
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
     from aqg.core.types import Float64Array, FloatArray
+    from aqg.protocol.follower import Holding, Parcel
 
 PROTOCOL_VERSION = 1
 EPOCH_DRAWS = 2**32
 """How many epochs a client that starts again chooses from, beginning with the server's next."""
 _FRAME_MARGIN = 1024
 """More than any frame needs around its payload."""
+_FULL = Full()
 
 
 def fingerprint(recipe: Recipe, num_params: int, dtype: str, seed: int) -> bytes:
@@ -169,6 +176,18 @@ def stale_reply(order: Order) -> Reply:
     )
 
 
+def lost_reply(order: Order, holding: Holding, why: str) -> Reply:
+    """Return the answer of a client that cannot reach the model of the order: nothing was done."""
+    return replace(
+        stale_reply(order),
+        stale=False,
+        held_round=holding.round,
+        held_digest=holding.digest,
+        held_start=holding.start,
+        lost=why[:MAX_FAULT_LENGTH] or "no reason",
+    )
+
+
 def answer(
     recipe: Recipe, base: Base, order: Order, gradient: FloatArray, loss: float = float("nan")
 ) -> tuple[ClientMirror, Reply]:
@@ -204,6 +223,7 @@ def answer(
         num_samples=0,
         fault=fault[:MAX_FAULT_LENGTH],
         work_seconds=0.0,
+        held_round=order.round if order.public else 0,
     )
     return ClientMirror(new, old, order.serial), reply
 
@@ -238,11 +258,20 @@ class Verdict:
 
 
 class MirrorBook:
-    """The server's side: the model, every ``ref_m`` with its stamp, and their sum.
+    """The server's side: the model and its log, every ``ref_m`` with its stamp, and their sum.
 
     A reply is checked as a whole and the new state computed beside the old one, which it replaces
     only then; a reply that is not taken changes nothing. Taking one costs the same however many
     clients there are.
+
+    Args:
+        recipe: the compressor.
+        state: the model and all mirrors.
+        entries: what is held of each client beside its mirror.
+        weights: ``w_m``.
+        downlink: how the model is published.
+        publisher: keeps its log; None where clients receive the whole model.
+
     """
 
     def __init__(
@@ -251,10 +280,14 @@ class MirrorBook:
         state: ServerState,
         entries: Sequence[Entry],
         weights: Float64Array,
+        downlink: Downlink = _FULL,
+        publisher: Publisher | None = None,
     ) -> None:
         self.recipe = recipe
         self.weights = weights
         self.state = state
+        self.downlink = downlink
+        self.publisher = publisher
         self._entries = list(entries)
 
     @staticmethod
@@ -263,12 +296,18 @@ class MirrorBook:
         parameters: FloatArray,
         weights: Float64Array,
         optimizer: ServerOptimizer,
+        downlink: Downlink = _FULL,
     ) -> MirrorBook:
         """Return the book before the first round, with every ``ref_m`` zero."""
-        state = init_server(recipe, parameters, len(weights), optimizer)
+        state = init_server(recipe, parameters, len(weights), optimizer, downlink)
+        publisher = None
+        if not isinstance(downlink, Full):
+            log = initial_state(public_of(state.model), len(weights))
+            publisher = Publisher(parameters, log)
         zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
         entry = Entry(zero.stamp, zero.lineage)
-        return MirrorBook(recipe, state, [entry] * len(weights), weights)
+        entries = [entry] * len(weights)
+        return MirrorBook(recipe, state, entries, weights, downlink, publisher)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -293,6 +332,25 @@ class MirrorBook:
     def entry(self, client: int) -> Entry:
         """Return what is held of one client beside its mirror."""
         return self._entries[client]
+
+    def parcel(self, client: int) -> Parcel | None:
+        """Return what leads a client to the model; None where it receives the model itself."""
+        if self.publisher is None:
+            return None
+        return self.publisher.parcel(client, self.state.model)
+
+    def is_new(self, client: int) -> bool:
+        """Tell whether a client has never said what it holds of the model."""
+        return self.publisher is not None and self.publisher.is_new(client)
+
+    def note_holding(self, client: int, reply: Reply) -> None:
+        """Take note of the model that a client holds, by its reply to an order of this round."""
+        if self.publisher is None or reply.round != self.round:
+            return
+        if reply.lost:
+            self.publisher.lost(client, reply.holding)
+        elif reply.held_round == self.round:
+            self.publisher.followed(client)
 
     def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
         """Take client ``m``'s reply to this round's order, or say why not."""
@@ -359,9 +417,11 @@ class MirrorBook:
         self, step_size: float, dropout_rate: float, sampled: float, optimizer: ServerOptimizer
     ) -> None:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
-        self.state = finish_round(
-            self.recipe, self.state, step_size, dropout_rate, sampled, optimizer
+        before = self.state.model.downlink
+        self.state, entry = publish_round(
+            self.recipe, self.state, step_size, dropout_rate, sampled, optimizer, self.downlink
         )
+        self._publish(entry, before)
 
     def skip_step(self) -> None:
         """Go to the next round with the model as it is, because too few clients answered.
@@ -371,7 +431,14 @@ class MirrorBook:
         model = self.state.model._replace(round=self.round + 1)
         if not (self.recipe.memory.keeps_mirror or self.recipe.keeps_residual):
             model = model._replace(total=np.zeros_like(model.total))
+        number, before = self.round, self.state.model.downlink
         self.state = self.state._replace(model=model)
+        self._publish(LogEntry(number, is_step=False), before)
+
+    def _publish(self, entry: LogEntry, before: DownlinkState | None) -> None:
+        if self.publisher is not None:
+            assert before is not None
+            self.publisher.publish(entry, before, self.state.model)
 
 
 def _restart(

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 ORDER, MODEL, REPLY, FRAME, HELLO, LOSS = "order", "model", "reply", "frame", "hello", "loss"
-STATISTICS = "statistics"
+STATISTICS, LOG, SNAPSHOT = "statistics", "log", "snapshot"
 LARGE_BYTES = 4 << 20
 """Payloads above this length are sent as arrays."""
 _BYTES = "bytes"
 _MOVEMENT_BYTES = 8
+_MOST_BYTES = 1 << 40
 _LONGEST_ERROR = 200
 _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
@@ -90,20 +91,36 @@ def take_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray:
     return parameters
 
 
-def pack_order(order: Order, model: Payload, statistics: bytes = b"") -> RecordDict:
-    """Return the content of a message to a client."""
-    content = RecordDict({ORDER: ConfigRecord({**order.to_fields()}), MODEL: model})
+def pack_order(order: Order, model: Payload | None, statistics: bytes = b"") -> RecordDict:
+    """Return the content of a message to a client.
+
+    Log and snapshot are part of the order itself, unless they are large: every record costs
+    Flower some requests of its own.
+    """
+    frames = {LOG: order.log, SNAPSHOT: order.snapshot}
+    large = {name: data for name, data in frames.items() if len(data) > LARGE_BYTES}
+    head = replace(
+        order,
+        log=b"" if LOG in large else order.log,
+        snapshot=b"" if SNAPSHOT in large else order.snapshot,
+    )
+    content = RecordDict({ORDER: ConfigRecord({**head.to_fields()})})
+    if model is not None:
+        content[MODEL] = model
+    for name, data in large.items():
+        content[name] = pack_payload(data)
     if statistics:
         content[STATISTICS] = pack_payload(statistics)
     return content
 
 
 def carried_bytes(content: RecordDict) -> int:
-    """Return the length of what an order carries: its payloads, and the movement.
+    """Return the length of what an order carries: its payloads and, with a model, the movement.
 
     The rest of the order is not counted, just as the head of a reply is not.
     """
-    size = _MOVEMENT_BYTES
+    order: Any = content[ORDER]
+    size = len(order[LOG]) + len(order[SNAPSHOT]) + (_MOVEMENT_BYTES if MODEL in content else 0)
     for name, record in content.items():
         if name != ORDER and isinstance(record, ConfigRecord | ArrayRecord):
             value: Any = record[_BYTES]
@@ -118,7 +135,12 @@ def unpack_statistics(content: RecordDict, max_bytes: int) -> bytes:
 
 def unpack_order(content: RecordDict) -> Order:
     """Return the order in a message."""
-    return Order.from_fields(_config(content, ORDER))
+    order = Order.from_fields(_config(content, ORDER))
+    if LOG in content:
+        order = replace(order, log=unpack_payload(content, LOG, _MOST_BYTES))
+    if SNAPSHOT in content:
+        order = replace(order, snapshot=unpack_payload(content, SNAPSHOT, _MOST_BYTES))
+    return order
 
 
 def pack_reply(reply: Reply) -> RecordDict:
@@ -138,6 +160,7 @@ def unpack_reply(content: RecordDict, max_frame_bytes: int, max_statistics_bytes
     return replace(
         head,
         fault=plain(head.fault),
+        lost=plain(head.lost),
         frame=unpack_payload(content, FRAME, max_frame_bytes),
         statistics=unpack_statistics(content, max_statistics_bytes),
     )
@@ -157,8 +180,10 @@ def unpack_integers(content: RecordDict, name: str, *keys: str) -> list[int]:
     return numbers
 
 
-def unpack_loss(content: RecordDict) -> float:
-    """Return the loss that a client measured."""
+def unpack_loss(content: RecordDict) -> float | Reply:
+    """Return the loss that a client measured, or the reply of one that is lost."""
+    if REPLY in content:
+        return unpack_reply(content, 0)
     loss = _config(content, LOSS).get("loss")
     if type(loss) is not float:
         raise MessageError(f"the loss is {loss!r:.80}, not a number")

@@ -28,6 +28,7 @@ INCIDENTS = {
     "refused": "refused",
     "outlier": "outliers",
     "capped": "capped",
+    "lost": "lost",
 }
 """Every kind of incident, and the name of its count in ``rounds.jsonl``.
 
@@ -43,6 +44,7 @@ missing     a client that was asked had not answered when the round ended
 refused     a node that is no client: too many, a partition taken already, absurd samples
 outlier     a client's loss was beyond all use, and most others' was not: it was left out
 capped      a client reports so many samples that it counts only for the largest share
+lost        a client could not reach the model from what it holds; it was sent what it lacks
 =========== ================================================================================
 """
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import numpy as np
 from flwr.serverapp import Grid, ServerApp
 
+from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
 from aqg.flower.coordinator import Coordinator
@@ -129,6 +130,8 @@ class _Run:
     ) -> None:
         self.settings = settings
         self.recipe = recipe
+        self.downlink = settings.make_downlink(recipe)
+        self.terms = settings.terms | {"downlink": describe_downlink(self.downlink)}
         self.params = params
         self.evaluate = evaluate
         self.model = model
@@ -161,7 +164,7 @@ class _Run:
                     book=coordinator.book,
                     nodes=presence.roster.nodes,
                     num_samples=presence.roster.num_samples,
-                    terms=settings.terms,
+                    terms=self.terms,
                 )
                 if self.model is not None:  # before the checkpoint that names its round
                     self.model.save(self.directory, coordinator.book.round)
@@ -219,7 +222,7 @@ class _Run:
         settings = self.settings
         saved = None
         if self.directory is not None:
-            saved = load_checkpoint(self.directory, self.recipe)
+            saved = load_checkpoint(self.directory, self.recipe, self.downlink)
         run, incarnation = secrets.token_hex(8), time.time_ns() // 1_000_000
         if saved is None:
             roster = Roster(settings.num_clients, settings.trust_partition_id)
@@ -239,7 +242,7 @@ class _Run:
         if saved is None:
             weights = settings.client_weights(roster.num_samples)
             optimizer = settings.training().optimizer
-            book = MirrorBook.first(self.recipe, self.params, weights, optimizer)
+            book = MirrorBook.first(self.recipe, self.params, weights, optimizer, self.downlink)
         else:
             book = saved.book
             if self.model is not None and self.directory is not None:
@@ -260,7 +263,7 @@ class _Run:
                 f"run-dir {self.settings.run_dir!r} holds a run with another recipe, seed or "
                 "model; give it a new directory"
             )
-        for name, value in self.settings.terms.items():
+        for name, value in self.terms.items():
             if saved.terms.get(name, value) != value:
                 raise ConfigError(
                     f"run-dir {self.settings.run_dir!r} holds a run with {name} "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
+from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
@@ -18,6 +19,7 @@ from aqg.sim.training import Training
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aqg.core.downlink import Downlink
     from aqg.core.recipe import Recipe
     from aqg.core.types import Float64Array
 
@@ -46,6 +48,8 @@ class Settings:
             can have; 0 stands for 0.9 among two clients, 0.6 among three and 0.5 among more.
         participation: the fraction of clients asked in a round.
         dropout: ``p``, the rate of absence that Augmented AQG amplifies against.
+        downlink: how clients receive the model: ``full``, ``exact`` or ``condensed``, with options;
+            ``auto`` chooses by recipe.
         min_clients: the model takes no step in a round with fewer valid replies; 0 stands for 1.
         round_timeout: seconds until a round ends without those who have not answered.
         start_timeout: seconds to wait for all clients before the first round, and for
@@ -72,6 +76,7 @@ class Settings:
     max_share: float = 0.0
     participation: float = 1.0
     dropout: float = 0.0
+    downlink: str = AUTO
     min_clients: int = 0
     round_timeout: float = 60.0
     start_timeout: float = 120.0
@@ -98,7 +103,9 @@ class Settings:
         bound = f"0 to {self.num_clients}, the number of clients"
         _require("min_clients", self.min_clients, 0 <= self.min_clients <= self.num_clients, bound)
         if self.recipe:
-            self.make_recipe()
+            self.make_downlink(self.make_recipe())
+        elif self.downlink != AUTO:
+            make_downlink(self.downlink)
         self.training()
         if 0 < self.training().num_sampled(self.num_clients) < self.min_clients:
             raise ConfigError(
@@ -129,6 +136,10 @@ class Settings:
     def make_recipe(self) -> Recipe:
         """Return the recipe that is named."""
         return make_recipe(self.recipe, self.bits, self.max_staleness)
+
+    def make_downlink(self, recipe: Recipe) -> Downlink:
+        """Return the downlink that is named, or the one that suits the recipe."""
+        return resolve_downlink(self.downlink, recipe)
 
     def training(self) -> Training:
         """Return who is asked, how clients count, and the server's step."""

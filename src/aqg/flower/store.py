@@ -1,9 +1,9 @@
 """Where a client keeps its memory between messages: a directory, or Flower's own context.
 
-A memory is two snapshots whose vectors may be large and are often the same. A vector is written
-once, under a number, and never changed; a small index says which numbers count. Replacing the
-index is the commit: a crash at any moment leaves the old memory or the new one, and the protocol
-copes with either.
+A memory is two snapshots of the mirror and a public model, whose vectors may be large and are often
+the same. A vector is written once, under a number, and never changed; one of zeros is not written.
+A small index says which numbers count. Replacing the index is the commit: a crash at any moment
+leaves the old memory or the new one, and the protocol copes with either.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import os
 import re
 import shutil
 import time
+import weakref
 import zipfile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
+from aqg.core.optimizers import OptimizerState
 from aqg.core.persistence import clients_from_arrays, clients_to_arrays
+from aqg.core.public import Public, Rates
 from aqg.errors import RunError
 from aqg.flower.messages import Stamp
 from aqg.flower.protocol import ClientMirror, Snapshot
+from aqg.protocol.digests import is_zero
+from aqg.protocol.follower import vectors_of
 from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
@@ -61,7 +66,10 @@ class Vault(Protocol):
 
 
 class ClientStore:
-    """Reads and writes a client's memory in a vault.
+    """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
+
+    Both are part of one index, so that they change together. Vectors of a public model are written
+    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
 
     Args:
         vault: where it lies.
@@ -72,51 +80,102 @@ class ClientStore:
     def __init__(self, vault: Vault, key: str) -> None:
         self._vault = vault
         self._key = key
-        self._stored: dict[int, Vector] = {}
-        self._last = 0
+        self._stored: dict[int, weakref.ref[Vector]] = {}
+        self._index: dict[str, Any] = self._read_index()
+
+    @property
+    def answered(self) -> tuple[int, int]:
+        """`Order.serial` of the last order answered."""
+        incarnation, round_number = self._index["answered"]
+        return incarnation, round_number
 
     def load(self) -> ClientMirror | None:
-        """Return the memory; None where there is none, or none that can be read."""
+        """Return the memory of the mirror; None where there is none, or none that can be read."""
+        index = self._index
+        if index["current"] is None:
+            return None
         try:
-            text = self._vault.read_index()
-            if text is None:
-                return None
-            index = json.loads(text)
-            if index["key"] != self._key:
-                return None
             current = self._read(index["current"])
             before = None if index["before"] is None else self._read(index["before"])
-            incarnation, round_number = index["answered"]
-            return ClientMirror(current, before, (int(incarnation), int(round_number)))
-        except (RunError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return ClientMirror(current, before, self.answered)
+        except _UNREADABLE as error:
             # The server finds out from the stamp, and both sides start again from zero.
             _logger.warning("the client's saved state cannot be used: %r", error)
             return None
 
-    def hold_only(self, snapshot: Snapshot | None) -> None:
-        """Let go of vectors that were read and are not part of ``snapshot``.
+    def load_public(self) -> Public | None:
+        """Return the public model; None where there is none, or none that can be read."""
+        row = self._index["public"]
+        if row is None:
+            return None
+        try:
+            arrays = {name: self._read_array(row["arrays"][name]) for name in _PUBLIC}
+            for name, array in arrays.items():
+                self._remember(row["arrays"][name], array)
+            return Public(
+                round=int(row["round"]),
+                parameters=arrays["parameters"],
+                total=arrays["total"],
+                direction=arrays["direction"],
+                history=tuple(map(float, row["history"])),
+                optimizer=OptimizerState(arrays["momentum"], arrays["variance"]),
+                rates=None if row["rates"] is None else Rates(*map(float, row["rates"])),
+            )
+        except _UNREADABLE as error:
+            # The server finds out from the reply, and sends a snapshot.
+            _logger.warning("the client's saved model cannot be used: %r", error)
+            return None
 
-        Where they are saved again, they are written again.
-        """
-        kept = [] if snapshot is None else list(_arrays_of(snapshot).values())
-        self._stored = {
-            number: vector
-            for number, vector in self._stored.items()
-            if any(vector is array for array in kept)
+    def put_public(self, public: Public) -> None:
+        """Write the vectors of a public model, which takes its place with the next `save`."""
+        vectors = dict(zip(_PUBLIC, vectors_of(public), strict=True))
+        row = {
+            "round": public.round,
+            "history": list(public.history),
+            "rates": None if public.rates is None else list(public.rates),
+            "arrays": {name: self._write_array(array) for name, array in vectors.items()},
         }
+        self._index = {**self._index, "public": row}
 
-    def save(self, mirror: ClientMirror) -> None:
-        """Write the memory, whole or not at all."""
-        used: dict[int, Vector] = {}
-        index = {
+    def save(self, mirror: ClientMirror | None = None) -> None:
+        """Commit the memory, whole or not at all; without a mirror, that of before stays."""
+        if mirror is not None:
+            before = None if mirror.before is None else self._write(mirror.before)
+            self._index = {
+                **self._index,
+                "answered": list(mirror.answered),
+                "current": self._write(mirror.current),
+                "before": before,
+            }
+        self._vault.write_index(json.dumps(self._index))
+        used = _numbers_in(self._index)
+        self._stored = {number: ref for number, ref in self._stored.items() if number in used}
+        self._vault.keep_only(used)
+
+    def _read_index(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {
             "key": self._key,
-            "answered": list(mirror.answered),
-            "current": self._write(mirror.current, used),
-            "before": None if mirror.before is None else self._write(mirror.before, used),
+            "answered": [0, 0],
+            "current": None,
+            "before": None,
+            "public": None,
         }
-        self._vault.write_index(json.dumps(index))
-        self._stored = used
-        self._vault.keep_only(set(used))
+        try:
+            text = self._vault.read_index()
+            if text is None:
+                return empty
+            index = json.loads(text)
+            if index["key"] != self._key:
+                return empty
+            incarnation, round_number = index["answered"]
+            numbers = [int(incarnation), int(round_number)]
+            known = {name: index.get(name) for name in ("current", "before", "public")}
+            index = {"key": self._key, "answered": numbers, **known}
+            _numbers_in(index)
+            return index
+        except _UNREADABLE as error:
+            _logger.warning("the client's saved state cannot be used: %r", error)
+            return empty
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._read_array(cell) for name, cell in row["arrays"].items()}
@@ -124,22 +183,25 @@ class ClientStore:
         stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
         snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
         for name, array in _arrays_of(snapshot).items():
-            if "number" in row["arrays"][name]:
-                number = row["arrays"][name]["number"]
-                self._stored.setdefault(number, array)
-                self._last = max(self._last, number)
+            self._remember(row["arrays"][name], array)
         return snapshot
+
+    def _remember(self, cell: dict[str, Any], array: Vector) -> None:
+        if "number" in cell:
+            self._stored.setdefault(int(cell["number"]), weakref.ref(array))
 
     def _read_array(self, cell: dict[str, Any]) -> Vector:
         if "number" in cell:
             return self._vault.read_vector(int(cell["number"]))
+        if "zeros" in cell:
+            return np.zeros(cell["zeros"], np.dtype(cell["dtype"]))
         data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
         return data.reshape(cell["shape"])
 
-    def _write(self, snapshot: Snapshot, used: dict[int, Vector]) -> dict[str, Any]:
+    def _write(self, snapshot: Snapshot) -> dict[str, Any]:
         return {
             "arrays": {
-                name: self._write_array(array, used) for name, array in _arrays_of(snapshot).items()
+                name: self._write_array(array) for name, array in _arrays_of(snapshot).items()
             },
             "lineage": snapshot.lineage.hex(),
             "epoch": snapshot.stamp.epoch,
@@ -147,20 +209,32 @@ class ClientStore:
             "digest": snapshot.stamp.digest.hex(),
         }
 
-    def _write_array(self, array: Vector, used: dict[int, Vector]) -> dict[str, Any]:
+    def _write_array(self, array: Vector) -> dict[str, Any]:
         if array.nbytes <= _INLINE_BYTES:
             return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
-        stored = {**self._stored, **used}
-        number = next((n for n, vector in stored.items() if vector is array), None)
+        number = next((n for n, vector in self._stored.items() if vector() is array), None)
         if number is None:
-            number = self._last = self._last + 1
+            if is_zero(array):
+                return {"dtype": array.dtype.str, "zeros": array.shape}
+            number = max({0, *self._stored, *_numbers_in(self._index)}) + 1
             self._vault.write_vector(number, array)
-        used[number] = array
+            self._stored[number] = weakref.ref(array)
         return {"number": number}
+
+
+_PUBLIC = ("parameters", "total", "direction", "momentum", "variance")
+_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
     return clients_to_arrays(snapshot.state)
+
+
+def _numbers_in(index: dict[str, Any]) -> set[int]:
+    """Return the numbers of all vectors that an index names."""
+    rows = [index[name] for name in ("current", "before", "public") if index[name] is not None]
+    cells = [cell for row in rows for cell in row["arrays"].values()]
+    return {int(cell["number"]) for cell in cells if "number" in cell}
 
 
 class DirectoryVault:

@@ -42,6 +42,9 @@ class FlowerTask:
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
+        start: returns the model that training starts from, where the client has it as well as the
+            server, by a common seed or checkpoint; the server then need not send all of it. None
+            where it is not known, or not any more.
 
     """
 
@@ -51,6 +54,7 @@ class FlowerTask:
     train_measures: bool = True
     is_exact: bool = False
     model: TaskModel | None = None
+    start: Callable[[], FloatArray | None] | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -58,9 +62,16 @@ class FlowerTask:
 
     @staticmethod
     def from_objective(
-        objective: Objective, features: Any, labels: Any, local: LocalTraining | None = None
+        objective: Objective,
+        features: Any,
+        labels: Any,
+        local: LocalTraining | None = None,
+        start: FloatArray | None = None,
     ) -> FlowerTask:
         """Make a task of an objective and a client's samples, trained as the simulator does.
+
+        ``start`` is the model that training starts from, where the client knows it; a module's own
+        parameters are known.
 
         >>> import numpy as np
         >>> from aqg.objectives import make_objective
@@ -71,8 +82,9 @@ class FlowerTask:
         (0.6931, (6,))
         """
         training = local if local is not None else LocalTraining()
-        model = None
+        model, known_start = None, None if start is None else (lambda: start)
         if isinstance(getattr(objective, "model_layout", None), ModelLayout):
+            known_start = known_start or _start_of(objective)  # type: ignore[arg-type]
             objective, model = _carried(objective)  # type: ignore[arg-type]  # it has a layout
 
         def train(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
@@ -90,6 +102,7 @@ class FlowerTask:
             train_measures=sees_all,
             is_exact=sees_all,
             model=model,
+            start=known_start,
         )
 
     @staticmethod
@@ -149,9 +162,18 @@ class FlowerTask:
 
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
+        is_used = False
+
+        def start_model() -> FloatArray | None:
+            return None if is_used else layout.flatten(module)
+
+        def load(params: FloatArray) -> None:
+            nonlocal is_used
+            is_used = True
+            layout.load(module, params)
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
-            layout.load(module, params)
+            load(params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
             loss = float(train(module))
@@ -159,7 +181,7 @@ class FlowerTask:
             return loss, pseudo_gradient.astype(params.dtype, copy=False)
 
         def measure(params: FloatArray) -> float:
-            layout.load(module, params)
+            load(params)
             return float(evaluate(module)) if evaluate is not None else float("nan")
 
         model = TaskModel(
@@ -168,7 +190,13 @@ class FlowerTask:
             lambda: layout.read_buffers(module),
             lambda buffers: layout.write_buffers(module, buffers),
         )
-        return FlowerTask(run, num_samples, measure if evaluate is not None else None, model=model)
+        measures = measure if evaluate is not None else None
+        return FlowerTask(run, num_samples, measures, model=model, start=start_model)
+
+
+def _start_of(objective: ModuleObjective) -> Callable[[], FloatArray]:
+    """Return what returns the parameters that an objective's module came with."""
+    return lambda: objective.model_layout.flatten(objective.module)
 
 
 def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:

@@ -144,6 +144,40 @@ def log_rounds(data: bytes) -> range:
     return range(first, first + count)
 
 
+def log_since(data: bytes, position: int) -> bytes:
+    """Return the frame without its entries before round ``position``, which the reader has.
+
+    >>> log_since(encode_log(7, [bytes(1)] * 2), 8) == encode_log(8, [bytes(1)])
+    True
+    """
+    frame, first, count, start = _open(data)
+    if not first <= position <= first + count:
+        raise WireError(f"the log has rounds {first} to {first + count - 1}, not {position}")
+    for number in range(first, position):
+        start = _skip_entry(frame, start, number)
+    rest = frame[start:].tobytes()
+    body = bytes([LOG_MARK]) + write_varint(position) + write_varint(first + count - position)
+    return body + rest + struct.pack("<I", zlib.crc32(rest, zlib.crc32(body)))
+
+
+def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
+    """Return where the next entry begins."""
+    if position >= len(frame):
+        raise WireError(f"the log ends before entry {number}")
+    flags, position = int(frame[position]), position + 1
+    if flags & MOVEMENT:
+        position += 8 if flags & DOUBLE else 2
+    if flags & RATES:
+        position += 3 * 8
+    for part in (LASTING, PASSING):
+        if flags & part:
+            size, position = read_varint(frame, position)
+            position += size
+    if position > len(frame):
+        raise WireError(f"the log ends inside entry {number}")
+    return position
+
+
 def _open(data: bytes) -> tuple[NDArray[np.uint8], int, int, int]:
     frame = np.frombuffer(data, np.uint8)
     if len(frame) < 3 + _CRC_BYTES:

@@ -45,6 +45,8 @@ _MOST_BITS = 32
 _TABLE_SIZE = 256
 _MANTISSA = 53
 _EXPONENTS = range(-1200, 1201)
+_BLOCK = 1 << 18
+"""Values that are decoded together."""
 _PLACES_MODES = (frame.Mode.RAW, frame.Mode.CODED, frame.Mode.CONTEXT, frame.Mode.GAPS)
 
 
@@ -108,25 +110,32 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None 
     levels = frame.decode_levels(frame.Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
     if len(levels) and int(levels.max()) > 2:
         raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
-    indices = np.flatnonzero(levels != 1)
-    if not len(indices):
+    count = int(np.count_nonzero(levels != 1))
+    if not count:
         if len(rest):
             raise WireError(f"{len(rest)} bytes follow the places of a vector without changes")
         return old.copy()
-    is_negative = levels[indices] == 0
-    new = old.copy()
     if kind == BITS:
-        itemsize = old.dtype.itemsize
-        magnitudes = _join(decode_planes(rest, [BYTES] * itemsize, len(indices), threads))
-        signed = np.where(is_negative, 0 - magnitudes, magnitudes)
-        view = new.view(f"u{itemsize}")
-        view[indices] += signed.astype(view.dtype)
-        return new
-    magnitudes, exponent = _read_magnitudes(kind, rest, len(indices), threads)
-    differences = np.ldexp(magnitudes.astype(np.float64), exponent)
-    differences = np.where(is_negative, -differences, differences)
-    with np.errstate(over="ignore", invalid="ignore"):
-        new[indices] = old[indices].astype(np.float64) + differences
+        planes = decode_planes(rest, [BYTES] * old.dtype.itemsize, count, threads)
+        magnitudes, exponent = _join(planes), 0
+        del planes
+    else:
+        magnitudes, exponent = _read_magnitudes(kind, rest, count, threads)
+    new, done = old.copy(), 0
+    for begin in range(0, len(old), _BLOCK):  # a block at a time: temporaries are several times it
+        block = slice(begin, begin + _BLOCK)
+        places = np.flatnonzero(levels[block] != 1)
+        part = magnitudes[done : done + len(places)]
+        done += len(places)
+        is_negative = levels[block][places] == 0
+        if kind == BITS:
+            bits = new[block].view(f"u{old.dtype.itemsize}")
+            bits[places] += np.where(is_negative, 0 - part, part).astype(bits.dtype)
+            continue
+        differences = np.ldexp(part.astype(np.float64), exponent)
+        differences = np.where(is_negative, -differences, differences)
+        with np.errstate(over="ignore", invalid="ignore"):
+            new[block][places] = old[block][places].astype(np.float64) + differences
     return new
 
 
@@ -205,8 +214,10 @@ def _planes(numbers: NDArray[Any], count: int) -> list[Plane]:
 
 def _join(planes: list[NDArray[np.uint8]]) -> NDArray[np.uint64]:
     numbers = np.zeros(len(planes[0]), np.uint64)
-    for place, plane in enumerate(planes):
-        numbers |= plane.astype(np.uint64) << np.uint64(8 * place)
+    for begin in range(0, len(numbers), _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        for place, plane in enumerate(planes):
+            numbers[block] |= plane[block].astype(np.uint64) << np.uint64(8 * place)
     return numbers
 
 

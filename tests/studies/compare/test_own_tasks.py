@@ -110,7 +110,7 @@ def test_outcomes_are_those_of_runs(home):
     }
     assert all(outcome.is_reached for outcome in outcomes.values())
     trial = next(trial for trial in outcomes if (trial.recipe, trial.seed) == ("onebit", 1))
-    config = trial.config(task, "cpu")
+    config = trial.config(task, "cpu", "auto")
     simulation = make_simulation(config, build_problem(config))
     size, accuracies, sizes = 0, [], []
     for _ in range(outcomes[trial].rounds + task.target.hold - 1):

@@ -6,7 +6,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from aqg.core.downlink import AUTO, make_downlink
 from aqg.errors import ConfigError, RunError
+from aqg.runs.config import BEFORE_DOWNLINKS
 from aqg.runs.directory import create_directory
 from aqg.runs.files import write_atomically
 from aqg.studies.compare.search import applies, parse_recipes
@@ -36,6 +38,7 @@ class Comparison:
         seeds: how many; each makes its own split, start, batches and dropouts.
         search: find every recipe's best setting first, on seed 0.
         quick: search a small part of the grid.
+        downlink: how clients receive the model; what suits each recipe, by default.
 
     """
 
@@ -44,10 +47,13 @@ class Comparison:
     seeds: int
     search: bool = False
     quick: bool = False
+    downlink: str = AUTO
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ConfigError(f"seeds is {self.seeds}; it must be at least 1")
+        if self.downlink != AUTO:
+            make_downlink(self.downlink)
 
     @property
     def has_finals(self) -> bool:
@@ -94,6 +100,7 @@ class Comparison:
             "seeds": self.seeds,
             "search": self.search,
             "quick": self.quick,
+            "downlink": self.downlink,
         }
         if own := [to_row(task) for task in self.tasks if task.is_own]:
             row["own"] = own
@@ -124,6 +131,7 @@ def open_comparison(directory: Path) -> Comparison:
             seeds=row["seeds"],
             search=row["search"],
             quick=row["quick"],
+            downlink=row.get("downlink", BEFORE_DOWNLINKS["downlink"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{str(path)!r} is damaged ({error!r}); start a new comparison") from None

@@ -194,7 +194,8 @@ class ComparePlan:
         """Return what to run now; None while everything left depends on trials under way."""
         while (found := self._next_trial()) is not None:
             trial, task = found
-            job = TrialJob(trial.directory, trial.config(task, self._device), trial)
+            config = trial.config(task, self._device, self._comparison.downlink)
+            job = TrialJob(trial.directory, config, trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # too dear then, wanted now
                 shutil.rmtree(place, ignore_errors=True)

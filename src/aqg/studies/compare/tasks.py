@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 _HOLD: dict[str, int] = {"residual": 20, "loss": 20, "accuracy": 3}
 _LOSS_POINTS = 50
 """Where the target is an accuracy, about so many rounds of a run also have their loss computed."""
-_OF_THE_COMPARISON = ("recipe", "seed", "bits", "device", "engine", "eval_every", "plugins")
+_OF_THE_COMPARISON = (
+    "recipe",
+    "seed",
+    "bits",
+    "device",
+    "engine",
+    "eval_every",
+    "plugins",
+    "downlink",
+)
 _OF_THE_TARGET = ("target", "target_kind", "hold")
 
 

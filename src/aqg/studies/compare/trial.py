@@ -56,7 +56,7 @@ class Trial:
         setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
         return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
 
-    def config(self, task: Task, device: str) -> RunConfig:
+    def config(self, task: Task, device: str, downlink: str) -> RunConfig:
         """Return the config of the run."""
         return replace(
             task.config,
@@ -64,6 +64,7 @@ class Trial:
             bits=self.setting.bits,
             alpha=task.config.alpha * self.setting.multiplier,
             seed=self.seed,
+            downlink=downlink,
             device=device if task.uses_device else "cpu",
         )
 

@@ -13,12 +13,13 @@ from flwr.supernode.runtime import run_clientapp
 
 from aqg.flower import make_client_app
 from aqg.flower.app.aqg_digits.client_app import make_task
+from aqg.flower.store import ClientStore
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp.typing import ClientAppCallable
 
-BEFORE = ("backup", "restore", "wipe")
+BEFORE = ("backup", "restore", "wipe", "damage", "linger")
 AFTER = ("announce", "corrupt", "drop", "delay", "replay")
 RECORDS = ("reply", "frame")
 FOREVER = 1e6
@@ -33,10 +34,16 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     state = Path(str(context.node_config["aqg-state-dir"]))
     order = state.with_name(f"{state.name}.order")
     deed, _, argument = (order.read_text() if order.exists() else "").partition(" ")
+    if deed == "away":
+        stay_away(order, int(argument))
     if deed in BEFORE:
         os.unlink(order)
-        change_state(deed, state)
+        prepare(deed, state, message)
     reply = call_next(message, context)
+    if deed == "twice":
+        os.unlink(order)
+        again = call_next(message, context)
+        assert again.content["reply"]["stale"], "an order was obeyed twice"
     frame = bytes(reply.content["frame"]["bytes"])
     earlier = state.with_name(f"{state.name}.earlier")
     if deed in AFTER and len(frame) >= SHORTEST_UPLOAD:
@@ -47,15 +54,32 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     return reply
 
 
-def change_state(deed: str, state: Path) -> None:
-    """Do to the state directory what happens to disks."""
-    copy = state.with_name(f"{state.name}.backup")
-    if deed == "backup":
-        shutil.copytree(state, copy)
+def stay_away(order: Path, rounds: int) -> None:
+    """Lose so many orders: the handler never sees them."""
+    if rounds == 0:
+        os.unlink(order)
         return
-    shutil.rmtree(state)
-    if deed == "restore":
-        shutil.copytree(copy, state)
+    order.write_text(f"away {rounds - 1}")
+    raise ConnectionError("the order is lost, as ordered")
+
+
+def prepare(deed: str, state: Path, message: Message) -> None:
+    """Do what happens to disks and to orders before a client sees them."""
+    copy = state.with_name(f"{state.name}.backup")
+    match deed:
+        case "backup":
+            shutil.copytree(state, copy)
+        case "wipe":
+            shutil.rmtree(state)
+        case "restore":
+            shutil.rmtree(state)
+            shutil.copytree(copy, state)
+        case "damage":
+            log = bytearray(message.content["order"]["log"])
+            log[len(log) // 2] ^= 0x10
+            message.content["order"]["log"] = bytes(log)
+        case "linger":  # with the entries read, and nothing saved
+            ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
 
 
 def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Message:

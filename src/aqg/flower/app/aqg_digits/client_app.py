@@ -16,7 +16,7 @@ def make_task(context: Context) -> FlowerTask:
     """Return the training on this node's share."""
     problem = make_problem(context.run_config)
     samples = problem.clients[int(context.node_config["partition-id"])]
-    return FlowerTask.from_objective(problem.objective, *samples)
+    return FlowerTask.from_objective(problem.objective, *samples, start=problem.initial_params)
 
 
 app = make_client_app(make_task)

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 DESCRIPTION = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax", "l2": 0.01}
 """Settings that the app fixes, as the simulator names them."""
 
-DOWNLINK = "full"
-"""A deployment sends every client the model as it is."""
-
-_TAKEN = ("rounds", "alpha", "seed", "recipe")
+_TAKEN = ("rounds", "alpha", "seed", "recipe", "downlink")
 
 
 def simulator_config(run_config: Mapping[str, bool | int | float | str]) -> RunConfig:
@@ -30,7 +27,7 @@ def simulator_config(run_config: Mapping[str, bool | int | float | str]) -> RunC
     """
     taken = {name: run_config[name] for name in _TAKEN if name in run_config}
     settings = {"recipe": "auto", **DESCRIPTION, "clients": run_config["num-clients"], **taken}
-    return resolve({**settings, "downlink": DOWNLINK})[0]
+    return resolve(settings)[0]
 
 
 def make_problem(run_config: Mapping[str, bool | int | float | str]) -> Problem:

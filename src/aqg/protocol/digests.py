@@ -1,0 +1,65 @@
+"""Digests of the public model, by which both sides find out whether they hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aqg.core.public import Public
+    from aqg.core.types import FloatArray
+
+DIGEST_BYTES = 16
+
+
+def public_digest(public: Public) -> bytes:
+    """Return a digest of every bit of the public model: all that later entries build on.
+
+    >>> from aqg.core.optimizers import SGD
+    >>> from aqg.core.public import init_public
+    >>> from aqg.core.recipes import make_recipe
+    >>> public = init_public(make_recipe("lean"), np.zeros(3), SGD())
+    >>> public_digest(public) == public_digest(public._replace(total=np.zeros(3)))
+    True
+    >>> public_digest(public) == public_digest(public._replace(round=2))
+    False
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    rates = public.rates or ()
+    counts = (public.round, len(public.history), len(rates))
+    digest.update(struct.pack("<3q", *counts))
+    digest.update(struct.pack(f"<{len(public.history) + len(rates)}d", *public.history, *rates))
+    for vector in (public.parameters, public.total, public.direction, *public.optimizer):
+        _add(digest, vector)
+    return digest.digest()
+
+
+def start_digest(parameters: FloatArray) -> bytes:
+    """Return a digest of a starting model."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    _add(digest, parameters)
+    return digest.digest()
+
+
+def is_zero(vector: NDArray[Any]) -> bool:
+    """Tell whether all bits of a vector are zero.
+
+    >>> is_zero(np.zeros(2)), is_zero(np.array([0.0, -0.0]))
+    (True, False)
+    """
+    bits = np.ascontiguousarray(vector).reshape(-1).view(np.uint8)
+    wide = len(bits) - len(bits) % 8
+    return not (bits[:wide].view(np.uint64).any() or bits[wide:].any())
+
+
+def _add(digest: Any, vector: NDArray[Any]) -> None:
+    """Add kind, length and content; zeros are not read twice, as a sum that is not used yet."""
+    zero = is_zero(vector)
+    digest.update(f"{vector.dtype.newbyteorder('<').str} {len(vector)} {zero}|".encode())
+    if not zero:
+        digest.update(np.ascontiguousarray(vector, vector.dtype.newbyteorder("<")).data)

@@ -1,0 +1,181 @@
+"""A client's side of the model's log: follow it, or say what is missing.
+
+A `Parcel` brings a client from what it holds to the model of a round. The client takes the digest
+of what it arrives at and compares it with the server's. A client that cannot follow, or arrives
+elsewhere, changes nothing and says what it holds; the server then sends what it lacks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from aqg.core.public import Public, init_public
+from aqg.errors import MessageError, WireError
+from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
+from aqg.wire.entry import follow_log, log_rounds, log_since
+from aqg.wire.snapshot import decode_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqg.core.optimizers import ServerOptimizer
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+
+
+Start: TypeAlias = "Callable[[], FloatArray | None]"
+"""Returns a client's own starting model, where it has one."""
+
+
+class LostError(MessageError):
+    """The model of a round cannot be reached from what is held here."""
+
+
+class Parcel(NamedTuple):
+    """What brings a client to the model of a round.
+
+    Attributes:
+        round: ``k``.
+        digest: of the public model before round ``k``.
+        log: a frame of entries; those that the client has are left out of account.
+        snapshot: a frame to start from instead of what the client holds; empty where it needs none.
+
+    """
+
+    round: int
+    digest: bytes
+    log: bytes
+    snapshot: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of both frames."""
+        return len(self.log) + len(self.snapshot)
+
+
+class Holding(NamedTuple):
+    """What a client says that it holds.
+
+    Attributes:
+        round: of its public model; 0 where it has none.
+        digest: of that; zeros where it has none.
+        start: digest of the starting model that it has; empty where it has none.
+
+    """
+
+    round: int = 0
+    digest: bytes = bytes(DIGEST_BYTES)
+    start: bytes = b""
+
+
+class Terms(NamedTuple):
+    """What must be known before a log can be followed.
+
+    Attributes:
+        recipe: as the server has it.
+        optimizer: of the server.
+        num_params: length of the model.
+        dtype: of the model.
+
+    """
+
+    recipe: Recipe
+    optimizer: ServerOptimizer
+    num_params: int
+    dtype: str
+
+    def first(self, start: FloatArray) -> Public:
+        """Return the public model before the first round."""
+        return init_public(self.recipe, start, self.optimizer)
+
+    def blank(self) -> Public:
+        """Return a public model of the right shape."""
+        return self.first(np.zeros(self.num_params, self.dtype))
+
+    def fits(self, public: Public) -> bool:
+        """Tell whether a public model has the right shape."""
+        return all(
+            mine.dtype == theirs.dtype and mine.shape == theirs.shape
+            for mine, theirs in zip(vectors_of(public), vectors_of(self.blank()), strict=True)
+        )
+
+
+def vectors_of(public: Public) -> tuple[FloatArray, ...]:
+    """Return all vectors of a public model."""
+    return (public.parameters, public.total, public.direction, *public.optimizer)  # type: ignore[return-value]
+
+
+def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+    """Return the model that a parcel leads to, after comparing digests; raise `LostError` if not.
+
+    Args:
+        terms: what server and client agreed on.
+        parcel: from the server.
+        held: the public model that the client holds; it is left as it was.
+        start: returns the client's own starting model, where it has one.
+
+    """
+    try:
+        public = _open(terms, parcel, held, start)
+        rounds = log_rounds(parcel.log)
+        if public.round < rounds.start:
+            raise LostError(
+                f"the log begins with round {rounds.start}, and round {public.round} is held here"
+            )
+        if public.round > rounds.stop:
+            raise LostError(
+                f"round {public.round} is held here, which is later than round {rounds.stop}"
+            )
+        log = log_since(parcel.log, public.round)
+        public = follow_log(log, public, terms.recipe.movement, terms.optimizer)
+    except WireError as error:
+        raise LostError(str(error)) from error
+    if public.round != parcel.round:
+        raise LostError(f"the log leads to round {public.round}; it should to {parcel.round}")
+    digest = public_digest(public)
+    if digest != parcel.digest:
+        raise LostError(
+            f"the model of round {public.round} has digest {digest.hex()} here; "
+            f"the server says {parcel.digest.hex()}"
+        )
+    return public
+
+
+def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+    """Return the model from which the log is followed."""
+    if parcel.snapshot:
+        is_relative = parcel.snapshot[1:2] == b"\1"
+        base = start() if is_relative else None
+        if base is not None and not _is_start(terms, base):
+            raise LostError(f"the starting model here is {base.dtype}{base.shape}, another one")
+        return decode_snapshot(parcel.snapshot, terms.blank(), base)
+    if held is None:
+        held = first_held(terms, start)
+    if held is None:
+        raise LostError("no model is held here, and no snapshot was sent")
+    return held
+
+
+def first_held(terms: Terms, start: Start) -> Public | None:
+    """Return the public model of a client that has nothing but its starting model."""
+    own = start()
+    return terms.first(own) if own is not None and _is_start(terms, own) else None
+
+
+def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
+    """Return what a client that cannot follow says of itself."""
+    own = start()
+    if own is not None and not _is_start(terms, own):
+        own = None
+    if held is None and own is not None:
+        held = terms.first(own)
+    digest = b"" if own is None else start_digest(own)
+    if held is None:
+        return Holding(start=digest)
+    return Holding(held.round, public_digest(held), digest)
+
+
+def _is_start(terms: Terms, own: FloatArray) -> bool:
+    return own.shape == (terms.num_params,) and own.dtype == np.dtype(terms.dtype)

@@ -1,0 +1,410 @@
+"""The model as a log, through ServerApp and ClientApp: who lacks something is sent it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aqg import make_recipe
+from aqg.core.client import init_client, respond
+from aqg.core.downlink import Condensed, Downlink, Exact, make_downlink
+from aqg.core.optimizers import make_optimizer
+from aqg.core.server import hear
+from aqg.errors import ConfigError, RunError, WireError
+from aqg.flower import FlowerTask, make_client_app
+from aqg.flower.checkpoint import load_checkpoint
+from aqg.flower.protocol import MirrorBook
+from aqg.flower.store import write_arrays
+from aqg.protocol.digests import public_digest
+from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
+from aqg.protocol.publisher import LogState, Publisher, public_of
+from aqg.wire.entry import encode_log, log_rounds, log_since
+
+from tests.flower.test_apps import PROBLEM, Federation, Killed, Killer, reference, round_of, task_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from flwr.app import Context, Message
+
+    from aqg.core.public import Public
+
+LOGS = ("exact", "condensed")
+SIZE = 400
+
+
+def no_start(context: Context) -> FlowerTask:
+    return replace(task_of(context), start=None)
+
+
+def another_start(context: Context) -> FlowerTask:
+    return replace(task_of(context), start=lambda: PROBLEM.initial_params + 1.0)
+
+
+@pytest.mark.parametrize("downlink", LOGS)
+@pytest.mark.parametrize("make_task", [no_start, another_start])
+def test_a_node_without_the_starting_model_is_sent_it(
+    tmp_path: Path, make_task: Callable[[Context], FlowerTask], downlink: str
+) -> None:
+    federation = Federation(tmp_path, recipe="lean", downlink=downlink, round_timeout=30.0)
+    federation.grid.client_app = make_client_app(make_task)
+    final = federation.run()
+    simulation = reference("lean", 8, downlink=make_downlink(downlink))
+    assert np.array_equal(final, simulation.parameters)
+    assert not any(row.get("incidents") for row in federation.rows())  # nothing is wrong with that
+    plain = PROBLEM.initial_params.nbytes
+    first, second, *_ = [row["download_bytes"] for row in federation.rows()]
+    assert 3 * plain < first < 3 * plain + 500
+    assert second < 3 * plain
+    assert federation.agree()
+
+
+@pytest.mark.parametrize("downlink", LOGS)
+def test_a_node_that_has_lost_its_model_is_sent_it_in_the_same_round(
+    tmp_path: Path, downlink: str
+) -> None:
+    federation = Federation(tmp_path, recipe="qgd", downlink=downlink, round_timeout=30.0, rounds=9)
+    copy = tmp_path / "copy"
+
+    def trouble(node: int, message: Message) -> Message:
+        state = federation.path / "nodes" / "partition-1"
+        if node == 18 and message.metadata.message_type == "train":
+            number = round_of(message)
+            done = tmp_path / f"done-{number}"
+            if number in (3, 5, 7) and not done.exists():
+                done.touch()
+                match number:
+                    case 3:
+                        shutil.copytree(state, copy)
+                    case 5:
+                        shutil.rmtree(state)
+                    case 7:
+                        shutil.rmtree(state)
+                        shutil.copytree(copy, state)
+        return message
+
+    federation.grid.deliver = trouble
+    federation.run()
+    # The restored copy follows by itself, or by entries: its round is in the log.
+    assert federation.incidents("lost") == [(5, 1), (7, 1)]
+    assert federation.incidents("resync") == [(5, 1), (7, 1)]
+    assert all(width >= 0 for row in federation.rows() for width in row["widths"])
+    assert federation.agree()
+
+
+def damage(order: Any) -> None:
+    log = bytearray(order["log"])
+    log[-1] ^= 1
+    order["log"] = bytes(log)
+
+
+def put_another_log(order: Any) -> None:
+    order["log"] = encode_log(400, [b"\x10"])
+
+
+def leave_out_the_log(order: Any) -> None:
+    order["log"] = encode_log(3, [])
+
+
+def put_foreign_entries(order: Any) -> None:
+    order["log"] = encode_log(2, [b"\x10"])
+
+
+def damage_digest(order: Any) -> None:
+    order["public"] = bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (damage, "checksum of the log is wrong"),
+        (put_another_log, "the log begins with round 400, and round 2 is held here"),
+        (leave_out_the_log, "the log begins with round 3, and round 2 is held here"),
+        (put_foreign_entries, "has digest"),
+        (damage_digest, "the server says 00000000000000000000000000000000"),
+    ],
+)
+def test_entries_that_are_not_in_order_are_refused_by_name(
+    tmp_path: Path, change: Callable[[Any], None], complaint: str
+) -> None:
+    clean = reference("qgd", 5, downlink=Exact()).parameters
+    federation = Federation(tmp_path, rounds=5, round_timeout=30.0)
+    changed: list[int] = []
+
+    def strike(node: int, message: Message) -> Message:
+        if round_of(message) == 3 and node == 18 and not changed:
+            changed.append(node)
+            change(message.content["order"])
+        return message
+
+    federation.grid.deliver = strike
+    assert np.array_equal(federation.run(), clean)  # nothing is lost
+    assert federation.incidents("lost") == [(3, 1)]
+    (incident,) = federation.rows()[2]["incidents"]
+    assert complaint in incident["text"]
+    assert federation.agree()
+
+
+def test_a_node_that_never_follows_costs_its_update_only(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=4, round_timeout=30.0)
+
+    def strike(node: int, message: Message) -> Message:
+        if round_of(message) and node == 18:
+            damage(message.content["order"])
+        return message
+
+    federation.grid.deliver = strike
+    federation.run()
+    assert [row["widths"][1] for row in federation.rows()] == [-1] * 4
+    assert all(row["stepped"] for row in federation.rows())
+    assert len(federation.incidents("lost")) == 3 * 4 - 1  # three orders a round; the first is new
+
+
+@pytest.mark.parametrize("downlink", LOGS)
+def test_a_server_back_from_an_older_time_costs_snapshots(tmp_path: Path, downlink: str) -> None:
+    federation = Federation(tmp_path, checkpoint_every=4, downlink=downlink, round_timeout=30.0)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(7)])
+    federation.run()
+    assert sorted(federation.incidents("lost")) == [(5, 0), (5, 1), (5, 2)]
+    assert all(width >= 0 for width in federation.rows()[4]["widths"])
+    assert federation.agree()
+
+
+@pytest.mark.parametrize("downlink", LOGS)
+def test_a_killed_server_goes_on_with_its_log(tmp_path: Path, downlink: str) -> None:
+    federation = Federation(
+        tmp_path, recipe="lean", downlink=downlink, optimizer="adam", alpha=0.01, round_timeout=30.0
+    )
+    for number in (3, 6):
+        with pytest.raises(Killed):
+            federation.run(loggers=[Killer(number)])
+    final = federation.run()
+    whole = Federation(
+        tmp_path / "whole", recipe="lean", downlink=downlink, optimizer="adam", alpha=0.01
+    )
+    assert np.array_equal(final, whole.run())
+    assert federation.total("lost") == federation.total("resyncs") == 0
+    assert federation.agree()
+
+
+def test_a_damaged_model_on_disk_is_not_used(tmp_path: Path) -> None:
+    clean = reference("qgd", 5, downlink=Exact()).parameters
+    federation = Federation(tmp_path, rounds=5, round_timeout=30.0)
+    done: list[int] = []
+
+    def rot(node: int, message: Message) -> Message:
+        if node == 18 and round_of(message) == 3 and not done:
+            done.append(node)
+            file = federation.state_of(1) / "state.json"
+            index = json.loads(file.read_text())
+            cell = index["public"]["arrays"]["parameters"]
+            cell["bytes"] = "0123" + cell["bytes"][4:]
+            file.write_text(json.dumps(index))
+        return message
+
+    federation.grid.deliver = rot
+    assert np.array_equal(federation.run(), clean)
+    assert federation.incidents("lost") == [(3, 1)]
+    assert federation.total("resyncs") == 0
+
+
+def test_another_downlink_does_not_go_on_in_the_same_directory(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=2)
+    federation.run()
+    federation.config["downlink"] = "full"
+    with pytest.raises(ConfigError, match="a run with downlink exact, and downlink is full"):
+        federation.run()
+
+
+def test_a_checkpoint_of_before_the_log_goes_on_with_whole_models(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, rounds=3, downlink="full")
+    federation.run()
+    file = tmp_path / "run" / "checkpoint.npz"
+    with np.load(file) as saved:
+        arrays = dict(saved)
+    for name in ("format", "held", "moved"):
+        del arrays[name]
+    terms = json.loads(str(arrays["terms"]))
+    del terms["downlink"]
+    arrays |= {"terms": np.array(json.dumps(terms)), "group": np.array(64)}
+    write_arrays(file, arrays)
+    federation.config |= {"rounds": 6, "downlink": "auto"}
+    with pytest.raises(ConfigError, match="a run with downlink full, and downlink is condensed"):
+        federation.run()
+    federation.config["downlink"] = "full"
+    assert np.array_equal(federation.run(), reference("qgd", 6).parameters)
+    assert federation.total("resyncs") == 0
+    write_arrays(file, arrays | {"format": np.array(99)})
+    with pytest.raises(RunError, match="has format 99; this version of aqg reads up to 2"):
+        federation.run()
+
+
+def test_a_checkpoint_whose_model_has_changed_is_noticed(tmp_path: Path) -> None:
+    Federation(tmp_path, rounds=2).run()
+    file = tmp_path / "run" / "checkpoint.npz"
+    with np.load(file) as saved:
+        arrays = dict(saved)
+    arrays["parameters"][3] += 1
+    write_arrays(file, arrays)
+    with pytest.raises(RunError, match="the model has changed"):
+        load_checkpoint(tmp_path / "run", make_recipe("qgd"), Exact())
+
+
+class Book:
+    """A server whose only sender is a stream of noise, and clients that read its log."""
+
+    def __init__(self, recipe: str, downlink: Downlink, optimizer: str = "sgd") -> None:
+        self.recipe, self.optimizer = make_recipe(recipe), make_optimizer(optimizer)
+        self.start = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
+        self.book = MirrorBook.first(self.recipe, self.start, np.ones(3), self.optimizer, downlink)
+        self.terms = Terms(self.recipe, self.optimizer, SIZE, "float32")
+        self.rng = np.random.default_rng(2)
+
+    @property
+    def publisher(self) -> Publisher:
+        assert self.book.publisher is not None
+        return self.book.publisher
+
+    @property
+    def public(self) -> Public:
+        return public_of(self.book.state.model)
+
+    def step(self) -> None:
+        """Take in one upload, or let a round pass without a step."""
+        if self.book.round % 50 == 7:
+            self.book.skip_step()
+            return
+        noise = self.rng.standard_normal(SIZE).astype(np.float32)
+        upload = quantized(self.recipe, noise)
+        self.book.state = hear(self.recipe, self.book.state, 0, upload)
+        self.book.step(0.1, 0.0, 1.0, self.optimizer)
+
+    def follow(self, client: int, held: Public | None, has_start: bool = True) -> Public:
+        parcel = self.book.parcel(client)
+        assert parcel is not None
+        public = follow(self.terms, parcel, held, lambda: self.start if has_start else None)
+        self.publisher.followed(client)
+        return public
+
+
+def quantized(recipe: Any, vector: np.ndarray) -> Any:
+    state = init_client(recipe, len(vector), vector.dtype)
+    return respond(recipe, state, vector, 0.0, (0, 0, 1), float("nan"))[1]
+
+
+@pytest.mark.parametrize(("recipe", "downlink"), [("laq", Exact()), ("stc", Condensed())])
+def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe: str, downlink: Downlink) -> None:
+    book = Book(recipe, downlink, "momentum")
+    held = [first_held(book.terms, lambda: book.start)] * 3
+    for pause in (1, 10, 1000):
+        for _ in range(pause):
+            held[0] = book.follow(0, held[0])
+            book.step()
+        parcel = book.book.parcel(1)
+        assert parcel is not None
+        held[1] = book.follow(1, held[1])
+        assert public_digest(held[1]) == public_digest(book.public)
+        size = len(parcel.snapshot) + len(parcel.log)
+        assert size < 4 * SIZE * (pause + 5)
+        if pause == 1:
+            assert not parcel.snapshot
+            assert log_rounds(parcel.log) == range(book.book.round - 1, book.book.round)
+        if pause == 1000:  # a thousand entries are longer than the model
+            assert parcel.snapshot
+            assert size < 20 * SIZE
+    state = book.publisher.state()
+    assert sum(map(len, state.entries)) <= 60 * SIZE, "the log outgrows a snapshot"
+    assert len(state.digests) == len(state.entries) + 1
+    assert np.array_equal(state.positions, [book.book.round - 1, book.book.round, 1])
+
+
+@pytest.mark.parametrize("downlink", [Exact(), Condensed()])
+@pytest.mark.parametrize("recipe", ["laq", "stc"])
+def test_entries_that_a_client_has_are_left_out_of_account(recipe: str, downlink: Downlink) -> None:
+    book = Book(recipe, downlink)
+    held = [first_held(book.terms, lambda: book.start)]
+    for _ in range(5):
+        book.step()
+        parcel = book.book.parcel(0)  # no reply arrives: the server thinks that it holds round 1
+        assert parcel is not None
+        assert log_rounds(parcel.log).start == 1
+        held.append(follow(book.terms, parcel, held[-1], lambda: None))
+    assert public_digest(held[-1]) == book.publisher.digest
+    old = Parcel(4, bytes(16), encode_log(1, book.publisher.state().entries[:3]))
+    with pytest.raises(LostError, match="round 6 is held here, which is later than round 4"):
+        follow(book.terms, old, held[-1], lambda: None)
+    with pytest.raises(WireError, match="the log has rounds 1 to 5, not 7"):
+        log_since(parcel.log, 7)
+
+
+def test_only_what_has_the_digest_of_its_round_gets_entries() -> None:
+    book = Book("laq", Exact())
+    first = first_held(book.terms, lambda: book.start)
+    assert first is not None
+    for _ in range(4):
+        book.step()
+    held = book.follow(1, first)
+    for _ in range(3):
+        book.step()
+    old = holding_of(book.terms, held, lambda: book.start)
+    book.publisher.positions[1] = book.book.round
+    book.publisher.lost(1, old)  # a restored backup
+    assert book.publisher.positions[1] == old.round
+    book.publisher.lost(1, old)  # it was sent entries from there, and they were no help
+    assert book.publisher.positions[1] == 0
+    other = held._replace(parameters=held.parameters + 1)
+    book.publisher.lost(1, holding_of(book.terms, other, lambda: book.start))
+    assert book.publisher.positions[1] == 0
+    relative = book.book.parcel(1)
+    book.publisher.lost(1, holding_of(book.terms, None, lambda: None))
+    absolute = book.book.parcel(1)
+    assert relative is not None
+    assert absolute is not None
+    assert (relative.snapshot[1], absolute.snapshot[1]) == (1, 0)
+    for parcel in (relative, absolute):
+        public = follow(book.terms, parcel, None, lambda: book.start)
+        assert public_digest(public) == book.publisher.digest
+
+
+def test_the_log_comes_back_from_arrays() -> None:
+    book = Book("laq", Exact())
+    for _ in range(3):
+        book.step()
+    state = book.publisher.state()
+    again = LogState.from_arrays(state.to_arrays())
+    assert again[:5] == state[:5]
+    assert again.positions.tolist() == state.positions.tolist()
+    arrays = state.to_arrays()
+    arrays["log_digests"] = arrays["log_digests"][:16]
+    with pytest.raises(RunError, match="digests for 3 entries"):
+        LogState.from_arrays(arrays)
+
+
+@pytest.mark.parametrize(("recipe", "most_bytes"), [("auto", 5_000), ("lean", 5.1 * 50_000)])
+def test_the_server_holds_no_more_of_a_client_than_it_needs(recipe: str, most_bytes: float) -> None:
+    num_params, num_clients = 50_000, 40
+    chosen = make_recipe(recipe)
+    start = np.zeros(num_params, np.float32)
+    book = MirrorBook.first(chosen, start, np.ones(num_clients), make_optimizer("sgd"), Condensed())
+    before = 0
+    tracemalloc.start()
+    try:
+        for client in range(num_clients):
+            if client == 10:
+                before = tracemalloc.get_traced_memory()[0]
+            noise = np.random.default_rng(client).standard_normal(num_params).astype(np.float32)
+            message = quantized(chosen, noise)
+            book.state = hear(chosen, book.state, client, message)
+            del noise, message
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown / (num_clients - 10) <= most_bytes
