@@ -35,8 +35,8 @@ from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deployment import Deployment, DeploymentOptions
-from aqg.flower.messages import Order
-from aqg.flower.protocol import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.protocol.messages import Order
+from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
 if TYPE_CHECKING:

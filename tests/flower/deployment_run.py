@@ -12,8 +12,8 @@ import numpy as np
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
 from aqg.flower.checkpoint import load_checkpoint
-from aqg.flower.store import ClientStore, DirectoryVault
 from aqg.protocol.digests import public_digest
+from aqg.protocol.store import ClientStore, DirectoryVault
 from aqg.sim.record import DROPPED
 
 if TYPE_CHECKING:

@@ -19,8 +19,16 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
-from aqg.flower.messages import MAX_FAULT_LENGTH
-from aqg.flower.protocol import (
+from aqg.flower.statistics import (
+    ClientStatistics,
+    Keeper,
+    check_agreement,
+    max_statistics_bytes,
+)
+from aqg.flower.store import ContextVault
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.protocol.messages import MAX_FAULT_LENGTH
+from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
     ClientMirror,
     answer,
@@ -29,14 +37,7 @@ from aqg.flower.protocol import (
     lost_reply,
     stale_reply,
 )
-from aqg.flower.statistics import (
-    ClientStatistics,
-    Keeper,
-    check_agreement,
-    max_statistics_bytes,
-)
-from aqg.flower.store import ClientStore, ContextVault, DirectoryVault, forget_old_runs
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +47,10 @@ if TYPE_CHECKING:
     from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.messages import Order, Reply
-    from aqg.flower.protocol import Base
     from aqg.flower.task import FlowerTask
     from aqg.protocol.follower import Holding, Parcel, Start
+    from aqg.protocol.messages import Order, Reply
+    from aqg.protocol.mirrors import Base
 
 _logger = logging.getLogger("flwr.aqg")
 

@@ -24,13 +24,13 @@ from aqg.flower.coordinator import Coordinator
 from aqg.flower.exchange import Exchange
 from aqg.flower.loggers import RunDirectory, RunLogger, TensorBoard, config_of
 from aqg.flower.presence import Presence
-from aqg.flower.protocol import MirrorBook, fingerprint
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.metrics import METRICS
+from aqg.protocol.mirrors import MirrorBook, fingerprint
 from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.models import ModelFiles
 from aqg.runs.summary import summarize
