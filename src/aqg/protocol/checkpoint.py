@@ -67,9 +67,12 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, downlink: Downlink, directory: Path
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, downlink: Downlink, directory: Path | None
 ) -> MirrorBook:
-    """Return the book that `book_to_arrays` wrote; ``directory`` has the starting model."""
+    """Return the book that `book_to_arrays` wrote.
+
+    ``directory`` has the starting model; None where no client has it.
+    """
     entries = [
         Entry(
             Stamp(int(epoch), int(uploads), digest.tobytes()),
@@ -98,8 +101,9 @@ def book_from_arrays(
         )
         peers = peers.replaced(client, Peer(link))
     publisher = None
+    start = None if directory is None else _load_start(directory)
     if model.downlink is not None:
-        publisher = Publisher(_load_start(directory), LogState.from_arrays(arrays))
+        publisher = Publisher(start, LogState.from_arrays(arrays))
     state = ServerState(model, peers)
     return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher)
 

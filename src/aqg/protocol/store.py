@@ -132,8 +132,20 @@ class ClientStore:
         }
         self._index = {**self._index, "public": row}
 
-    def save(self, mirror: ClientMirror | None = None) -> None:
-        """Commit the memory, whole or not at all; without a mirror, that of before stays."""
+    def last_reply(self) -> bytes:
+        """Return the reply that was saved with the mirror; empty where there is none."""
+        row = self._index["reply"]
+        try:
+            return b"" if row is None else self._read_array(row["arrays"]["bytes"]).tobytes()
+        except _UNREADABLE as error:
+            _logger.warning("the client's last reply cannot be used: %r", error)
+            return b""
+
+    def save(self, mirror: ClientMirror | None = None, reply: bytes = b"") -> None:
+        """Commit the memory, whole or not at all; without a mirror, that of before stays.
+
+        The reply is kept to be sent again, should its order come again.
+        """
         if mirror is not None:
             before = None if mirror.before is None else self._write(mirror.before)
             self._index = {
@@ -141,7 +153,11 @@ class ClientStore:
                 "answered": list(mirror.answered),
                 "current": self._write(mirror.current),
                 "before": before,
+                "reply": None,
             }
+        if reply:
+            cell = self._write_array(np.frombuffer(reply, np.uint8))
+            self._index = {**self._index, "reply": {"arrays": {"bytes": cell}}}
         self._vault.write_index(json.dumps(self._index))
         used = _numbers_in(self._index)
         self._stored = {number: ref for number, ref in self._stored.items() if number in used}
@@ -154,6 +170,7 @@ class ClientStore:
             "current": None,
             "before": None,
             "public": None,
+            "reply": None,
         }
         try:
             text = self._vault.read_index()
@@ -164,7 +181,7 @@ class ClientStore:
                 return empty
             incarnation, round_number = index["answered"]
             numbers = [int(incarnation), int(round_number)]
-            known = {name: index.get(name) for name in ("current", "before", "public")}
+            known = {name: index.get(name) for name in _ROWS}
             index = {"key": self._key, "answered": numbers, **known}
             _numbers_in(index)
             return index
@@ -217,6 +234,7 @@ class ClientStore:
         return {"number": number}
 
 
+_ROWS = ("current", "before", "public", "reply")
 _PUBLIC = ("parameters", "total", "direction", "momentum", "variance")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -227,7 +245,7 @@ def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
 
 def _numbers_in(index: dict[str, Any]) -> set[int]:
     """Return the numbers of all vectors that an index names."""
-    rows = [index[name] for name in ("current", "before", "public") if index[name] is not None]
+    rows = [index[name] for name in _ROWS if index[name] is not None]
     cells = [cell for row in rows for cell in row["arrays"].values()]
     return {int(cell["number"]) for cell in cells if "number" in cell}
 
@@ -271,6 +289,36 @@ class DirectoryVault:
             found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
             if found and int(found[1]) not in numbers:
                 file.unlink(missing_ok=True)
+
+
+class MemoryVault:
+    """A memory that ends with the process."""
+
+    def __init__(self) -> None:
+        self._index: str | None = None
+        self._vectors: dict[int, Vector] = {}
+
+    def read_index(self) -> str | None:
+        """Return the index."""
+        return self._index
+
+    def write_index(self, text: str) -> None:
+        """Replace the index."""
+        self._index = text
+
+    def read_vector(self, number: int) -> Vector:
+        """Return a vector."""
+        if number not in self._vectors:
+            raise RunError(f"there is no vector {number}")
+        return self._vectors[number]
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Keep a copy of a vector."""
+        self._vectors[number] = vector.copy()
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Forget other vectors."""
+        self._vectors = {n: v for n, v in self._vectors.items() if n in numbers}
 
 
 def forget_old_runs(directory: Path, days: float) -> None:
