@@ -19,24 +19,23 @@ if TYPE_CHECKING:
 class ContextVault:
     """The state of a Flower context: in memory, for as long as node and run live."""
 
-    _INDEX = "aqg-index"
-    _PREFIX = "aqg-vector-"
-
-    def __init__(self, records: RecordDict) -> None:
+    def __init__(self, records: RecordDict, prefix: str = "aqg") -> None:
         self._records = records
+        self._index_name = f"{prefix}-index"
+        self._prefix = f"{prefix}-vector-"
 
     def read_index(self) -> str | None:
         """Return the text in the index record."""
-        record = self._records.get(self._INDEX)
+        record = self._records.get(self._index_name)
         return str(record["json"]) if isinstance(record, ConfigRecord) else None
 
     def write_index(self, text: str) -> None:
         """Replace the index record."""
-        self._records[self._INDEX] = ConfigRecord({"json": text})
+        self._records[self._index_name] = ConfigRecord({"json": text})
 
     def read_vector(self, number: int) -> Vector:
         """Return the array of one record."""
-        record = self._records.get(f"{self._PREFIX}{number}")
+        record = self._records.get(f"{self._prefix}{number}")
         if not isinstance(record, ArrayRecord):
             raise RunError(f"the context has no vector {number}")
         return record["vector"].numpy()
@@ -44,11 +43,11 @@ class ContextVault:
     def write_vector(self, number: int, vector: Vector) -> None:
         """Add a record with one array."""
         array = Array(np.ascontiguousarray(vector))
-        self._records[f"{self._PREFIX}{number}"] = ArrayRecord({"vector": array})
+        self._records[f"{self._prefix}{number}"] = ArrayRecord({"vector": array})
 
     def keep_only(self, numbers: set[int]) -> None:
         """Delete the records of other numbers."""
-        kept = {f"{self._PREFIX}{number}" for number in numbers}
+        kept = {f"{self._prefix}{number}" for number in numbers}
         for name in list(self._records):
-            if name.startswith(self._PREFIX) and name not in kept:
+            if name.startswith(self._prefix) and name not in kept:
                 del self._records[name]

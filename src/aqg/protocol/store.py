@@ -60,6 +60,62 @@ class Vault(Protocol):
         """Drop all other vectors."""
 
 
+class ArrayStore:
+    """Reads and writes arrays in a vault, each once, beside the index that names them.
+
+    Args:
+        vault: where they lie.
+
+    """
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+        self._stored: dict[int, weakref.ref[Vector]] = {}
+        self._last = 0
+
+    def read(self, cell: dict[str, Any]) -> Vector:
+        """Return the array of a cell of the index."""
+        if "number" in cell:
+            number = int(cell["number"])
+            vector = self._vault.read_vector(number)
+            self.remember(cell, vector)
+            return vector
+        if "zeros" in cell:
+            return np.zeros(cell["zeros"], np.dtype(cell["dtype"]))
+        data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
+        return data.reshape(cell["shape"])
+
+    def remember(self, cell: dict[str, Any], array: Vector) -> None:
+        """Take note that an array is the one of a cell, and need not be written again."""
+        if "number" in cell:
+            number = int(cell["number"])
+            self._last = max(self._last, number)
+            self._stored[number] = weakref.ref(array)
+
+    def reserve(self, numbers: set[int]) -> None:
+        """Take note of numbers that are in use."""
+        self._last = max({self._last, *numbers})
+
+    def write(self, array: Vector) -> dict[str, Any]:
+        """Write an array, unless it is there already, and return its cell."""
+        if array.nbytes <= _INLINE_BYTES:
+            return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
+        number = next((n for n, vector in self._stored.items() if vector() is array), None)
+        if number is None:
+            if is_zero(array):
+                return {"dtype": array.dtype.str, "zeros": array.shape}
+            self._last = number = self._last + 1
+            self._vault.write_vector(number, array)
+            self._stored[number] = weakref.ref(array)
+        return {"number": number}
+
+    def commit(self, index: str, numbers: set[int]) -> None:
+        """Replace the index, and drop all arrays that it does not name."""
+        self._vault.write_index(index)
+        self._stored = {number: ref for number, ref in self._stored.items() if number in numbers}
+        self._vault.keep_only(numbers)
+
+
 class ClientStore:
     """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
 
@@ -75,8 +131,9 @@ class ClientStore:
     def __init__(self, vault: Vault, key: str) -> None:
         self._vault = vault
         self._key = key
-        self._stored: dict[int, weakref.ref[Vector]] = {}
+        self._arrays = ArrayStore(vault)
         self._index: dict[str, Any] = self._read_index()
+        self._arrays.reserve(_numbers_in(self._index))
 
     @property
     def answered(self) -> tuple[int, int]:
@@ -104,9 +161,7 @@ class ClientStore:
         if row is None:
             return None
         try:
-            arrays = {name: self._read_array(row["arrays"][name]) for name in _PUBLIC}
-            for name, array in arrays.items():
-                self._remember(row["arrays"][name], array)
+            arrays = {name: self._arrays.read(row["arrays"][name]) for name in _PUBLIC}
             return Public(
                 round=int(row["round"]),
                 parameters=arrays["parameters"],
@@ -128,7 +183,7 @@ class ClientStore:
             "round": public.round,
             "history": list(public.history),
             "rates": None if public.rates is None else list(public.rates),
-            "arrays": {name: self._write_array(array) for name, array in vectors.items()},
+            "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
         }
         self._index = {**self._index, "public": row}
 
@@ -136,7 +191,7 @@ class ClientStore:
         """Return the reply that was saved with the mirror; empty where there is none."""
         row = self._index["reply"]
         try:
-            return b"" if row is None else self._read_array(row["arrays"]["bytes"]).tobytes()
+            return b"" if row is None else self._arrays.read(row["arrays"]["bytes"]).tobytes()
         except _UNREADABLE as error:
             _logger.warning("the client's last reply cannot be used: %r", error)
             return b""
@@ -156,12 +211,9 @@ class ClientStore:
                 "reply": None,
             }
         if reply:
-            cell = self._write_array(np.frombuffer(reply, np.uint8))
+            cell = self._arrays.write(np.frombuffer(reply, np.uint8))
             self._index = {**self._index, "reply": {"arrays": {"bytes": cell}}}
-        self._vault.write_index(json.dumps(self._index))
-        used = _numbers_in(self._index)
-        self._stored = {number: ref for number, ref in self._stored.items() if number in used}
-        self._vault.keep_only(used)
+        self._arrays.commit(json.dumps(self._index), _numbers_in(self._index))
 
     def _read_index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -190,48 +242,24 @@ class ClientStore:
             return empty
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
-        arrays = {name: self._read_array(cell) for name, cell in row["arrays"].items()}
+        arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}
         state = clients_from_arrays(arrays)
         stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
         snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
         for name, array in _arrays_of(snapshot).items():
-            self._remember(row["arrays"][name], array)
+            self._arrays.remember(row["arrays"][name], array)
         return snapshot
-
-    def _remember(self, cell: dict[str, Any], array: Vector) -> None:
-        if "number" in cell:
-            self._stored.setdefault(int(cell["number"]), weakref.ref(array))
-
-    def _read_array(self, cell: dict[str, Any]) -> Vector:
-        if "number" in cell:
-            return self._vault.read_vector(int(cell["number"]))
-        if "zeros" in cell:
-            return np.zeros(cell["zeros"], np.dtype(cell["dtype"]))
-        data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
-        return data.reshape(cell["shape"])
 
     def _write(self, snapshot: Snapshot) -> dict[str, Any]:
         return {
             "arrays": {
-                name: self._write_array(array) for name, array in _arrays_of(snapshot).items()
+                name: self._arrays.write(array) for name, array in _arrays_of(snapshot).items()
             },
             "lineage": snapshot.lineage.hex(),
             "epoch": snapshot.stamp.epoch,
             "uploads": snapshot.stamp.uploads,
             "digest": snapshot.stamp.digest.hex(),
         }
-
-    def _write_array(self, array: Vector) -> dict[str, Any]:
-        if array.nbytes <= _INLINE_BYTES:
-            return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
-        number = next((n for n, vector in self._stored.items() if vector() is array), None)
-        if number is None:
-            if is_zero(array):
-                return {"dtype": array.dtype.str, "zeros": array.shape}
-            number = max({0, *self._stored, *_numbers_in(self._index)}) + 1
-            self._vault.write_vector(number, array)
-            self._stored[number] = weakref.ref(array)
-        return {"number": number}
 
 
 _ROWS = ("current", "before", "public", "reply")
