@@ -195,7 +195,7 @@ def test_clipping_on_clients(kind):
 
 def test_noisy_training():
     """Sparse replies, and what the public copy lacks of the model is not lost."""
-    wrapped = Compressed(FedAvg(**everyone()))
+    wrapped = Compressed(FedAvg(**everyone()), recipe="auto")
     results = [
         run(strategy, make_grid(app), rounds=40, train_config=ConfigRecord({"lr": 0.1}))
         for strategy, app in (

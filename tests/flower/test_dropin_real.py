@@ -50,11 +50,14 @@ def test_every_strategy_in_flowers_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux does")
 def test_fedavg_and_fedadam_on_real_processes(tmp_path: Path) -> None:
-    with Deployment(tmp_path / "deployment", DeploymentOptions()) as deployment:
+    with Deployment(
+        tmp_path / "deployment",
+        DeploymentOptions(preload=("aqg.flower.dropin.strategy", "aqg.flower.dropin.mod")),
+    ) as deployment:
         deployment.start()
         for strategy, bound in (("FedAvg", 0.3), ("FedAdam", 2.5)):
             before = [deployment.traffic(node) for node in range(3)]
-            run = deployment.run(APP, {"strategy": strategy, "rounds": 4, "num-clients": 3})
+            run = deployment.run(APP, {"strategy": strategy, "rounds": 3, "num-clients": 3})
             assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
             log = deployment.processes.read_log("superlink-worker")
             found = re.findall(rf"{strategy}: distance ([\d.]+), refused (\d+), up (\d+)", log)

@@ -72,7 +72,7 @@ class Settings:
 
     """
 
-    recipe: str = "auto"
+    recipe: str = "lean"
     bits: int = 4
     max_staleness: int = 100
     seed: int = 0

@@ -52,8 +52,9 @@ _logger = logging.getLogger("flwr.aqg")
 
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
-MESSAGE_BYTES = 5_000
-"""What Flower adds to a reply of one record: ``benchmarks/dropin.py line``."""
+MESSAGE_BYTES = 16_000
+"""Sparse replies hold a coordinate for every four of these bytes: about what Flower adds to an
+order and its reply, whose few coordinates would save nothing."""
 
 
 class _LostError(Exception):

@@ -1,8 +1,7 @@
 """The server's line: ``strategy = Compressed(FedAvg(...))``.
 
 The strategy inside works on a grid that compresses; it is not changed, and need not be one of
-Flower's. Sparse replies suit strategies that average them. A median, or a choice among replies,
-needs replies that are each near the client's model: those strategies get another recipe.
+Flower's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import strategy as strategies
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from aqg.core.downlink import Condensed, make_downlink
 from aqg.core.recipes import make_recipe
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-AUTO = "auto"
-_FAITHFUL = "lean"
-"""The recipe for strategies that look at single replies."""
 _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
@@ -45,8 +41,9 @@ class Compressed(Strategy):
 
     Args:
         strategy: does what it always does.
-        recipe: the compressor, see ``aqg recipes``. By default ``auto`` for strategies that average
-            replies as FedAvg does, and ``lean`` for all others.
+        recipe: the compressor, see ``aqg recipes``. With ``lean`` every reply is near the client's
+            model, as strategies expect that look at single replies. Recipes with error feedback,
+            such as ``auto`` on noisy updates, suit strategies that average replies.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many silent rounds a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
@@ -61,7 +58,7 @@ class Compressed(Strategy):
         self,
         strategy: Strategy,
         *,
-        recipe: str | None = None,
+        recipe: str = "lean",
         bits: int = 4,
         max_staleness: int = 100,
         include: str | Sequence[str] = (),
@@ -72,13 +69,12 @@ class Compressed(Strategy):
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"strategy is a {type(strategy).__name__}; it must be a Strategy")
         self.strategy = strategy
-        chosen = default_recipe(strategy) if recipe is None else recipe
-        make_recipe(chosen, bits, max_staleness)
+        make_recipe(recipe, bits, max_staleness)
         condensed = make_downlink(downlink)
         if not isinstance(condensed, Condensed):
             raise ConfigError(f"downlink is {downlink!r}; here it is 'condensed', with options")
         self.settings = Settings(
-            recipe=chosen,
+            recipe=recipe,
             bits=bits,
             max_staleness=max_staleness,
             seed=seed,
@@ -143,20 +139,6 @@ class Compressed(Strategy):
         if not isinstance(self.strategy, _CLIENTS_CLIP):
             return None
         return float(self.strategy.clipping_norm)
-
-
-def default_recipe(strategy: Strategy) -> str:
-    """Return the recipe that suits a strategy.
-
-    >>> default_recipe(FedAvg()), default_recipe(strategies.FedMedian())
-    ('auto', 'lean')
-    """
-    averages = isinstance(strategy, FedAvg) and type(strategy).aggregate_train in _AVERAGES
-    return AUTO if averages else _FAITHFUL
-
-
-_AVERAGES = (FedAvg.aggregate_train, strategies.FedAvgM.aggregate_train)
-"""What turns replies into their average, and nothing else."""
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
