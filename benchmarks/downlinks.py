@@ -1,13 +1,14 @@
 """What each downlink costs until the target, in both directions.
 
     python benchmarks/downlinks.py [--tasks local-iid,…] [--seeds 3] [--clients M]
-                                   [--participation P] [--out FILE] [RECIPE] [DOWNLINK …]
+                                   [--participation P] [--rounds R] [--out FILE]
+                                   [RECIPE] [DOWNLINK …]
 
 trains the tasks of ``aqg compare`` until their target is reached and held, and writes a line per
 run: rounds, bytes sent, bytes received by all clients that ever took part, and both. The step is
 the one that a search found for the recipe ``auto`` with whole models. With ``--clients``, tasks get
 another number of clients, and a step size to match; with ``--participation`` another share of them
-is asked in a round. Lines that are in FILE already are not run
+is asked in a round; ``--rounds`` is when to give up. Lines that are in FILE already are not run
 again. At the end it prints medians of the seeds.
 """
 
@@ -105,12 +106,13 @@ def train(task: Task, data_dir: Path | None, recipe: str, downlink: str, seed: i
     }
 
 
-def resized(task: Task, num_clients: int | None, participation: float | None) -> Task:
+def resized(
+    task: Task, num_clients: int | None, participation: float | None, rounds: int | None
+) -> Task:
     """Return the task with another number of clients, and the step size that goes with it."""
-    config = task.config
-    if participation is not None:
-        config = replace(config, participation=participation)
-        task = replace(task, config=config)
+    chosen = {"participation": participation, "rounds": rounds}
+    config = replace(task.config, **{k: v for k, v in chosen.items() if v is not None})
+    task = replace(task, config=config)
     if num_clients is None or num_clients == config.clients:
         return task
     alpha = config.alpha * config.clients / num_clients
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--clients", type=int)
     parser.add_argument("--participation", type=float)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("downlinks.csv"))
     options = parser.parse_args()
@@ -163,7 +166,7 @@ def main() -> None:
         if not rows:
             writer.writeheader()
         for name in options.tasks.split(","):
-            task = resized(TASKS[name], options.clients, options.participation)
+            task = resized(TASKS[name], options.clients, options.participation, options.rounds)
             for seed in range(options.seeds):
                 for downlink in options.downlinks:
                     key = (name, str(task.config.clients), options.recipe, downlink, str(seed))
