@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

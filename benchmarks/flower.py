@@ -2,7 +2,7 @@
 
 python benchmarks/flower.py latency          # stock Flower, a persistent worker, shorter waits
 python benchmarks/flower.py bytes            # frames, connections and the loopback interface
-python benchmarks/flower.py example          # examples/flower-pytorch, before and with our own server
+python benchmarks/flower.py example          # examples/flower-pytorch, before, and our own server
 python benchmarks/flower.py large            # an upload of 100 million parameters
 python benchmarks/flower.py memory           # what the server holds per client
 
@@ -34,7 +34,7 @@ from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
-from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
@@ -42,7 +42,7 @@ from aqg.runs.table import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aqg.flower.deployment import ConfigValue
+    from aqg.flower.deploy.deployment import ConfigValue
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower-pytorch"
 LARGE_APP = Path(__file__).parent / "flower_large"

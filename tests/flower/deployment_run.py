@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aqg.flower.checkpoint import Checkpoint
-    from aqg.flower.deployment import ConfigValue, Deployment
+    from aqg.flower.deploy.deployment import ConfigValue, Deployment
 
 FAULTY_APP = Path(__file__).parent / "faulty_app"
 

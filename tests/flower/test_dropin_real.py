@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 
 from tests.flower.deployment_run import PATIENCE_SECONDS
 

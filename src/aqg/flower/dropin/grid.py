@@ -30,8 +30,8 @@ from aqg.flower.dropin.envelope import (
     unpack,
 )
 from aqg.flower.dropin.tensors import Schema
+from aqg.flower.private import answer_to, bounded_pulls, name_message
 from aqg.flower.records import plain
-from aqg.flower.tuning import bounded_pulls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -155,7 +155,7 @@ class CompressedGrid(Grid):
         for message, own, phase in zip(sent, messages, phases, strict=True):
             identifier = message.metadata.message_id
             if phase is not None and identifier in taken:
-                own.metadata.__dict__["_message_id"] = identifier
+                name_message(own, identifier)
                 self._open[identifier] = _Sent(own, phase, identifier)
         return identifiers
 
@@ -359,7 +359,7 @@ def _is_equal(one: ArrayRecord, other: ArrayRecord) -> bool:
 def _replaced(sent: _Sent, reply: Message) -> Message:
     """Return a reply that answers the strategy's message, even if it had to be sent again."""
     if reply.metadata.reply_to_message_id != sent.identifier:
-        reply.metadata.__dict__["_reply_to_message_id"] = sent.identifier
+        answer_to(reply, sent.identifier)
     return reply
 
 
