@@ -1,10 +1,12 @@
 """What the two lines cost and save on a Flower app.
 
-python benchmarks/dropin.py example --runs 5     # flower-pytorch and flower-lora, before and after
+python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lora, before and after
+python benchmarks/dropin.py example              # the same, with the bytes on the line
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
 
-All of it runs on this machine, over real connections between real processes.
+All of it runs on this machine, over real connections between real processes; ``accuracy`` runs the
+apps' own handlers and strategy in one process, with messages that are serialized as Flower does.
 """
 
 from __future__ import annotations
@@ -33,15 +35,19 @@ PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.dropin.strategy", "aqg.flowe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("example", "line", "overhead"))
+    parser.add_argument("what", choices=("accuracy", "example", "line", "overhead"))
     parser.add_argument("--example", choices=EXAMPLES, action="append")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--recipe", default="lean", help="of accuracy")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     options = parser.parse_args()
-    {"example": measure_examples, "line": measure_line, "overhead": measure_overhead}[options.what](
-        options
-    )
+    {
+        "accuracy": measure_accuracy,
+        "example": measure_examples,
+        "line": measure_line,
+        "overhead": measure_overhead,
+    }[options.what](options)
 
 
 @contextmanager
@@ -105,6 +111,81 @@ def handed_bytes(log: str) -> np.ndarray:
     sizes = re.findall(r"ArrayRecord \(([\d.]+) MB\)", log)
     rounds = len(re.findall(r"\[ROUND", log))
     return np.array([3 * rounds * float(sizes[0]) * 2**20] * 2)
+
+
+# Accuracy
+
+
+def measure_accuracy(options: argparse.Namespace) -> None:
+    import sys
+
+    logging.disable(logging.CRITICAL)
+    names = {"flower-pytorch": "digits", "flower-lora": "adapters"}
+    print(f"{options.rounds} rounds, 3 nodes; bytes per node and round, the first model included\n")
+    print("| app | accuracy, last 5 rounds, each run | mean | handed up | handed down |")
+    print("|---|---|---|---|---|", flush=True)
+    for example in options.example or EXAMPLES:
+        for half in ("before", "after"):
+            for name in [name for name in sys.modules if name.startswith(names[example])]:
+                del sys.modules[name]
+            sys.path.insert(0, str(ROOT / "examples" / example / half))
+            results = [run_in_process(names[example], s, options) for s in range(options.runs)]
+            sys.path.pop(0)
+            accuracies = [accuracy for accuracy, _ in results]
+            up, down = np.mean([moved for _, moved in results], axis=0) / 3 / options.rounds
+            shown = ", ".join(f"{100 * a:.2f}" for a in accuracies)
+            cells = f"{up / 1000:,.1f} kB | {down / 1000:,.1f} kB"
+            mean = 100 * np.mean(accuracies)
+            print(f"| {example}, {half} | {shown} | {mean:.2f} % | {cells} |", flush=True)
+
+
+def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tuple[float, Any]:
+    """Run an app's own handlers and strategy; return accuracy and the bytes handed to Flower."""
+    import contextlib
+    import io
+    from importlib import import_module
+
+    import torch
+    from flwr.app import Context, RecordDict
+
+    from aqg.flower.dropin import strategy
+    from aqg.flower.dropin.envelope import num_bytes
+
+    from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
+
+    torch.set_num_threads(1)
+    client, server = (import_module(f"{package}.{side}_app") for side in ("client", "server"))
+    if hasattr(server, "Compressed"):
+        recipe = options.recipe
+        server.Compressed = lambda inner: strategy.Compressed(inner, recipe=recipe)
+    rates = {"digits": 0.05, "adapters": 0.2}
+    config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
+    config["learning-rate"] = rates[package]
+    moved = np.zeros(2)
+
+    def count(way: int) -> Any:
+        def counted(_node: int, message: Any) -> Any:
+            if not moved.any():  # the apps seed their first model; samples come in another order
+                torch.manual_seed(1000 + seed)
+            if message.has_content():
+                moved[way] += num_bytes(message.content)
+            return message
+
+        return counted
+
+    class Grid(MemoryGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:  # noqa: ARG002
+            return self.pull_messages(set(self.push_messages(messages)))
+
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["AQG_STATE_DIR"] = directory
+        nodes = {100 + m: {"partition-id": m, "num-partitions": 3} for m in range(3)}
+        grid = Grid(client.app, nodes, config, deliver=count(1), answer=count(0))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            server.app(grid, Context(7, SUPERLINK_NODE, {}, RecordDict(), config))
+    found = [float(x) for x in re.findall(r"accuracy ([\d.]+)", printed.getvalue())]
+    return float(np.mean(found[-5:])), moved
 
 
 # Bytes on the line
@@ -212,6 +293,16 @@ def measure_overhead(options: argparse.Namespace) -> None:
     print(f"{options.parameters:,} parameters, 3 nodes, medians of rounds 3 to 8:")
     print(f"mod {np.median(spent['mod'][6:]):.3f} s per node")
     print(f"wrapper {np.median(trained[2:]):.3f} s per round")
+    # The whole round, on real processes: as Flower does it, and with a worker and shorter waits.
+    app = ROOT / "tests" / "flower" / "dropin_app"
+    for label, way in (("stock Flower", {"worker": False, "quick": False}), ("quick", {})):
+        with deployed(**way) as deployment:
+            for compressed in (False, True):
+                config = {"rounds": 5, "num-clients": 3, "size": options.parameters}
+                log = run(deployment, app, {**config, "compressed": compressed})
+                times = [float(found) for found in re.findall(r"round \d+ at ([\d.]+)", log)]
+                seconds = np.median(np.diff(times)[1:])
+                print(f"{label}, compressed {compressed}: {seconds:.2f} s per round", flush=True)
 
 
 if __name__ == "__main__":

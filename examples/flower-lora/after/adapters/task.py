@@ -34,8 +34,9 @@ def make_model() -> nn.Module:
         nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )
     base.load_state_dict(trained_base())
-    torch.manual_seed(1)
-    return nn.Sequential(*(LoRA(m) if isinstance(m, nn.Linear) else m for m in base))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(*(LoRA(m) if isinstance(m, nn.Linear) else m for m in base))
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
