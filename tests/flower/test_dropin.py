@@ -406,6 +406,43 @@ def test_bad_replies_are_refused_by_name(change, text, caplog):
     assert distance(result.arrays) < 0.1
 
 
+def test_hostile_envelopes_do_not_end_the_run():
+    """Whatever is in an envelope with a right checksum, its node is refused and others go on."""
+    import zlib
+
+    from aqg.wire.varint import write_varint
+
+    heads = [
+        b'["1",[["arrays","f"]]]',
+        b'["1",[["arrays","a"]]]',
+        b'["1",[["arrays","x"],["arrays","x"]]]',
+        b'["1",[["metrics","m",{"num-examples":null}]]]',
+        b'["1",[["metrics","m",{"num-examples":{"bytes":"!"}}]]]',
+        b'["1",[["other","a"]]]',
+        b'["1",' + b"[" * 100_000 + b"]" * 100_000 + b"]",
+        b"[1,[[]]]",
+        b"{}",
+        b"\xff\xfe",
+    ]
+
+    def hostile(head):
+        body = b"\xa1" + write_varint(len(head)) + head + write_varint(3) + b"abc"
+        return body + zlib.crc32(body).to_bytes(4, "little")
+
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
+    grid = make_grid()
+    left = list(heads)
+
+    def answer(node, reply):
+        is_due = node == 101 and grid.rounds[node] > 1 and left
+        return with_envelope(reply, hostile(left.pop())) if is_due else reply
+
+    grid.answer = answer
+    result = run(strategy, grid, rounds=len(heads) + 8)
+    assert strategy.counts.refused == {101: len(heads)}
+    assert distance(result.arrays) < 0.2
+
+
 def test_a_node_without_the_mod(caplog):
     """It is told from the others by name, and training goes on without it."""
     plain_app, app = make_app([]), make_app([aqg_mod])

@@ -145,7 +145,7 @@ def _read_head(head: bytes) -> Envelope:
             if not is_right or kind not in (*_SMALL, COMPRESSED, FULL, BESIDE):
                 raise ValueError(f"record {name!r}")
             records.append((name, kind, content))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"the head of the envelope cannot be read: {error}") from None
     return Envelope(records, [], str(version))
 

@@ -288,6 +288,9 @@ class CompressedGrid(Grid):
             return self._send_again(sent, str(error))
         except AqgError as error:
             return self._refused(sent, plain(str(error), _LONGEST))
+        except Exception as error:  # whatever a node sends, the run goes on
+            reason = f"its reply cannot be read: {type(error).__name__}: {error}"
+            return self._refused(sent, plain(reason, _LONGEST))
         self._speakers.add(node)
         traffic.plain_up += num_bytes(content)
         reply.content = content
@@ -306,6 +309,8 @@ class CompressedGrid(Grid):
                 if not isinstance(record, ArrayRecord):
                     raise MessageError(f"its reply has no arrays {name!r}, which it announces")
                 records[name] = record
+            elif kind == FULL:
+                raise MessageError(f"it sent an order for {name!r}")
             else:
                 records[name] = envelope.small(kind, values)
         for name, phase in sent.phases.items():

@@ -52,7 +52,8 @@ class Memory:
     def copies(self, run: str) -> CopyStore:
         """Return the place for the public copy of a model."""
         if self._directory is not None and not (self._directory / run).exists():
-            forget_old_runs(self._directory, _DAYS)
+            for node in self._directory.parent.glob("node-*"):  # also of nodes that are gone
+                forget_old_runs(node, _DAYS)
         return CopyStore(self._vault(run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
