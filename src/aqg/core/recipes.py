@@ -100,6 +100,11 @@ def _gd() -> Recipe:
     return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim())
 
 
+@register("fedavg", "federated averaging: the mean of the updates in full, 32 bits, no memory")
+def _fedavg() -> Recipe:
+    return Recipe(policy=Always(32), quantizer=Verbatim(), averages=True)
+
+
 @register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
 def _lag() -> Recipe:
     return Recipe(memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim())

@@ -165,6 +165,7 @@ class FastSimulation:
         sizes: list[FrameSize] = []
         movement = self._movement()
         downloads = self._deliver(present)
+        shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
             block = present
             if len(present) > self._block_size:
@@ -178,7 +179,7 @@ class FastSimulation:
                 widths[spoken.clients] = spoken.widths
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
                 sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
-                weights = self._weights[senders]
+                weights = shares[senders]
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
                 )

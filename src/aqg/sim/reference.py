@@ -115,7 +115,7 @@ class Server:
         downlink: Downlink,
     ) -> None:
         self.recipe = recipe
-        self.weights = weights
+        self.weights = self.shares = weights
         self.step_size = step_size
         self.dropout_rate = dropout_rate
         self.sampled = sampled
@@ -133,11 +133,15 @@ class Server:
         """Return ``θ^k`` and the movement scalar."""
         return server_rules.broadcast(self.recipe, self.state)
 
+    def begin_round(self, takes_part: IntArray) -> None:
+        """Say how much each client counts in this round."""
+        self.shares = self.recipe.round_weights(self.weights, takes_part, self.sampled)
+
     def receive(self, client: int, frame: bytes) -> Message:
         """Decode one client's frame and move its ``ref_m``."""
         shared = known(self.state.peers[client].link)
         message = decode(frame, len(self.state.parameters), known=shared)
-        weight = float(self.weights[client])
+        weight = float(self.shares[client])
         self.state = server_rules.hear(self.recipe, self.state, client, message, weight)
         return message
 
@@ -251,6 +255,7 @@ class ReferenceSimulation:
         widths = []
         faults = []
         sent, received = [0] * num_clients, [0] * num_clients
+        self.server.begin_round(np.flatnonzero(~away))
         deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:
