@@ -1,1 +1,1 @@
-"""Which recipe can take the place of federated averaging: same accuracy, same rounds, fewer bytes."""
+"""Which recipes can take the place of federated averaging: same accuracy, fewer bytes."""

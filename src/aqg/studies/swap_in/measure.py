@@ -118,9 +118,7 @@ def goals_of(kind: Kind, plateau: float, num_rounds: int) -> dict[str, Target]:
             return plateau - _POINT if share is None else share * plateau
         return plateau * (1 + _POINT) if share is None else plateau / share
 
-    return {
-        name: Target(kind, value(share), hold, is_mean=True) for name, share in _SHARES.items()
-    }
+    return {name: Target(kind, value(share), hold, is_mean=True) for name, share in _SHARES.items()}
 
 
 @dataclass(frozen=True)
