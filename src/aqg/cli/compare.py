@@ -285,6 +285,7 @@ def compare(
         search=search,
         quick=quick,
         downlink=downlink or AUTO,
+        extends=True,
     )
     with output_directory(out, "compare") as directory:
         return carry_out(_Work(comparison, comparison, directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import TYPE_CHECKING
 
 from aqg.studies.swap_in.measure import MOST_DELAY, PLATEAU
@@ -22,6 +23,8 @@ _DEFAULT_COLOR = "#D55E00"
 _PANEL = 3.6
 """Inches."""
 _MOST_COLUMNS = 3
+_FEWEST_SEEDS = 3
+"""With fewer, an interval is wider than the picture."""
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -124,10 +127,10 @@ def _draw_panel(
             linestyle="none",
             zorder=4 if is_default else 3,
         )
-        if delay.low is not None and delay.high is not None:
-            axis.plot([delay.low, delay.high], [y, y], color=color, linewidth=1)
-        if cost.low is not None and cost.high is not None:
-            axis.plot([x, x], [cost.low, cost.high], color=color, linewidth=1)
+        if cell.num_reached >= _FEWEST_SEEDS:
+            assert None not in (delay.low, delay.high, cost.low, cost.high)
+            axis.plot([delay.low, delay.high], [y, y], color=color, linewidth=1)  # type: ignore[arg-type]
+            axis.plot([x, x], [cost.low, cost.high], color=color, linewidth=1)  # type: ignore[arg-type]
     axis.set_xscale("log")
     axis.set_yscale("log")
     if best := frontier(points):
@@ -148,7 +151,5 @@ def _draw_panel(
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     if never:
-        names = ", ".join(never)
-        axis.text(
-            0.02, 0.02, f"not reached: {names}", transform=axis.transAxes, fontsize=7, wrap=True
-        )
+        names = textwrap.fill("not reached: " + ", ".join(never), 44)
+        axis.text(0.02, 0.98, names, transform=axis.transAxes, fontsize=7, va="top")

@@ -13,14 +13,13 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.runs.config import SETTINGS
 from aqg.studies.compare.ladders import Ladder, most_points, next_points
-from aqg.studies.compare.search import read_grid
+from aqg.studies.compare.search import knob_ladders, make_setting, read_grid
 from aqg.studies.compare.trial import SELF_SETTING, Setting
 from aqg.studies.swap_in.measure import MOST_DELAY, plateau_of, score
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aqg.studies.compare.ladders import Point
     from aqg.studies.swap_in.measure import Curve, Reference
     from aqg.studies.swap_in.tasks import SwapTask
 
@@ -55,32 +54,8 @@ def ladders_of(recipe: str) -> list[Ladder]:
     steps = list(grid["swap-in"]["steps"])
     if HAS_SELF_SETTING_STEPS and recipe != FEDAVG:
         steps.append(SELF_SETTING)
-    ladders = [Ladder("step", tuple(grid["ladders"]["step"]), tuple(steps))]
-    for knob, values in grid["swap-in"]["knobs"].get(recipe, {}).items():
-        ladder = tuple(grid["ladders"].get(knob, sorted(values)))
-        ladders.append(Ladder(knob, ladder, tuple(values)))
-    return ladders
-
-
-def make_setting(recipe: str, ladders: list[Ladder], point: Point) -> Setting:
-    """Return the setting at a point of the grid.
-
-    >>> ladders = ladders_of("laq")
-    >>> str(make_setting("laq", ladders, (2, 8, 0.1)))
-    'laq:xi=0.1, 8 bits, step ×2'
-    """
-    spec, bits, multiplier = recipe, 4, 1.0
-    for ladder, value in zip(ladders, point, strict=True):
-        match ladder.name:
-            case "step":
-                multiplier *= value
-            case "factor":
-                multiplier *= value if multiplier else 1.0
-            case "bits":
-                bits = int(value)
-            case _:
-                spec += f":{ladder.name}={value:g}"
-    return Setting(spec, bits, multiplier)
+    first = Ladder("step", tuple(grid["ladders"]["step"]), tuple(steps))
+    return [first, *knob_ladders(grid["swap-in"]["knobs"].get(recipe, {}))]
 
 
 def default_setting(recipe: str) -> Setting:

@@ -130,7 +130,6 @@ SWAP_TASKS: dict[str, SwapTask] = {
             batch_size=16,
             local_steps=5,
             local_rate=0.1,
-            dtype="float64",
         ),
         _task(
             "heart",
@@ -138,7 +137,7 @@ SWAP_TASKS: dict[str, SwapTask] = {
             validation=0.2,
             files=_HEART,
             uses_device=False,
-            **_natural("heart", clients=4, rounds=100, dtype="float64"),
+            **_natural("heart", clients=4, rounds=100),
             batch_size=32,
             local_steps=5,
             local_rate=0.05,
