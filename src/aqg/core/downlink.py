@@ -308,8 +308,7 @@ def _condense_passing(
 
 def noted(state: DownlinkState, entry: Entry) -> DownlinkState:
     """Return the state after an entry was published."""
-    rates = state.rates if entry.rates is None else entry.rates
-    return state._replace(passed=entry.passing is not None, rates=rates)
+    return state._replace(passed=entry.passing is not None, rates=entry.rates_after(state.rates))
 
 
 def shortened(movement: float) -> float:

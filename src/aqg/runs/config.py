@@ -18,6 +18,7 @@ from aqg.core.downlink import AUTO, resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
 from aqg.models import is_module
@@ -44,6 +45,8 @@ STEP_SIZES: dict[tuple[str, str], float] = {
     ("heterogeneous", "sum"): 0.0015,
 }
 """For the default number of clients."""
+_NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
+"""Training samples of the datasets by name."""
 OWN = "custom"
 """Stands for dataset, partition and model where a function makes the whole problem."""
 _OWN_ROUNDS = 100
@@ -86,6 +89,7 @@ class RunConfig:
     participation: float = 1.0
     optimizer: str = "sgd"
     downlink: str = "full"
+    step: str = "fixed"
     problem: str | None = None
     init: str | None = None
     files: tuple[tuple[str, str], ...] = ()
@@ -191,6 +195,7 @@ class RunConfig:
             self.weighting,
             self.participation,
             resolve_downlink(self.downlink, recipe),
+            resolve_step(self.step, recipe, local.sees_all_samples),
         )
 
 
@@ -232,6 +237,13 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
 
 
+def names_step(settings: Mapping[str, Any]) -> bool:
+    """Tell whether settings, or the problem that they name, say how long steps are."""
+    problem = located("problem", settings.get("problem"))
+    own = problem_settings(problem) if isinstance(problem, str) else {}
+    return bool({"alpha", "step"} & {*settings, *own})
+
+
 def read_stored(settings: Mapping[str, Any]) -> RunConfig:
     """Read back a config that was stored whole; no file that it names is opened, no code is run."""
     unknown = sorted(set(settings) - set(SETTINGS))
@@ -267,10 +279,12 @@ def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     model = merged["model"]
     if isinstance(model, str) and is_module(model):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
-    if facts is None and not (isinstance(model, str) and is_module(model)):
+    is_given = facts is None and not (isinstance(model, str) and is_module(model))
+    if is_given and not _finds_step(merged):
         merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
     else:
-        num_samples = None if facts is None else facts.num_samples
+        num_samples = _NUM_SAMPLES[dataset] if facts is None else facts.num_samples
+        num_samples = _typed("samples", merged.get("samples")) or num_samples
         merged.setdefault("alpha", _default_step_size(merged, _averaging_step(merged, num_samples)))
     return merged
 
@@ -391,6 +405,12 @@ def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
     if optimizer.fresh_share < 1:
         step_size *= _typed("participation", settings.get("participation", 1.0))
     return step_size
+
+
+def _finds_step(settings: Mapping[str, Any]) -> bool:
+    """Tell whether the server finds its own step, with that of federated averaging as a scale."""
+    batch_size = settings.get("batch_size")
+    return batch_size is not None and settings.get("step", RunConfig.step) != RunConfig.step
 
 
 def _averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.objectives.base import Objective
     from aqg.protocol.log import Delivery
@@ -113,6 +114,7 @@ class Server:
         sampled: float,
         optimizer: ServerOptimizer,
         downlink: Downlink,
+        rule: StepRule,
     ) -> None:
         self.recipe = recipe
         self.weights = weights
@@ -121,8 +123,9 @@ class Server:
         self.sampled = sampled
         self.optimizer = optimizer
         self.downlink = downlink
+        self.rule = rule
         self.state = server_rules.init_server(
-            recipe, initial_params, len(weights), optimizer, downlink
+            recipe, initial_params, len(weights), optimizer, downlink, rule
         )
         self.start = initial_params
         self.downloads: Downloads | None = None
@@ -181,6 +184,7 @@ class Server:
             self.sampled,
             self.optimizer,
             self.downlink,
+            self.rule,
         )
         if self.downloads is not None:
             assert before is not None
@@ -217,6 +221,7 @@ class ReferenceSimulation:
             self.training.num_sampled(num_clients) / num_clients,
             self.training.optimizer,
             self.training.downlink,
+            self.training.step,
         )
         self.clients = [
             Client(
