@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aqg.core.downlink import make_downlink
-from aqg.core.optimizers import SGD
+from aqg.core.optimizers import SGD, Momentum
 from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
@@ -48,7 +48,7 @@ def descend(
 
 
 def test_the_formula_is_that_of_distance_over_gradients() -> None:
-    rule = DistanceOverGradients(most=100.0)
+    rule = DistanceOverGradients(is_sparse=False, most=100.0)
     rng = np.random.default_rng(5)
     params = start = rng.normal(size=SIZE)
     state: StepState | None = rule.init(params)
@@ -162,6 +162,7 @@ def test_a_state_for_another_rule_is_refused() -> None:
     ("recipe", "are_exact", "rule"),
     [
         ("auto", False, DistanceOverGradients()),
+        ("swap", False, DistanceOverGradients()),
         ("stc", False, DistanceOverGradients()),
         ("qsgd", False, DistanceOverGradients(first=4.0, is_sparse=False)),
         ("auto", True, Fixed()),
@@ -170,8 +171,9 @@ def test_a_state_for_another_rule_is_refused() -> None:
     ],
 )
 def test_auto_suits_the_recipe(recipe: str, are_exact: bool, rule: object) -> None:
-    assert resolve_step("auto", make_recipe(recipe), are_exact) == rule
-    assert resolve_step("fixed", make_recipe(recipe), are_exact) == Fixed()
+    assert resolve_step("auto", make_recipe(recipe), are_exact, SGD()) == rule
+    assert resolve_step("auto", make_recipe(recipe), are_exact, Momentum()) == Fixed()
+    assert resolve_step("fixed", make_recipe(recipe), are_exact, SGD()) == Fixed()
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,12 @@ def describe_downlink(downlink: Downlink) -> str:
 AUTO = "auto"
 
 
-def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
+def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
+
+    ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
+    the end, so that where uploads grow with a client's pause, entries must not: they have twice
+    that part of an upload's coordinates, since those of several uploads coincide.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -192,7 +196,9 @@ def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
     """
     if spec != AUTO:
         return make_downlink(spec)
-    return Full() if isinstance(recipe.quantizer, Verbatim) else Condensed()
+    if isinstance(recipe.quantizer, Verbatim):
+        return Full()
+    return Condensed(ratio=min(1.0, 2.0 * asked) if recipe.sends_by_pause else 1.0)
 
 
 def init_downlink(downlink: Downlink, recipe: Recipe, num_params: int) -> DownlinkState | None:

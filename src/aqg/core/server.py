@@ -50,6 +50,8 @@ _SPACE = NumpySpace(in_place=True)
 _PLAIN = SGD()
 _FULL = Full()
 _FIXED = Fixed()
+_FINEST = 1e-6
+"""The least part of the usual tolerance on the public sum."""
 
 
 class Model(NamedTuple):
@@ -196,6 +198,11 @@ def publish(
     if passing is not None and not space.number((passing != 0).sum()):
         passing = None  # as if no one had sent: equal sums are published alike
     tolerance = downlink.tolerance * num_clients**2 * recipe.movement.of(model.history)
+    if recipe.switch is not None and total is not None and model.downlink.gap > 0:
+        # Once clients have left their mirrors, what is left of the public sum would be added to
+        # every step, however small it is against the sums that pass.
+        near = downlink.tolerance * space.squared_norm(total)
+        tolerance = max(_FINEST * tolerance, min(tolerance, near))
     if passing is None and not model.is_moved and model.downlink.gap <= tolerance:
         return model, Published(None if total is None else model.downlink.total, None)
     state, published = condense(

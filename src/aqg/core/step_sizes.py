@@ -14,16 +14,21 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aqg.core.grids import round_up_to_bfloat16
+from aqg.core.optimizers import SGD
 from aqg.core.quantizers import Verbatim
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
+    from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.types import FloatArray
 
 _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""
+
+_LEAST_FILL = 2.0**-20
+"""Stands for all densities below its square, and for those of numbers that are too small."""
 
 
 class StepState(NamedTuple):
@@ -99,8 +104,8 @@ class DistanceOverGradients:
     squared norms of all updates up to this one. The norm of the model sets no scale, as it may be
     zero, or that of a large pretrained model. At the start, ``r`` is ``first`` times what the
     natural step would move the model by. Where updates are sparse, because the rest waits in
-    residuals, that is divided by the root of their density: as if all coordinates were to move as
-    much as those sent.
+    residuals, that is divided by the root of their density, ``‖u‖₁²/(n‖u‖₂²)``: as if all
+    coordinates were to move as much as those sent.
 
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
     by the same root. An update of more than ``burst`` times the mean energy so far is taken for
@@ -150,7 +155,7 @@ class DistanceOverGradients:
         if state.num_updates and not length <= self.burst * state.energy / state.num_updates:
             state = StepState(space.put(space.get(parameters)), scale=state.scale / 4.0)
         least = natural * state.scale
-        longest = least / self._fill(space, update)
+        longest = least / self._fill(space, update, length)
         energy, reach = state.energy + length, state.reach
         if not state.num_updates:
             reach = self.first * longest * math.sqrt(length)
@@ -161,11 +166,12 @@ class DistanceOverGradients:
         state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
         return state, _short(step_size)
 
-    def _fill(self, space: Space, update: Array) -> float:
+    def _fill(self, space: Space, update: Array, squared_norm: float) -> float:
         """Return the root of an update's density."""
         if not self.is_sparse:
             return 1.0
-        return math.sqrt(space.number((update != 0).sum()) / len(update))
+        total = space.number(abs(update).sum())
+        return max(_LEAST_FILL, min(1.0, total / math.sqrt(len(update) * squared_norm)))
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
@@ -200,7 +206,9 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     return STEPS[name](**chosen)
 
 
-def resolve_step(spec: str, recipe: Recipe, are_exact: bool) -> StepRule:
+def resolve_step(
+    spec: str, recipe: Recipe, are_exact: bool, optimizer: ServerOptimizer
+) -> StepRule:
     """Return the rule that a setting names; ``"auto"`` chooses one that suits the recipe.
 
     Args:
@@ -208,6 +216,8 @@ def resolve_step(spec: str, recipe: Recipe, are_exact: bool) -> StepRule:
         recipe: the compressor.
         are_exact: whether updates are computed on all samples of a client: then the natural step
             is the problem's own.
+        optimizer: what the server makes of the sums. With momentum or Adam, steps that set
+            themselves diverged or were slower than the optimizer's own (``digits-local``).
 
     A recipe whose clients keep what they did not send, or one that forgets every upload after its
     round, finds its own step. A mirror of noise is out of date when it is used, and longer steps
@@ -216,7 +226,8 @@ def resolve_step(spec: str, recipe: Recipe, are_exact: bool) -> StepRule:
     """
     if spec != AUTO:
         return make_step(spec)
-    if are_exact or isinstance(recipe.quantizer, Verbatim):
+    is_plain = isinstance(optimizer, SGD)
+    if are_exact or not is_plain or isinstance(recipe.quantizer, Verbatim):
         return Fixed()
     if recipe.keeps_residual:
         return DistanceOverGradients()

@@ -92,11 +92,13 @@ class FastSimulation:
         self.seed = seed
         self.training = training if training is not None else Training()
         self._losses_are_exact = self.training.local.sees_all_samples
-        self.recipe = recipe = recipe.for_updates(self._losses_are_exact)
+        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
+        recipe = recipe.for_updates(self._losses_are_exact)
+        recipe = recipe.for_participation(self._sampled * (1.0 - self.dropout.rate))
+        self.recipe = recipe
         self._weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, self.training, self._weights)
         self.problem = problem = self.statistics.problem
-        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1
         self.backend: Backend = make_backend(problem, device)

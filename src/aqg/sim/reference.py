@@ -207,8 +207,10 @@ class ReferenceSimulation:
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
-        recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
+        sampled = self.training.num_sampled(num_clients) / num_clients
+        recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        recipe = recipe.for_participation(sampled * (1.0 - self.dropout.rate))
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, self.training, self.weights)
         self.problem = problem = self.statistics.problem
@@ -218,7 +220,7 @@ class ReferenceSimulation:
             self.weights,
             step_size,
             self.dropout.rate,
-            self.training.num_sampled(num_clients) / num_clients,
+            sampled,
             self.training.optimizer,
             self.training.downlink,
             self.training.step,
