@@ -1,12 +1,14 @@
 """What each downlink costs until the target, in both directions.
 
-    python benchmarks/downlinks.py [--tasks local-iid,…] [--seeds 3] [--clients M] [--out FILE]
+    python benchmarks/downlinks.py [--tasks local-iid,…] [--seeds 3] [--clients M]
+                                   [--participation P] [--rounds R] [--out FILE]
                                    [RECIPE] [DOWNLINK …]
 
 trains the tasks of ``aqg compare`` until their target is reached and held, and writes a line per
 run: rounds, bytes sent, bytes received by all clients that ever took part, and both. The step is
 the one that a search found for the recipe ``auto`` with whole models. With ``--clients``, tasks get
-another number of clients, and a step size to match. Lines that are in FILE already are not run
+another number of clients, and a step size to match; with ``--participation`` another share of them
+is asked in a round; ``--rounds`` is when to give up. Lines that are in FILE already are not run
 again. At the end it prints medians of the seeds.
 """
 
@@ -22,17 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from aqg.studies.compare.problems import Workshop
 
-from aqg.core.downlink import make_downlink
-from aqg.core.dropouts import BernoulliDropout
-from aqg.core.recipes import make_recipe
-from aqg.sim.engine import FastSimulation
+from aqg.runs.setup import build_problem, find_minimum, make_simulation
 from aqg.studies.compare.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aqg.sim.engine import FastSimulation
+    from aqg.sim.reference import ReferenceSimulation
     from aqg.studies.compare.tasks import Task
 
 STEPS = {
@@ -51,11 +51,13 @@ BYTES = ("upload_bytes", "download_bytes", "seconds")
 DOWNLINKS = ("full", "exact", "condensed")
 
 
-def values(simulation: FastSimulation, task: Task, minimum: float) -> Iterator[tuple[float, ...]]:
+def values(
+    simulation: FastSimulation | ReferenceSimulation, task: Task, minimum: float
+) -> Iterator[tuple[float, int, int]]:
     """Yield loss or accuracy after the bytes sent and received so far."""
     sent = received = 0
     problem = simulation.problem
-    for _ in range(task.rounds):
+    for _ in range(task.config.rounds):
         if task.target.kind == "accuracy":
             record = simulation.run_round(evaluate=False)
             predicted = problem.objective.predict(simulation.parameters, problem.test.features)
@@ -68,22 +70,17 @@ def values(simulation: FastSimulation, task: Task, minimum: float) -> Iterator[t
             sent, received = sent + record.upload_bytes, received + record.download_bytes
 
 
-def train(task: Task, store: Workshop, recipe: str, downlink: str, seed: int) -> dict:
+def train(task: Task, data_dir: Path | None, recipe: str, downlink: str, seed: int) -> dict:
     """Return one line of the table."""
     started = time.perf_counter()
-    problem = store.problem(task, seed)
-    minimum = store.minimum(task, seed) or 0.0
     multiplier = STEPS.get(task.name, 1.0)
-    simulation = FastSimulation(
-        problem,
-        make_recipe(recipe),
-        task.step_size * multiplier,
-        BernoulliDropout(task.dropout, seed),
-        seed,
-        training=replace(task.training, downlink=make_downlink(downlink)),
-    )
+    alpha = task.config.alpha * multiplier
+    config = replace(task.config, recipe=recipe, alpha=alpha, seed=seed, downlink=downlink)
+    problem = build_problem(config, data_dir)
+    minimum = (find_minimum(config, problem) or 0.0) if task.target.kind == "residual" else 0.0
+    simulation = make_simulation(config, problem)
     streak, best = 0, None
-    rounds, sent, received, reached = task.rounds, 0, 0, False
+    rounds, sent, received, reached = config.rounds, 0, 0, False
     for number, (value, up, down) in enumerate(values(simulation, task, minimum), 1):
         sent, received = up, down
         streak = streak + 1 if task.target.is_met(value) else 0
@@ -96,7 +93,7 @@ def train(task: Task, store: Workshop, recipe: str, downlink: str, seed: int) ->
             break
     return {
         "task": task.name,
-        "clients": task.clients,
+        "clients": config.clients,
         "recipe": recipe,
         "downlink": downlink,
         "seed": seed,
@@ -109,12 +106,17 @@ def train(task: Task, store: Workshop, recipe: str, downlink: str, seed: int) ->
     }
 
 
-def resized(task: Task, num_clients: int | None) -> Task:
+def resized(
+    task: Task, num_clients: int | None, participation: float | None, rounds: int | None
+) -> Task:
     """Return the task with another number of clients, and the step size that goes with it."""
-    if num_clients is None or num_clients == task.clients:
+    chosen = {"participation": participation, "rounds": rounds}
+    config = replace(task.config, **{k: v for k, v in chosen.items() if v is not None})
+    task = replace(task, config=config)
+    if num_clients is None or num_clients == config.clients:
         return task
-    step_size = task.step_size * task.clients / num_clients
-    return replace(task, clients=num_clients, step_size=step_size)
+    alpha = config.alpha * config.clients / num_clients
+    return replace(task, config=replace(config, clients=num_clients, alpha=alpha))
 
 
 def show(rows: list[dict]) -> None:
@@ -149,6 +151,8 @@ def main() -> None:
     parser.add_argument("--tasks", default="local-iid,local-dirichlet")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--clients", type=int)
+    parser.add_argument("--participation", type=float)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("downlinks.csv"))
     options = parser.parse_args()
@@ -157,19 +161,18 @@ def main() -> None:
         with options.out.open() as file:
             rows = list(csv.DictReader(file))
     done = {tuple(str(row[name]) for name in COLUMNS[:5]) for row in rows}
-    store = Workshop(options.data_dir)
     with options.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS + BYTES)
         if not rows:
             writer.writeheader()
         for name in options.tasks.split(","):
-            task = resized(TASKS[name], options.clients)
+            task = resized(TASKS[name], options.clients, options.participation, options.rounds)
             for seed in range(options.seeds):
                 for downlink in options.downlinks:
-                    key = (name, str(task.clients), options.recipe, downlink, str(seed))
+                    key = (name, str(task.config.clients), options.recipe, downlink, str(seed))
                     if key in done:
                         continue
-                    row = train(task, store, options.recipe, downlink, seed)
+                    row = train(task, options.data_dir, options.recipe, downlink, seed)
                     print(*row.values(), file=sys.stderr, flush=True)
                     writer.writerow(row)
                     file.flush()

@@ -1,12 +1,18 @@
-"""Write the seeds of the corpus: small good frames of all kinds, and short ones that claim much."""
+"""Write the seeds of both corpora: small good frames of all kinds, and short ones that claim much."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from aqg.core.optimizers import SGD, Adam
+from aqg.wire.entry import encode_log
+from aqg.wire.snapshot import encode_snapshot
+
 from tests.wire.hostile import good_frames, starved_frames
+from tests.wire.logs import entries, start
 
 CORPUS = Path(__file__).parent / "corpus"
+LOG_CORPUS = Path(__file__).parent / "corpus-log"
 MOST_VALUES = 1023
 """The fuzzer expects no more."""
 
@@ -21,6 +27,17 @@ def main() -> None:
         if index % 12 == 0:
             head = bytes([length & 255, length >> 8, 1])
             (CORPUS / f"starved-{index:03}").write_bytes(head + frame)
+    LOG_CORPUS.mkdir(exist_ok=True)
+    for index, optimizer in enumerate((SGD(), Adam())):
+        written, after = entries(start("auto", optimizer))
+        for number in range(len(written)):
+            (LOG_CORPUS / f"log-{index}-{number:02}").write_bytes(
+                bytes([1 + 4 * index]) + encode_log(1, written[: number + 1])
+            )
+        for name, base in (("relative", start().parameters), ("whole", None)):
+            (LOG_CORPUS / f"snapshot-{index}-{name}").write_bytes(
+                bytes([1 + 4 * index]) + encode_snapshot(after, base)
+            )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ NUM_CLIENTS = 3
 def task_of(context: Context) -> FlowerTask:
     problem = tiny_problem(num_clients=NUM_CLIENTS)
     samples = problem.clients[int(context.node_config["partition-id"])]
-    return FlowerTask.from_objective(problem.objective, samples.features, samples.labels)
+    return FlowerTask.from_objective(
+        problem.objective, samples.features, samples.labels, start=problem.initial_params
+    )
 
 
 def main(out: str, recipe: str, rounds: str) -> None:

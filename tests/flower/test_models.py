@@ -129,7 +129,9 @@ def incident_texts(federation: Federation) -> set[str]:
 
 def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Path) -> None:
     seen: dict[int, list[dict[str, torch.Tensor]]] = {}
-    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0, weighting="samples")
+    federation = Federation(
+        tmp_path, recipe="gd", rounds=1, alpha=0.0, weighting="samples", downlink="auto"
+    )
     final = run(federation, normalized(), own_training(normalized, seen=seen))
     for name, value in final.state_dict().items():
         clients = [seen[client][0][name].double().numpy() for client in range(3)]

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from aqg import make_recipe
+from aqg.core.downlink import Condensed
 from aqg.sim.engine import FastSimulation
+from aqg.sim.training import Training
 
 from tests.flower.simulated_run import ALPHA, NUM_CLIENTS
 from tests.problems import tiny_problem
@@ -32,6 +34,7 @@ def test_flowers_simulation_ends_with_the_same_model_bit_for_bit(tmp_path: Path)
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": "local",  # not a cluster that happens to run here
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
@@ -41,7 +44,9 @@ def test_flowers_simulation_ends_with_the_same_model_bit_for_bit(tmp_path: Path)
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     problem = tiny_problem(num_clients=NUM_CLIENTS)
-    simulation = FastSimulation(problem, make_recipe("lean"), ALPHA)
+    simulation = FastSimulation(
+        problem, make_recipe("lean"), ALPHA, training=Training(downlink=Condensed())
+    )
     records = [simulation.run_round() for _ in range(ROUNDS)]
     assert np.array_equal(np.load(tmp_path / "parameters.npy"), simulation.parameters)
     rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,13 +54,19 @@ def cluster():
 
     before = dict(os.environ)
     root = Path(__file__).parents[2]
-    os.environ |= {"PYTHONPATH": str(root / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    folder = tempfile.mkdtemp(prefix="ray-")  # short, for sockets, and for this cluster alone
+    os.environ |= {
+        "PYTHONPATH": str(root / "src"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": folder,
+    }
     nodes = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
     nodes.add_node(num_cpus=1)
     yield nodes
     nodes.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
     os.environ.clear()
     os.environ.update(before)
 
@@ -78,15 +87,20 @@ def contents(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def start(*arguments, cwd):
-    return subprocess.Popen(
+@contextmanager
+def started(*arguments, cwd):
+    with subprocess.Popen(
         [sys.executable, "-m", "aqg", "sweep", *arguments, "--allow-code"],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for(process, condition):
@@ -101,26 +115,20 @@ def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster,
     doomed = cluster.add_node(num_cpus=1)
     address = ("--cluster", cluster.address)
     directory = local / "away"
-    process = start("grid.toml", "--out", "away", *address, cwd=local)
-    try:
+    with started("grid.toml", "--out", "away", *address, cwd=local) as process:
         # Two runs under way, one on each node, both with a checkpoint here.
         wait_for(process, lambda: len(list(directory.glob("*/checkpoint.npz"))) >= 2)
         cluster.remove_node(doomed, allow_graceful=False)
         time.sleep(1)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "everything is saved" in errors
     assert "Traceback" not in errors
     assert not (directory / "summary.json").exists()
 
-    process = start("--resume", "away", *address, cwd=local)
-    try:
-        output, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
+    with started("--resume", "away", *address, cwd=local) as process:
+        output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert contents(directory) == contents(local / "local")
     assert f"on the Ray cluster at {cluster.address}" in output

@@ -47,7 +47,7 @@ def test_step_size_follows_the_scaling(scaling, alpha):
         ({"seed": -1}, "seed is -1"),
         ({"bits": 17}, "bits is 17; it must be in 1..16"),
         ({"max_staleness": 0}, "max_staleness is 0"),
-        ({"target": 0.0}, "target is 0.0; it must be above 0"),
+        ({"target": 0.0}, "target residual is 0.0; it must be above 0"),
         ({"scaling": "max"}, "unknown scaling 'max'; choose from mean, sum"),
         ({"dtype": "float16"}, "unknown dtype 'float16'"),
         ({"engine": "warp"}, "unknown engine 'warp'; choose from fast, reference"),

@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from aqg.core.downlink import Condensed
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
@@ -316,12 +317,18 @@ def test_settings_reach_the_simulation_and_survive_toml():
     configs = resolve(SETTINGS)
     assert resolve(tomllib.loads(to_toml(configs))) == configs
     assert configs[0].training() == Training(
-        LocalTraining(batch_size=16, epochs=2, rate=0.05), Adam(b1=0.8), "samples", 0.5
+        LocalTraining(batch_size=16, epochs=2, rate=0.05),
+        Adam(b1=0.8),
+        "samples",
+        0.5,
+        downlink=Condensed(),
     )
     assert configs[0].alpha == 0.01 * 0.5  # Adam's own default, and half of the clients
     assert resolve({"optimizer": "momentum:beta=0.8"})[0].alpha == pytest.approx(0.1 * 0.2)
     assert resolve({"participation": 0.5})[0].alpha == 0.1
-    assert resolve({"recipe": "lean"})[0].training() == Training()
+    assert resolve({"recipe": "lean"})[0].training() == Training(downlink=Condensed())
+    assert resolve({"recipe": "gd"})[0].training() == Training()
+    assert resolve({"recipe": "lean", "downlink": "full"})[0].training() == Training()
 
 
 def test_command_line_has_every_option(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from random import Random
 
 import numpy as np
@@ -14,15 +12,12 @@ from hypothesis.extra import numpy as arrays
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.movement import Movement
 from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.public import Change, Entry, Public, Rates, advance, init_public
-from aqg.core.recipes import make_recipe
+from aqg.core.public import Entry, advance
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (
     encode_entry,
     encode_log,
-    entry_size,
     follow_log,
     known_sum,
     log_overhead,
@@ -31,60 +26,18 @@ from aqg.wire.entry import (
 from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 from aqg.wire.vectors import decode_vector, encode_vector, vector_size
 
-MOVEMENT = Movement((0.5, 0.5))
-RATES = Rates(0.25, 1.0, 2.0)
-LENGTH = 40
-
-
-def start(recipe: str = "auto", optimizer: SGD | Momentum | Adam | None = None) -> Public:
-    parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
-    return init_public(make_recipe(recipe), parameters, optimizer or SGD())
-
-
-def lasting(seed: int) -> Upload:
-    levels = np.random.default_rng(seed).integers(0, 7, LENGTH).astype(np.uint8)
-    return Upload(levels, 0.125, 3, Grid.MIDTREAD)
-
-
-def passing(seed: int) -> Upload:
-    levels = np.ones(LENGTH, np.uint8)
-    places = np.random.default_rng(seed).integers(0, LENGTH, 3)
-    levels[places] = [0, 2, 2]
-    return Upload(levels, 0.5, 2, Grid.MIDTREAD)
-
-
-def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
-    """Return entries of every kind, and the model that they lead to."""
-    written = []
-    for number in range(count):
-        round_number = public.round
-        new = public.total + np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
-        kinds = (
-            Entry(round_number, lasting(number), None, 3.0, RATES, is_short=True),
-            Entry(round_number),
-            Entry(round_number, None, passing(number), 0.5, is_short=True),
-            Entry(round_number, is_step=False),
-            Entry(round_number, Change(public.total, new), None, 0.1),
-            Entry(round_number, None, Change(np.zeros(LENGTH), new - 0.3), 1e-3),
-            Entry(round_number, None, passing(number), 0.5, is_short=True, step_size=0.75),
-        )
-        entry = kinds[number % len(kinds)]
-        known = known_sum(public)
-        data = encode_entry(entry, known)
-        assert len(data) == entry_size(entry, known)
-        written.append(data)
-        public = advance(public, entry, MOVEMENT, SGD())
-    return written, public
-
-
-def same(one: Public, other: Public) -> bool:
-    return (
-        one.parameters.tobytes() == other.parameters.tobytes()
-        and one.total.tobytes() == other.total.tobytes()
-        and np.array_equal(one.direction, other.direction)
-        and (one.round, one.history, one.rates) == (other.round, other.history, other.rates)
-        and all(map(np.array_equal, one.optimizer, other.optimizer))
-    )
+from tests.wire.logs import (
+    LENGTH,
+    MOVEMENT,
+    RATES,
+    entries,
+    lasting,
+    passing,
+    read_frame,
+    same,
+    sealed,
+    start,
+)
 
 
 def test_golden_bytes() -> None:
@@ -235,10 +188,6 @@ def test_sums_of_quantized_vectors_cost_about_what_their_frames_do() -> None:
     assert vector_size(total, np.zeros_like(total)) < frames
 
 
-def sealed(body: bytes) -> bytes:
-    return body + struct.pack("<I", zlib.crc32(body))
-
-
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_damaged_logs_and_snapshots_never_crash(seed: int) -> None:
     random = Random(seed)
@@ -246,7 +195,7 @@ def test_damaged_logs_and_snapshots_never_crash(seed: int) -> None:
     base = start().parameters
     frames = [encode_log(1, written), encode_snapshot(after, base), encode_snapshot(after, None)]
     accepted = 0
-    for _ in range(3000):
+    for _ in range(1000):
         index = random.randrange(3)
         body = bytearray(frames[index][:-4])
         for _ in range(random.randrange(1, 4)):
@@ -263,14 +212,11 @@ def test_damaged_logs_and_snapshots_never_crash(seed: int) -> None:
             if not body:
                 break
         try:
-            if index == 0:
-                follow_log(sealed(bytes(body)), start(), MOVEMENT, SGD())
-            else:
-                decode_snapshot(sealed(bytes(body)), start(), base)
+            read_frame(sealed(bytes(body)))
         except WireError:
             continue
         accepted += 1
-    assert 0 < accepted < 1500
+    assert 0 < accepted < 500
 
 
 @pytest.mark.parametrize("cut", range(0, 60, 7))

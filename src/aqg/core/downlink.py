@@ -174,7 +174,7 @@ def describe_downlink(downlink: Downlink) -> str:
     """Return the name and all options, from which `make_downlink` makes the same again.
 
     >>> describe_downlink(Condensed(ratio=2.0))
-    'condensed:tolerance=0.1:ratio=2.0:bits=6'
+    'condensed:tolerance=0.2:ratio=2.0:bits=6'
     """
     options = [f"{field.name}={getattr(downlink, field.name)!r}" for field in fields(downlink)]
     return ":".join([downlink.name, *options])

@@ -100,7 +100,7 @@ def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
     """Write entries of consecutive rounds, beginning with ``first``, as one frame.
 
     >>> encode_log(7, [bytes(1)] * 2).hex()
-    '61070200009e07b4d8'
+    '6107020000374523fc'
     """
     body = b"".join([bytes([LOG_MARK]), write_varint(first), write_varint(len(entries)), *entries])
     return body + struct.pack("<I", zlib.crc32(body))

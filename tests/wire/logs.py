@@ -1,0 +1,92 @@
+"""Logs and snapshots to damage: entries of every kind, and what readers of any frame keep to."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+
+from aqg.core.grids import Grid
+from aqg.core.messages import Upload
+from aqg.core.movement import Movement
+from aqg.core.optimizers import SGD, Adam, Momentum
+from aqg.core.public import Change, Entry, Public, Rates, advance, init_public
+from aqg.core.recipes import make_recipe
+from aqg.wire.entry import LOG_MARK, encode_entry, entry_size, follow_log, known_sum, log_since
+from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+
+MOVEMENT = Movement((0.5, 0.5))
+RATES = Rates(0.25, 1.0, 2.0)
+LENGTH = 40
+
+
+def start(recipe: str = "auto", optimizer: SGD | Momentum | Adam | None = None) -> Public:
+    parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
+    return init_public(make_recipe(recipe), parameters, optimizer or SGD())
+
+
+def lasting(seed: int) -> Upload:
+    levels = np.random.default_rng(seed).integers(0, 7, LENGTH).astype(np.uint8)
+    return Upload(levels, 0.125, 3, Grid.MIDTREAD)
+
+
+def passing(seed: int) -> Upload:
+    levels = np.ones(LENGTH, np.uint8)
+    places = np.random.default_rng(seed).integers(0, LENGTH, 3)
+    levels[places] = [0, 2, 2]
+    return Upload(levels, 0.5, 2, Grid.MIDTREAD)
+
+
+def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
+    """Return entries of every kind, and the model that they lead to."""
+    written = []
+    for number in range(count):
+        round_number = public.round
+        new = public.total + np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
+        kinds = (
+            Entry(round_number, lasting(number), None, 3.0, RATES, is_short=True),
+            Entry(round_number),
+            Entry(round_number, None, passing(number), 0.5, is_short=True),
+            Entry(round_number, is_step=False),
+            Entry(round_number, Change(public.total, new), None, 0.1),
+            Entry(round_number, None, Change(np.zeros(LENGTH), new - 0.3), 1e-3),
+            Entry(round_number, None, passing(number), 0.5, is_short=True, step_size=0.75),
+        )
+        entry = kinds[number % len(kinds)]
+        known = known_sum(public)
+        data = encode_entry(entry, known)
+        assert len(data) == entry_size(entry, known)
+        written.append(data)
+        public = advance(public, entry, MOVEMENT, SGD())
+    return written, public
+
+
+def same(one: Public, other: Public) -> bool:
+    return (
+        one.parameters.tobytes() == other.parameters.tobytes()
+        and one.total.tobytes() == other.total.tobytes()
+        and np.array_equal(one.direction, other.direction)
+        and (one.round, one.rates) == (other.round, other.rates)
+        and np.array_equal(one.history, other.history, equal_nan=True)  # of a run that diverges
+        and [v.tobytes() for v in one.optimizer] == [v.tobytes() for v in other.optimizer]
+    )
+
+
+def sealed(body: bytes) -> bytes:
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def read_frame(data: bytes, recipe: str = "auto", optimizer: SGD | Adam | None = None) -> Public:
+    """Read a log or a snapshot as a client that holds the start; what is accepted must be whole."""
+    held = start(recipe, optimizer)
+    if data[:1] == bytes([LOG_MARK]):
+        after = follow_log(data, held, MOVEMENT, optimizer or SGD())
+        assert after.round >= held.round
+        assert same(after, follow_log(log_since(data, 1), held, MOVEMENT, optimizer or SGD()))
+    else:
+        after = decode_snapshot(data, held, held.parameters)
+        assert same(after, decode_snapshot(encode_snapshot(after, None), held, None))
+    assert after.parameters.shape == held.parameters.shape
+    assert after.total.shape == held.total.shape
+    return after
