@@ -18,7 +18,8 @@ from aqg.core.downlink import AUTO, resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
-from aqg.core.step_sizes import resolve_step
+from aqg.core.step_sizes import AUTO as AUTO_STEP
+from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
 from aqg.models import is_module
@@ -199,6 +200,18 @@ class RunConfig:
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
         )
 
+    @property
+    def natural_step(self) -> float:
+        """The step that others are measured in: ``alpha``, or that of federated averaging.
+
+        The step size of a dataset is one for exact gradients. Where ``step = "auto"`` finds its
+        own, which is where updates are noisy, it begins with the step of averaging.
+        """
+        finds_own = self.step == AUTO_STEP and not isinstance(self.training().step, Fixed)
+        if not finds_own or self.dataset not in _NUM_SAMPLES or is_module(self.model):
+            return self.alpha  # of averaging already
+        return _averaging_step(asdict(self), self.samples or _NUM_SAMPLES[self.dataset])
+
 
 BEFORE_DOWNLINKS: Mapping[str, str] = {"downlink": "full"}
 """What a stored config that does not name a downlink was made with."""
@@ -280,8 +293,7 @@ def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     model = merged["model"]
     if isinstance(model, str) and is_module(model):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
-    is_given = facts is None and not (isinstance(model, str) and is_module(model))
-    if is_given and not _finds_step(merged):
+    if facts is None and not (isinstance(model, str) and is_module(model)):
         merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
     else:
         num_samples = _NUM_SAMPLES[dataset] if facts is None else facts.num_samples
@@ -406,12 +418,6 @@ def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
     if optimizer.fresh_share < 1:
         step_size *= _typed("participation", settings.get("participation", 1.0))
     return step_size
-
-
-def _finds_step(settings: Mapping[str, Any]) -> bool:
-    """Tell whether the server finds its own step, with that of federated averaging as a scale."""
-    batch_size = settings.get("batch_size")
-    return batch_size is not None and settings.get("step", RunConfig.step) != RunConfig.step
 
 
 def _averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
