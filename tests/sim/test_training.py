@@ -337,7 +337,9 @@ def test_command_line_has_every_option(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["runs"][0]["rounds"] == 6
-    assert resolve(read_settings(tmp_path / "run" / "config.toml")) == resolve(SETTINGS)
+    assert resolve(read_settings(tmp_path / "run" / "config.toml")) == resolve(
+        {**SETTINGS, "step": "auto"}
+    )
     widths = [
         json.loads(line)["widths"]
         for line in (tmp_path / "run" / "lean" / "rounds.jsonl").read_text().splitlines()

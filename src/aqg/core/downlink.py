@@ -192,8 +192,12 @@ def describe_downlink(downlink: Downlink) -> str:
 AUTO = "auto"
 
 
-def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
+def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
+
+    ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
+    the end, so that where uploads grow with a client's pause, entries must not: they have twice
+    that part of an upload's coordinates, since those of several uploads coincide.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -201,8 +205,10 @@ def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
     """
     if spec != AUTO:
         downlink = make_downlink(spec)
+    elif isinstance(recipe.quantizer, Verbatim):
+        downlink = Full()
     else:
-        downlink = Full() if isinstance(recipe.quantizer, Verbatim) else Condensed()
+        downlink = Condensed(ratio=min(1.0, 2.0 * asked) if recipe.sends_by_pause else 1.0)
     quantizer = recipe.quantizer
     is_both = isinstance(quantizer, SparseTernary) and quantizer.both_ways
     if is_both and isinstance(downlink, Condensed) and not downlink.keep:
@@ -326,8 +332,7 @@ def _condense_passing(
 
 def noted(state: DownlinkState, entry: Entry) -> DownlinkState:
     """Return the state after an entry was published."""
-    rates = state.rates if entry.rates is None else entry.rates
-    return state._replace(passed=entry.passing is not None, rates=rates)
+    return state._replace(passed=entry.passing is not None, rates=entry.rates_after(state.rates))
 
 
 def shortened(movement: float) -> float:

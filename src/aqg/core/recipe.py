@@ -112,3 +112,14 @@ class Recipe:
         if self.switch is None:
             return self
         return replace(self, switch=self.switch.for_transport(overhead))
+
+    def for_participation(self, asked: float) -> Recipe:
+        """Return the recipe for clients that take part in this share of all rounds."""
+        if self.switch is None:
+            return self
+        return replace(self, switch=self.switch.for_participation(asked))
+
+    @property
+    def sends_by_pause(self) -> bool:
+        """Whether clients send in proportion to the rounds that they were not asked in."""
+        return getattr(self.switch, "keep", 0.0) > 0

@@ -57,6 +57,7 @@ _NOT_OF_THE_PROBLEM = frozenset(
         "participation",
         "optimizer",
         "downlink",
+        "step",
     }
 )
 """Settings that leave the problem as it is; a setting not listed is taken to shape it."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.objectives.base import Objective
     from aqg.protocol.log import Delivery
@@ -113,6 +114,7 @@ class Server:
         sampled: float,
         optimizer: ServerOptimizer,
         downlink: Downlink,
+        rule: StepRule,
     ) -> None:
         self.recipe = recipe
         self.weights = self.shares = weights
@@ -121,8 +123,9 @@ class Server:
         self.sampled = sampled
         self.optimizer = optimizer
         self.downlink = downlink
+        self.rule = rule
         self.state = server_rules.init_server(
-            recipe, initial_params, len(weights), optimizer, downlink
+            recipe, initial_params, len(weights), optimizer, downlink, rule
         )
         self.start = initial_params
         self.downloads: Downloads | None = None
@@ -185,6 +188,7 @@ class Server:
             self.sampled,
             self.optimizer,
             self.downlink,
+            self.rule,
         )
         if self.downloads is not None:
             assert before is not None
@@ -207,8 +211,10 @@ class ReferenceSimulation:
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
-        recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
+        sampled = self.training.num_sampled(num_clients) / num_clients
+        recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        recipe = recipe.for_participation(sampled * (1.0 - self.dropout.rate))
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, self.training, self.weights)
         self.problem = problem = self.statistics.problem
@@ -218,9 +224,10 @@ class ReferenceSimulation:
             self.weights,
             step_size,
             self.dropout.rate,
-            self.training.num_sampled(num_clients) / num_clients,
+            sampled,
             self.training.optimizer,
             self.training.downlink,
+            self.training.step,
         )
         self.clients = [
             Client(
