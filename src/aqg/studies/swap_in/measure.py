@@ -2,11 +2,11 @@
 
 *Plateau*: the mean, over the last tenth of a task's rounds, of what federated averaging reaches on
 the validation set in full precision, with the server step for which that is best. *Goals* are
-shares of it, and the plateau less one point (a loss: plus one percent), which is the one that
-counts. A goal is reached in the first round that meets it if the mean over that round and the next
-ones (`hold_of`) meets it too. *Cost* is what all clients sent and received until then, *delay* the
-rounds over those of federated averaging, with the step for which these are fewest. A recipe whose
-delay is at most `MOST_DELAY` is a *swap-in*.
+shares of it (90 % of a loss: 1.1 times the plateau), and the plateau less one point (a loss: plus
+one percent), which is the one that counts. A goal is reached in the first round that meets it if
+the mean over that round and the next ones (`hold_of`) meets it too. *Cost* is what all clients sent
+and received until then, *delay* the rounds over those of federated averaging, with that of the
+steps tried for which these are fewest. A recipe whose delay is at most `MOST_DELAY` is a *swap-in*.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def goals_of(kind: Kind, plateau: float, num_rounds: int) -> dict[str, Target]:
     def value(share: float | None) -> float:
         if kind == "accuracy":
             return plateau - _POINT if share is None else share * plateau
-        return plateau * (1 + _POINT) if share is None else plateau / share
+        return plateau * (1 + _POINT) if share is None else plateau * (2 - share)
 
     return {name: Target(kind, value(share), hold, is_mean=True) for name, share in _SHARES.items()}
 
@@ -129,12 +129,14 @@ class Reference:
         plateau: of its best run.
         goals: by name.
         crossings: by goal, of the run that reaches it in the fewest rounds.
+        all_bytes: that a run to the last round takes.
 
     """
 
     plateau: float
     goals: Mapping[str, Target]
     crossings: Mapping[str, Crossing]
+    all_bytes: int
 
     @property
     def hardest(self) -> Target:
@@ -171,7 +173,9 @@ def make_reference(kind: Kind, num_rounds: int, curves: Iterable[Curve]) -> Refe
         found = [crossing for c in curves if (crossing := c.reach(goal)) is not None]
         if found:
             crossings[name] = min(found, key=lambda crossing: crossing.rounds)
-    return Reference(plateau, goals, crossings) if PLATEAU in crossings else None
+    if PLATEAU not in crossings:
+        return None
+    return Reference(plateau, goals, crossings, max(curve.total_bytes[-1] for curve in curves))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from aqg.studies.swap_in.measure import MOST_DELAY, PLATEAU
-from aqg.studies.swap_in.search import DEFAULT, FEDAVG
+from aqg.studies.swap_in.search import FEDAVG, OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from aqg.studies.swap_in.table import Cell
 
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
-_MARKERS = "osD^vP*X<>hp"
-_DEFAULT_COLOR = "#D55E00"
+_MARKERS = "osD^vPX<>hp"
+_OUR_COLORS = ("#D55E00", "#F0C000")
 _PANEL = 3.6
 """Inches."""
 _MOST_COLUMNS = 3
@@ -81,13 +81,13 @@ def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return a color and a marker for each recipe; the default has its own."""
-    others = [recipe for recipe in recipes if recipe != DEFAULT]
+    """Return a color and a marker for each recipe; our own are stars."""
+    others = [recipe for recipe in recipes if recipe not in OURS]
     looks = {
         recipe: (_COLORS[n % len(_COLORS)], _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)])
         for n, recipe in enumerate(others)
     }
-    return looks | {DEFAULT: (_DEFAULT_COLOR, "*")}
+    return looks | {name: (color, "*") for name, color in zip(OURS, _OUR_COLORS, strict=True)}
 
 
 def _draw_panel(
@@ -114,18 +114,18 @@ def _draw_panel(
             continue
         points.append((x, y))
         color, marker = looks[cell.recipe]
-        is_default = cell.recipe == DEFAULT
+        is_ours = cell.recipe in OURS
         axis.plot(
             x,
             y,
             marker,
             color=color,
-            markersize=13 if is_default else 7,
-            markeredgecolor="black" if is_default else color,
+            markersize=13 if is_ours else 7,
+            markeredgecolor="black" if is_ours else color,
             markerfacecolor=color if cell.num_reached == cell.num_seeds else "none",
             label=cell.recipe,
             linestyle="none",
-            zorder=4 if is_default else 3,
+            zorder=4 if is_ours else 3,
         )
         if cell.num_reached >= _FEWEST_SEEDS:
             assert None not in (delay.low, delay.high, cost.low, cost.high)

@@ -1,12 +1,12 @@
 """Which run comes next: federated averaging first, then everyone else against it.
 
-On a task, federated averaging's step is searched on seed 0, for the best plateau and then for the
-fewest rounds to the goal. Its runs go to the last round, and are never stopped for their bytes. The
-step with the best plateau and the one that reaches the goal in
-the fewest rounds are run with all other seeds. From each seed's runs comes the reference of that
-seed (`measure.make_reference`), and only then are other recipes run with it, each to the hardest
-goal or to a quarter more rounds. A recipe is searched on seed 0, if there is a search; its best
-setting is run with all seeds if it comes close to the best of all, and else with fewer.
+On a task, federated averaging's step is searched on seed 0, for the best plateau. Its runs go to
+the last round, and are never stopped for their bytes. The step with the best plateau and the one
+that reaches the goal in the fewest rounds are run with all other seeds. From each seed's runs comes
+the reference of that seed (`measure.make_reference`), and only then are other recipes run with it,
+each to the hardest goal or to a quarter more rounds. A recipe is searched on seed 0, if there is a
+search; its best setting is run with all seeds if it comes close to the best of all, and else with
+fewer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from aqg.studies.compare.search import CONTENDER, SEARCH_SEED
 from aqg.studies.compare.trial import SELF_SETTING, Setting, Trial, safe
 from aqg.studies.swap_in.measure import PLATEAU, Curve, make_reference
 from aqg.studies.swap_in.search import (
-    DEFAULT,
     FEDAVG,
+    OURS,
     Rank,
     pending_settings,
     rank,
@@ -134,7 +134,7 @@ class Findings:
     def _refer(self, task: SwapTask) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
         own = self.by_pair.get((FEDAVG, task.name), {})
-        if self.pending_fedavg(task)[0]:
+        if pending_settings(FEDAVG, self.ranks(FEDAVG, task))[0]:
             return
         by_seed: dict[int, list[Curve]] = {}
         for trial, outcome in own.items():
@@ -146,16 +146,6 @@ class Findings:
                 found = make_reference(task.kind, task.config.rounds, by_seed[seed])
                 if found is not None:
                     self.references[task.name, seed] = found
-
-    def pending_fedavg(self, task: SwapTask) -> tuple[list[Setting], int]:
-        """Return the steps that federated averaging's search needs next."""
-        ranks = self.ranks(FEDAVG, task)
-        settings, later = pending_settings(FEDAVG, ranks)
-        found = self._searched_reference(task)
-        if settings or found is None:
-            return settings, later
-        curves = self._searched_curves(task)
-        return pending_settings(FEDAVG, {s: rank(task, c, found) for s, c in curves.items()})
 
     def _searched_curves(self, task: SwapTask) -> dict[Setting, Curve]:
         own = self.by_pair.get((FEDAVG, task.name), {}).items()
@@ -224,10 +214,7 @@ def pending_trials(
         is_waiting = pending_trials(comparison, FEDAVG, task, findings)[0]
         return [], (len(settings) + later + comparison.seeds - 1 if is_waiting else 0)
     ranks = findings.ranks(recipe, task)
-    if recipe == FEDAVG:
-        settings, later = findings.pending_fedavg(task)
-    else:
-        settings, later = pending_settings(recipe, ranks, comparison.search)
+    settings, later = pending_settings(recipe, ranks, comparison.search)
     if settings:
         trials = [Trial(task.name, recipe, setting, SEARCH_SEED) for setting in settings]
         return trials, later + comparison.seeds - 1
@@ -239,7 +226,7 @@ def pending_trials(
         chosen, num_seeds = [best], comparison.seeds
         is_other, cost = ranks[best]
         is_close = not is_other and cost <= CONTENDER * findings.lowest_cost(task)
-        if recipe != DEFAULT and not is_close:
+        if recipe not in OURS and not is_close:
             num_seeds = min(num_seeds, FEWER_SEEDS)
     wanted = [Trial(task.name, recipe, s, seed) for s in chosen for seed in range(num_seeds)]
     missing = [trial for trial in wanted if trial not in own]
@@ -340,15 +327,14 @@ class SwapPlan:
             write_targets(self._directory, self._findings)
 
     def note(self, job: SwapJob) -> Limits:
-        """Return the bytes beyond which a run is of no interest: those of federated averaging.
+        """Return the bytes beyond which a run is of no interest: those of a whole reference run.
 
-        That one is not stopped for its bytes.
+        Federated averaging itself is not stopped for its bytes.
         """
         if job.trial.recipe == FEDAVG:
             return Limits()
         reference = self._findings.references[job.trial.task, job.trial.seed]
-        most = max(crossing.total_bytes for crossing in reference.crossings.values())
-        return Limits(ceiling=float(most))
+        return Limits(ceiling=float(reference.all_bytes))
 
     def most_left(self) -> int:
         """Return about how many runs have not ended yet."""

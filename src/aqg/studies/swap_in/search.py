@@ -1,7 +1,7 @@
 """The search for every recipe's best setting on a task: the server's step, and the recipe's knobs.
 
-``grid.toml`` says what is tried, the same for everyone (`aqg.studies.compare.ladders`). The default
-recipe has nothing to set, and is run as it is.
+``grid.toml`` says what is tried, the same for everyone (`aqg.studies.compare.ladders`). Our own
+recipes have nothing to set, and are run as they are, with the step that sets itself.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from aqg.core.optimizers import SGD
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.step_sizes import AUTO, Fixed, resolve_step
 from aqg.errors import ConfigError
-from aqg.runs.config import SETTINGS
 from aqg.studies.compare.ladders import Ladder, most_points, next_points
 from aqg.studies.compare.search import knob_ladders, make_setting, read_grid
 from aqg.studies.compare.trial import SELF_SETTING, Setting
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
     from aqg.studies.swap_in.tasks import SwapTask
 
 FEDAVG = "fedavg"
-DEFAULT = "auto"
+OURS = ("auto", "swap")
 _LEFT_OUT = ("gd", "lag")
 """With local training these sum stale updates in full precision; `fedavg` stands for them."""
-HAS_SELF_SETTING_STEPS = "step" in SETTINGS
 
 
 def parse_swap_recipes(text: str | None) -> tuple[str, ...]:
@@ -48,11 +48,17 @@ def parse_swap_recipes(text: str | None) -> tuple[str, ...]:
     return tuple(chosen)
 
 
+def sets_its_step(recipe: str) -> bool:
+    """Tell whether the server has a rule of its own for the step, with noisy updates."""
+    rule = resolve_step(AUTO, make_recipe(recipe), False, SGD())
+    return not isinstance(rule, Fixed)
+
+
 def ladders_of(recipe: str) -> list[Ladder]:
     """Return what a recipe can be tried with: steps, and the values of each of its knobs."""
     grid = read_grid()
     steps = list(grid["swap-in"]["steps"])
-    if HAS_SELF_SETTING_STEPS and recipe != FEDAVG:
+    if sets_its_step(recipe):
         steps.append(SELF_SETTING)
     first = Ladder("step", tuple(grid["ladders"]["step"]), tuple(steps))
     return [first, *knob_ladders(grid["swap-in"]["knobs"].get(recipe, {}))]
@@ -61,11 +67,10 @@ def ladders_of(recipe: str) -> list[Ladder]:
 def default_setting(recipe: str) -> Setting:
     """Return what is run without a search: the recipe as it is, and the step that sets itself.
 
-    Federated averaging takes its own step.
+    Where the server has no rule for it, the step is that of federated averaging.
     """
-    sets_itself = HAS_SELF_SETTING_STEPS and recipe != FEDAVG
     factor = read_grid()["swap-in"]["knobs"].get(recipe, {}).get("factor", [1.0])[0]
-    return Setting(recipe, multiplier=SELF_SETTING if sets_itself else factor)
+    return Setting(recipe, multiplier=SELF_SETTING if sets_its_step(recipe) else factor)
 
 
 def pending_settings(
@@ -75,7 +80,7 @@ def pending_settings(
 
     ``tried`` holds the rank of every setting that was tried on seed 0.
     """
-    is_default = recipe == DEFAULT or not (searches or recipe == FEDAVG)
+    is_default = recipe in OURS or not (searches or recipe == FEDAVG)
     if is_default:
         setting = default_setting(recipe)
         return ([] if setting in tried else [setting]), 0
