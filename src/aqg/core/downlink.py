@@ -210,9 +210,9 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     else:
         downlink = Condensed(ratio=min(1.0, 2.0 * asked) if recipe.sends_by_pause else 1.0)
     quantizer = recipe.quantizer
-    is_both = isinstance(quantizer, SparseTernary) and quantizer.both_ways
-    if is_both and isinstance(downlink, Condensed) and not downlink.keep:
-        return replace(downlink, keep=quantizer.keep)
+    share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
+    if share and isinstance(downlink, Condensed) and not downlink.keep:
+        return replace(downlink, keep=share)
     return downlink
 
 

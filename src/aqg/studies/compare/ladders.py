@@ -93,10 +93,10 @@ def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) 
             values = [best[0], *ladder.beside(best[0])]
         while True:
             points = {value: (*best[:axis], value, *best[axis + 1 :]) for value in values}
-            ranks = {value: rank(point) for value, point in points.items()}
+            ranks: dict[float, Any] = {value: rank(point) for value, point in points.items()}
             if needed := [points[value] for value, found in ranks.items() if found is None]:
                 return needed
-            winner = min(values, key=lambda value: ranks[value])
+            winner = min(values, key=ranks.__getitem__)
             further = ladder.beyond(values, winner)
             if further is None:
                 break

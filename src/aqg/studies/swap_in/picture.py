@@ -12,6 +12,7 @@ from aqg.studies.swap_in.search import FEDAVG, OURS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
     from aqg.studies.swap_in.comparison import SwapIn
@@ -62,15 +63,15 @@ def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
         _draw_panel(axis, task, [cell for cell in shown if cell.task == task], looks)
     for axis in panels[len(tasks) :]:
         axis.set_visible(False)
-    handles = {}
+    handles: dict[str, Artist] = {}
     for axis in panels:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    order = [name for name in (FEDAVG, *comparison.recipes) if name in handles]
-    order += [name for name in handles if name not in order]
+        artists, names = axis.get_legend_handles_labels()
+        handles |= dict(zip(names, artists, strict=True))
+    order = [name for name in comparison.recipes if name in handles]
     if handles:
         figure.legend(
-            [handles[name] for name in dict.fromkeys(order)],
-            list(dict.fromkeys(order)),
+            [handles[name] for name in order],
+            order,
             loc="outside right upper",
             fontsize=8,
             frameon=False,
@@ -128,7 +129,6 @@ def _draw_panel(
             zorder=4 if is_ours else 3,
         )
         if cell.num_reached >= _FEWEST_SEEDS:
-            assert None not in (delay.low, delay.high, cost.low, cost.high)
             axis.plot([delay.low, delay.high], [y, y], color=color, linewidth=1)  # type: ignore[arg-type]
             axis.plot([x, x], [cost.low, cost.high], color=color, linewidth=1)  # type: ignore[arg-type]
     axis.set_xscale("log")
