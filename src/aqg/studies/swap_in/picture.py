@@ -24,7 +24,7 @@ _OUR_COLORS = ("#D55E00", "#F0C000")
 _PANEL = 3.6
 """Inches."""
 _MOST_COLUMNS = 3
-_FEWEST_SEEDS = 3
+_FEWEST_SEEDS = 5
 """With fewer, an interval is wider than the picture."""
 
 
