@@ -1,0 +1,68 @@
+"""The numbers of docs/downlink.md are those of the runs in results/downlinks."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured() -> dict[tuple[str, int, str], tuple[float, float]]:
+    """Return megabytes and rounds, medians of the seeds, by task, clients and downlink."""
+    found: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
+    with (ROOT / "results/downlinks/runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert row["reached"] == "1"
+            total = (int(row["upload_bytes"]) + int(row["download_bytes"])) / 1e6
+            key = (row["task"], int(row["clients"]), row["downlink"])
+            found.setdefault(key, []).append((total, int(row["rounds"])))
+    return {
+        key: tuple(map(statistics.median, zip(*rows, strict=True))) for key, rows in found.items()
+    }
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    table = page[page.index(heading) :].split("\n\n")[0]
+    lines = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return [[cell.strip().strip("*") for cell in line] for line in lines]
+
+
+def check(text: str, value: float) -> None:
+    """Compare a number with as many digits as the page has."""
+    digits = len(text.partition(".")[2])
+    assert text == f"{value:.{digits}f}"
+
+
+def test_the_tables_are_the_data() -> None:
+    page = (ROOT / "docs/downlink.md").read_text()
+    runs = measured()
+    used = set()
+
+    def compare(key: tuple[str, int, str], total: str, rounds: str) -> None:
+        used.add(key)
+        check(total, runs[key][0])
+        check(rounds, runs[key][1])
+
+    for row in rows_of(page, "| task | `full`"):
+        task = row[0].split("`")[1]
+        clients = 100 if "of 100" in row[0] else 10
+        if row[2]:
+            compare((task, clients, "exact"), row[2], row[4])
+            asked = 10 * 636_040 * int(row[4]) / 1e6
+            check(row[1], asked)
+        compare((task, clients, "condensed"), row[3], row[5])
+    for row in rows_of(page, "| clients | `exact`"):
+        clients = int(row[0].split(", ")[0].replace(",", ""))
+        task = "digits-local" if clients < 1000 else "sampled-iid"
+        downlink = row[0].split("`")[1] if "`" in row[0] else "condensed"
+        if row[1]:
+            compare((task, clients, "exact"), row[1], row[3])
+        compare((task, clients, downlink), row[2], row[4])
+    for task, text in (("softmax-iid", "1.21"), ("softmax-label", "1.85")):
+        key = (task, 10, "condensed:tolerance=0.1")
+        used.add(key)
+        check(text, runs[key][0])
+        assert text in page
+    assert set(runs) == used
