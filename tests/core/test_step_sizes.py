@@ -113,6 +113,17 @@ def test_a_diverging_start_is_stepped_back_from(factor: float) -> None:
     assert not np.linalg.norm(start - 1) < 1e3
 
 
+def test_a_round_in_which_many_more_answer_is_no_divergence() -> None:
+    rule, params = DistanceOverGradients(), np.zeros(SIZE)
+    state: StepState | None = rule.init(params)
+    for senders in (1, 10, 10, 1, 10):
+        update = senders * np.ones(SIZE)
+        state, step_size = rule.next(SPACE, state, params, update, 0.01)
+        params = params - step_size * update
+        assert state is not None
+        assert state.scale == 1.0
+
+
 def test_rounds_without_an_update_change_nothing() -> None:
     rule, zeros = DistanceOverGradients(), np.zeros(SIZE)
     before = rule.init(zeros)

@@ -41,6 +41,8 @@ _FEWEST = 32
 """Coordinates of a sum that passes below which what is around them in an entry outweighs them."""
 
 
+_SHARE = 1.2
+"""Coordinates of an entry, in those that an average client sends per round, asked or not."""
 LARGEST_SHORT = 2.0**127
 """Stands for all movements beyond it, and for those of a diverging run that are no numbers."""
 
@@ -196,8 +198,8 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
 
     ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
-    the end, so that where uploads grow with a client's pause, entries must not: they have twice
-    that part of an upload's coordinates, since those of several uploads coincide.
+    the end, so that where uploads grow with a client's pause, entries must not: they have a
+    little more than that part of an upload's coordinates, as those of several uploads coincide.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -208,7 +210,7 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     elif isinstance(recipe.quantizer, Verbatim):
         downlink = Full()
     else:
-        downlink = Condensed(ratio=min(1.0, 2.0 * asked) if recipe.sends_by_pause else 1.0)
+        downlink = Condensed(ratio=min(1.0, _SHARE * asked) if recipe.sends_by_pause else 1.0)
     quantizer = recipe.quantizer
     share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
     if share and isinstance(downlink, Condensed) and not downlink.keep:

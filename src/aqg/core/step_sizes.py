@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""
 
+_FEW_UPDATES = 8
+"""A mean of fewer says little: one client may have answered in the first round, and then many."""
 _LEAST_FILL = 2.0**-20
 """Stands for all densities below its square, and for those of numbers that are too small."""
 
@@ -152,7 +154,7 @@ class DistanceOverGradients:
         length = space.squared_norm(update)
         if length == 0:
             return state, _short(natural * state.scale)
-        if state.num_updates and not length <= self.burst * state.energy / state.num_updates:
+        if state.num_updates and not length <= self._most_energy(state):
             state = StepState(space.put(space.get(parameters)), scale=state.scale / 4.0)
         least = natural * state.scale
         longest = least / self._fill(space, update, length)
@@ -165,6 +167,11 @@ class DistanceOverGradients:
         step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
         state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
         return state, _short(step_size)
+
+    def _most_energy(self, state: StepState) -> float:
+        """Return the energy of an update beyond which a run is taken to diverge."""
+        doubt = 1.0 + _FEW_UPDATES / state.num_updates
+        return self.burst * doubt * state.energy / state.num_updates
 
     def _fill(self, space: Space, update: Array, squared_norm: float) -> float:
         """Return the root of an update's density."""
