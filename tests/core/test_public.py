@@ -114,6 +114,8 @@ def test_the_default_suits_the_recipe() -> None:
     assert resolve_downlink("auto", make_recipe("gd")).name == "full"
     assert resolve_downlink("auto", make_recipe("auto")) == Condensed()
     assert resolve_downlink("exact", make_recipe("gd")) == Exact()
+    assert resolve_downlink("auto", make_recipe("auto"), 0.1) == Condensed()
+    assert resolve_downlink("auto", make_recipe("swap"), 0.1) == Condensed(ratio=0.12)
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
@@ -129,3 +131,16 @@ def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
     residual = state.model.downlink.residual
     np.testing.assert_allclose(total + state.parameters, residual, atol=1e-12)
     assert np.abs(residual).max() < np.abs(total).max()
+
+
+def test_a_sum_that_no_one_is_part_of_any_more_leaves_the_public_one() -> None:
+    """What passes is large against it, and would tolerate what is left of it for ever."""
+    mirror, noise = upload(1, True), upload(2, False)
+    loud = Upload(noise.levels, 16.0, 2, Grid.MIDTREAD, lasting=False)
+    rounds: list[dict[int, Upload]] = [{0: mirror, 1: loud, 2: loud}]
+    rounds += [dict.fromkeys(range(3), loud)] * 6
+    _, state = publish("auto", Condensed(), rounds)
+    assert not state.model.total.any()
+    public = state.model.downlink
+    assert public is not None
+    assert np.linalg.norm(public.total) < 0.01 * np.linalg.norm(mirror.values(np.float64))

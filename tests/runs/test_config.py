@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from aqg.core.recipes import RECIPES
+from aqg.core.step_sizes import DistanceOverGradients, Fixed
 from aqg.errors import ConfigError
-from aqg.runs.config import parse_assignment, read_settings, resolve, to_toml
+from aqg.runs.config import names_step, parse_assignment, read_settings, resolve, to_toml
 
 
 def test_defaults_are_the_demo():
@@ -124,3 +125,34 @@ def test_plugins_add_recipes(tmp_path):
     plugin.write_text("1 / 0")
     with pytest.raises(ConfigError, match="cannot be loaded: division by zero"):
         resolve({"plugins": [str(plugin)]})
+
+
+def test_a_step_that_sets_itself_has_averagings_step_as_its_scale():
+    local = {"dataset": "mnist", "batch_size": 64, "local_steps": 5, "local_rate": 0.1}
+    (config,) = resolve({**local, "recipe": "auto", "step": "auto"})
+    assert config.natural_step == pytest.approx(0.1 * 5 / 10)
+    assert config.training().step == DistanceOverGradients()
+    (plain,) = resolve({**local, "recipe": "auto"})
+    assert (plain.alpha, plain.step, plain.natural_step) == (0.02, "fixed", 0.02)
+    (exact,) = resolve({"dataset": "mnist", "recipe": "auto", "step": "auto"})
+    assert exact.natural_step == 0.02
+    assert exact.training().step == Fixed()
+    (lean,) = resolve({**local, "recipe": "lean", "step": "auto"})
+    assert lean.natural_step == 0.02
+    (given,) = resolve({**local, "recipe": "auto", "step": "dog", "alpha": 0.3})
+    assert given.natural_step == 0.3
+    epochs = {"dataset": "digits", "batch_size": 20, "local_epochs": 2, "step": "auto"}
+    assert resolve(epochs)[0].natural_step == pytest.approx(0.1 * 2 * 8 / 10)  # 144 samples each
+    with pytest.raises(ConfigError, match="unknown step 'short'; choose from auto, fixed, dog"):
+        resolve({"step": "short"})
+
+
+def test_who_names_a_step(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("SETTINGS = {'alpha': 0.1}\n")
+    assert names_step({"alpha": 0.1})
+    assert names_step({"step": "fixed"})
+    assert names_step({"problem": f"{file}:make"})
+    assert not names_step({"rounds": 3})
+    file.write_text("SETTINGS = {'rounds': 3}\n")
+    assert not names_step({"problem": f"{file}:make"})

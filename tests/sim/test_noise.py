@@ -122,6 +122,25 @@ def test_where_a_message_costs_much_more_is_put_into_it():
         make_recipe("auto:overhead=-1")
 
 
+def test_who_keeps_up_with_averaging_sends_for_every_round_it_missed():
+    """The server's word counts; without it, the client's own count does."""
+    swap, rng = make_recipe("swap:keep=0.01"), np.random.default_rng(5)
+    sent = {}
+    for every in (1, 5):
+        for recipe in (swap, swap.for_participation(1 / 4)):
+            client = init_client(recipe, 30_000, np.dtype(np.float64))
+            for number in range(every, 12 * every, every):
+                update = rng.standard_normal(30_000)
+                client, message = respond(recipe, client, update, 0.0, (0, 0, number))
+            sent[every, recipe.switch.pause] = np.count_nonzero(message.levels != 1)
+    assert sent == {(1, 0.0): 300, (1, 4.0): 1200, (5, 0.0): 1500, (5, 4.0): 1200}
+    assert set(client.stages) == {"noise", "feedback", "wider_tolerance"}
+    assert make_recipe("auto:keep=0.01") == swap
+    assert AUTO.for_participation(0.25) == AUTO
+    with pytest.raises(ConfigError, match=r"keep is 2\.0; it must be at least 0 and at most 1"):
+        init_client(make_recipe("swap:keep=2"), 10)
+
+
 def test_what_keeps_changing_is_not_remembered():
     """A vector that turns holds no noise, but what it was does not help, either."""
     first, second = np.random.default_rng(7).standard_normal((2, 3000))

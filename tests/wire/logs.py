@@ -51,6 +51,7 @@ def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
             Entry(round_number, is_step=False),
             Entry(round_number, Change(public.total, new), None, 0.1),
             Entry(round_number, None, Change(np.zeros(LENGTH), new - 0.3), 1e-3),
+            Entry(round_number, None, passing(number), 0.5, is_short=True, step_size=0.75),
         )
         entry = kinds[number % len(kinds)]
         known = known_sum(public)

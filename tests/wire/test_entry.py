@@ -43,6 +43,9 @@ from tests.wire.logs import (
 def test_golden_bytes() -> None:
     assert encode_entry(Entry(5), None).hex() == "00"
     assert encode_entry(Entry(5, is_step=False), None).hex() == "10"
+    assert encode_entry(Entry(5, movement=1.5, is_short=True, step_size=0.375), None).hex() == (
+        "44c03fc03e"
+    )
     short = Entry(5, None, passing(0), 2.0, RATES, is_short=True)
     assert encode_entry(short, None).hex() == (
         "0e0040000000000000d03f000000000000f03f0000000000000040" + GOLDEN_PASSING
@@ -101,6 +104,26 @@ def test_what_is_out_of_order_is_named() -> None:
         follow_log(encode_log(1, [b"\0"]), start(), MOVEMENT, SGD())
     with pytest.raises(MessageError, match="entry 3 cannot follow"):
         advance(start(), Entry(3), MOVEMENT, SGD())
+
+
+def test_a_step_size_alone_is_checked() -> None:
+    first = start()._replace(rates=RATES)
+    after = follow_log(encode_log(1, [bytes.fromhex("44c03fc03e")]), first, MOVEMENT, SGD())
+    assert after.rates == RATES._replace(step_size=0.375)
+    for entry, message in (
+        ("4000", "inside a number"),
+        ("400000", "the step size in entry 1 is 0.0; it is out of range"),
+        ("4080bf", "the step size in entry 1 is -1.0"),
+        ("40807f", "the step size in entry 1 is inf"),
+        ("40c07f", "the step size in entry 1 is nan"),
+        ("48" + "00" * 26, "flags of entry 1 are 48"),
+        ("50c03e", "flags of entry 1 are 50"),
+        ("c0c03e", "flags of entry 1 are c0"),
+    ):
+        with pytest.raises(WireError, match=message):
+            follow_log(encode_log(1, [bytes.fromhex(entry)]), first, MOVEMENT, SGD())
+    with pytest.raises(WireError, match="names no step size"):
+        follow_log(encode_log(1, [bytes.fromhex("40c03e")]), start(), MOVEMENT, SGD())
 
 
 def test_entries_of_another_run_are_refused() -> None:

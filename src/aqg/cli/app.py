@@ -144,6 +144,14 @@ def run(
     alpha: Annotated[
         float | None, typer.Option(help="Step size.", rich_help_panel=_ALGORITHM)
     ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|fixed|dog",
+            help="How long steps are: found where updates are noisy, unless --alpha is given.",
+            rich_help_panel=_ALGORITHM,
+        ),
+    ] = None,
     bits: Annotated[
         int | None,
         typer.Option(help="b_max, the most bits per parameter.", rich_help_panel=_ALGORITHM),
@@ -285,6 +293,7 @@ def run(
         "scaling": scaling,
         "rounds": rounds,
         "alpha": alpha,
+        "step": step,
         "bits": bits,
         "max_staleness": max_staleness,
         "dropout": dropout,

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE, progress_bars, result_table, target_table
+from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import (
     RunConfig,
+    names_step,
     parse_assignment,
     read_settings,
     refuse_unnamed_code,
@@ -174,6 +176,8 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
         configs = loop.read_configs(options.resume, settings, options.data_dir)
         yield _lay_out(options.resume, configs, is_batch=not (options.resume / ROUNDS).exists())
         return
+    if not names_step(settings):
+        settings["step"] = AUTO
     configs = resolve(settings, options.data_dir)
     with output_directory(options.out, Path(configs[0].data_name).stem) as directory:
         yield _lay_out(directory, configs, is_batch=True)

@@ -12,6 +12,7 @@ from aqg.core.optimizers import OptimizerState
 from aqg.core.public import Rates
 from aqg.core.round import Clients
 from aqg.core.server import Model
+from aqg.core.step_sizes import StepState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +66,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "variance": model.optimizer.variance,
         "is_moved": np.array(model.is_moved),
         **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
+        **({} if model.step is None else _step_to_arrays(model.step)),
     }
 
 
@@ -81,7 +83,17 @@ def model_from_arrays(arrays: Arrays) -> Model:
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
         is_moved=bool(arrays.get("is_moved", False)),
+        step=_step_from_arrays(arrays) if "step_start" in arrays else None,
     )
+
+
+def _step_to_arrays(state: StepState) -> dict[str, NDArray[Any]]:
+    start, *numbers = state
+    return {"step_start": start, "step_numbers": np.array(numbers, np.float64)}
+
+
+def _step_from_arrays(arrays: Arrays) -> StepState:
+    return StepState(np.array(arrays["step_start"]), *arrays["step_numbers"].tolist())
 
 
 def _downlink_to_arrays(state: DownlinkState) -> dict[str, NDArray[Any]]:

@@ -69,6 +69,7 @@ class Entry(NamedTuple):
         movement: ``‖direction‖²/M²``, times the optimizer's `fresh_share`: the newest number of
             the history. None where it is the last one again.
         rates: None where they are the last ones again.
+        step_size: a bfloat16 number, where of the rates it alone has changed.
         is_step: False in a round without a step, which only counts.
         is_short: whether the movement is written in single precision, which it then has.
 
@@ -81,6 +82,15 @@ class Entry(NamedTuple):
     rates: Rates | None = None
     is_step: bool = True
     is_short: bool = False
+    step_size: float | None = None
+
+    def rates_after(self, before: Rates | None) -> Rates | None:
+        """Return the rates that hold from this entry on; None where they are not known."""
+        if self.rates is not None:
+            return self.rates
+        if before is None or self.step_size is None:
+            return before
+        return before._replace(step_size=self.step_size)
 
 
 class Public(NamedTuple):
@@ -125,7 +135,7 @@ def advance(public: Public, entry: Entry, movement: Movement, optimizer: ServerO
         raise MessageError(f"entry {entry.round} cannot follow: the model is at {public.round}")
     if not entry.is_step:
         return public._replace(round=public.round + 1)
-    rates = entry.rates if entry.rates is not None else public.rates
+    rates = entry.rates_after(public.rates)
     if rates is None:
         raise MessageError(f"entry {entry.round} names no step size, and none is known")
     total, direction = public.total, public.direction
@@ -174,19 +184,22 @@ def take_step(
     rates: Rates,
     optimizer: ServerOptimizer,
 ) -> tuple[Array, OptimizerState, Any]:
-    """Take ``θ^{k+1} = θ^k - α·update``; return it, the optimizer's state and ``‖direction‖²``.
+    """Take ``θ^{k+1} = θ^k - α·update``; return it, the optimizer's state and ``‖direction‖²``."""
+    direction = make_direction(space, len(parameters), total, passing, rates)
+    state, update = optimizer.step(state, direction)
+    parameters, squared_norm = space.take_step(parameters, update, direction, rates.step_size)
+    return parameters, state, squared_norm
 
-    The direction is ``lasting·total + passing_factor·passing``, and the optimizer makes the update
-    of it. Without either sum the direction is zero.
-    """
+
+def make_direction(
+    space: Space, num_params: int, total: Array | None, passing: Array | None, rates: Rates
+) -> Array:
+    """Return ``lasting·total + passing_factor·passing``; zero without either sum."""
     if total is not None:
         direction = total if rates.lasting == 1 else total * rates.lasting
         if passing is not None:
             direction = direction + passing * rates.passing
-    elif passing is not None:
-        direction = passing if rates.passing == 1 else passing * rates.passing
-    else:
-        direction = space.put(np.zeros(len(parameters)))
-    state, update = optimizer.step(state, direction)
-    parameters, squared_norm = space.take_step(parameters, update, direction, rates.step_size)
-    return parameters, state, squared_norm
+        return direction
+    if passing is not None:
+        return passing if rates.passing == 1 else passing * rates.passing
+    return space.put(np.zeros(num_params))

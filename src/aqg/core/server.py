@@ -31,8 +31,9 @@ from aqg.core.links import Link, init_link, is_lasting, move_directions
 from aqg.core.messages import Broadcast, Message, Skip, is_message
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.per_client import PerClient
-from aqg.core.public import Change, Entry, Part, Rates, take_step
+from aqg.core.public import Change, Entry, Part, Rates, make_direction
 from aqg.core.space import NumpySpace
+from aqg.core.step_sizes import Fixed, StepRule, StepState, is_short
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError
 
@@ -48,6 +49,9 @@ _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
 _PLAIN = SGD()
 _FULL = Full()
+_FIXED = Fixed()
+_FINEST = 1e-6
+"""The least part of the usual tolerance on the public sum."""
 
 
 class Model(NamedTuple):
@@ -65,6 +69,7 @@ class Model(NamedTuple):
         optimizer: what the server optimizer remembers.
         downlink: what is published of the sums; None where clients receive the whole model.
         is_moved: whether the sum that lasts has changed since the last step.
+        step: what the rule for step sizes remembers; None where it needs nothing.
 
     """
 
@@ -77,12 +82,14 @@ class Model(NamedTuple):
     optimizer: OptimizerState
     downlink: DownlinkState | None = None
     is_moved: bool = False
+    step: StepState | None = None
 
 
 def init_model(
     parameters: FloatArray,
     optimizer: ServerOptimizer,
     downlink: DownlinkState | None = None,
+    rule: StepRule = _FIXED,
 ) -> Model:
     """Return the model before the first round."""
     return Model(
@@ -94,6 +101,7 @@ def init_model(
         last_step=None,
         optimizer=optimizer.init(len(parameters)),
         downlink=downlink,
+        step=rule.init(parameters),
     )
 
 
@@ -190,6 +198,11 @@ def publish(
     if passing is not None and not space.number((passing != 0).sum()):
         passing = None  # as if no one had sent: equal sums are published alike
     tolerance = downlink.tolerance * num_clients**2 * recipe.movement.of(model.history)
+    if recipe.switch is not None and total is not None and model.downlink.gap > 0:
+        # Once clients have left their mirrors, what is left of the public sum would be added to
+        # every step, however small it is against the sums that pass.
+        near = downlink.tolerance * space.squared_norm(total)
+        tolerance = max(_FINEST * tolerance, min(tolerance, near))
     if passing is None and not model.is_moved and model.downlink.gap <= tolerance:
         return model, Published(None if total is None else model.downlink.total, None)
     state, published = condense(
@@ -215,27 +228,28 @@ def step(
     num_clients: int,
     rates: Rates,
     optimizer: ServerOptimizer,
-) -> Model:
+    rule: StepRule = _FIXED,
+) -> tuple[Model, Rates]:
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m`` with what was published of the sums.
 
     Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
     from the sum, which has the scale of the clients' vectors. Where a device is still busy with it,
-    `arrived` puts it into the history later.
+    `arrived` puts it into the history later. ``rates`` hold the natural step; those of the step
+    that was taken are returned.
     """
-    parameters, optimizer_state, squared_norm = take_step(
-        space,
-        model.parameters,
-        model.optimizer,
-        published.total,
-        published.passing,
-        rates,
-        optimizer,
+    direction = make_direction(
+        space, len(model.parameters), published.total, published.passing, rates
     )
+    optimizer_state, update = optimizer.step(model.optimizer, direction)
+    step_state, step_size = rule.next(space, model.step, model.parameters, update, rates.step_size)
+    if step_size != rates.step_size:
+        rates = rates._replace(step_size=step_size)
+    parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
     keeps, is_pending = recipe.memory.keeps_mirror, space.is_asynchronous
     history = model.history
     if not is_pending:
         history = _extended(space, recipe, downlink, model, squared_norm, num_clients, optimizer)
-    return Model(
+    moved = Model(
         round=model.round + 1,
         parameters=parameters,
         total=model.total if keeps else space.zeros_like(model.total),
@@ -244,7 +258,9 @@ def step(
         last_step=squared_norm if is_pending else None,
         optimizer=optimizer_state,
         downlink=model.downlink,
+        step=step_state,
     )
+    return moved, rates
 
 
 def arrived(
@@ -339,6 +355,7 @@ def init_server(
     num_clients: int,
     optimizer: ServerOptimizer = _PLAIN,
     downlink: Downlink = _FULL,
+    rule: StepRule = _FIXED,
 ) -> ServerState:
     """Return the state before the first round, with every ``ref_m`` zero."""
     if not is_whole(num_clients) or num_clients < 1:
@@ -348,7 +365,8 @@ def init_server(
         raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
     check_precision(parameters.dtype)
     link = init_link(recipe.memory, len(parameters), parameters.dtype)
-    model = init_model(parameters, optimizer, init_downlink(downlink, recipe, len(parameters)))
+    public = init_downlink(downlink, recipe, len(parameters))
+    model = init_model(parameters, optimizer, public, rule)
     return ServerState(model, PerClient(int(num_clients), Peer(link)))
 
 
@@ -457,11 +475,13 @@ def publish_round(
     sampled: float = 1.0,
     optimizer: ServerOptimizer = _PLAIN,
     downlink: Downlink = _FULL,
+    rule: StepRule = _FIXED,
 ) -> tuple[ServerState, Entry]:
     """Return the state after the server's step, and the entry that tells clients of it.
 
-    The state must have been made for the same downlink. With `Full` the entry says nothing of the
-    sums: clients receive the model.
+    The state must have been made for the same downlink and the same rule for step sizes, for which
+    ``step_size`` is the natural one. With `Full` the entry says nothing of the sums: clients
+    receive the model.
     """
     if not _is_number(step_size):
         raise ConfigError(f"step_size is {step_size!r}; it must be a finite number")
@@ -471,12 +491,14 @@ def publish_round(
         raise ConfigError(f"sampled is {sampled!r}; it must be above 0 and at most 1")
     if (state.model.downlink is None) != isinstance(downlink, Full):
         raise ConfigError(f"the server's state was not made for the downlink {downlink!r}")
+    if (state.model.step is None) != isinstance(rule, Fixed):
+        raise ConfigError(f"the server's state was not made for the step {rule.name!r}")
     count, before = state.num_clients, state.model
     model = _copied(before) if isinstance(downlink, Condensed) else before
     rates = make_rates(recipe, step_size, dropout_rate, sampled)
     senders = expected_senders(count, dropout_rate, sampled)
     model, published = publish(_SPACE, recipe, downlink, model, count, senders)
-    model = step(_SPACE, recipe, downlink, model, published, count, rates, optimizer)
+    model, rates = step(_SPACE, recipe, downlink, model, published, count, rates, optimizer, rule)
     entry = make_entry(recipe, downlink, before, published, model.history[0], rates)
     if model.downlink is not None:
         public = noted(model.downlink, entry)
@@ -519,15 +541,19 @@ def make_entry(
             lasting = changed(state.total, published.total)
         if published.passing is not None:
             passing = changed(None, published.passing)
-    told = rates == state.rates
+    told, step_size = rates == state.rates, None
+    if not told and state.rates is not None and is_short(rates.step_size):
+        alone = state.rates._replace(step_size=rates.step_size) == rates
+        step_size = rates.step_size if alone else None
     is_repeated = told and lasting is None and passing is None and not state.passed
     return Entry(
         before.round,
         lasting,
         passing,
         None if is_repeated else movement,
-        None if told else rates,
+        None if told or step_size is not None else rates,
         is_short=isinstance(downlink, Condensed),
+        step_size=step_size,
     )
 
 

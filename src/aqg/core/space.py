@@ -128,6 +128,9 @@ class Space(Protocol):
     def number(self, scalar: Array) -> float:
         """Wait for the scalar that `take_step` returned."""
 
+    def squared_norm(self, vector: Array) -> float:
+        """Return ``‖vector‖²``, summed in double precision."""
+
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
@@ -296,6 +299,11 @@ class NumpySpace:
     def number(self, scalar: Any) -> float:
         """Return a Python number."""
         return float(scalar)
+
+    def squared_norm(self, vector: FloatArray) -> float:
+        """Multiply the vector by itself."""
+        wide = vector.astype(np.float64, copy=False)
+        return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
 
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int

@@ -28,6 +28,8 @@ _FEWEST = 16.0
 """Coordinates below which the bytes of the frame outweigh them."""
 _LEAST_SHARE = 0.2
 """The smallest part of noise that counts."""
+_LARGEST_PART = 0.1
+"""Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ class SparseTernary(_KeepsFew):
 
     ``μ`` is the mean magnitude of the kept, rounded up to bfloat16. Sattler et al., Robust and
     Communication-Efficient Federated Learning from Non-IID Data (its Algorithm 1).
+
+    Attributes:
+        both_ways: whether a condensed downlink keeps the same share of the server's sum.
+
     """
+
+    both_ways: bool = False
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write the signs as the three levels of ``midtread`` at two bits."""
@@ -83,12 +91,21 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r``,
+    and for that no more than ``n/10``: training that goes on as fast as with whole updates.
+
     Attributes:
         overhead: the transport's bytes.
+        keep: the part of all coordinates that a client sends for every round since its last.
 
     """
 
     overhead: float = 0.0
+    keep: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep <= 1:
+            raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write the signs of the few largest coordinates, and their mean magnitude."""
@@ -104,10 +121,14 @@ class AdaptiveTernary(NormOnly):
         [32, 80, 64]
         >>> [AdaptiveTernary(overhead=12_000).num_kept(n) for n in (159010, 7850)]
         [3000, 785]
+        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
+        [1590, 6360, 15901]
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
-        fitting = min(self.overhead / 4.0, num_params / 10.0)
+        fitting = min(
+            max(self.overhead / 4.0, self.keep * pause * num_params), _LARGEST_PART * num_params
+        )
         return min(num_params, round(max(wanted, fitting)))
 
 

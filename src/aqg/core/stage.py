@@ -133,6 +133,9 @@ class Switch(Stage, Protocol):
     def for_transport(self, overhead: float) -> Switch:
         """Return the switch for a transport that adds so many bytes to every message."""
 
+    def for_participation(self, asked: float) -> Switch:
+        """Return the switch for clients that are asked in this part of all rounds."""
+
 
 class Plain:
     """Part of the stages that need only one of the two calls."""

@@ -18,6 +18,8 @@ from aqg.core.downlink import AUTO, resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import AUTO as AUTO_STEP
+from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
 from aqg.models import is_module
@@ -44,6 +46,8 @@ STEP_SIZES: dict[tuple[str, str], float] = {
     ("heterogeneous", "sum"): 0.0015,
 }
 """For the default number of clients."""
+_NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
+"""Training samples of the datasets by name."""
 OWN = "custom"
 """Stands for dataset, partition and model where a function makes the whole problem."""
 _OWN_ROUNDS = 100
@@ -86,12 +90,14 @@ class RunConfig:
     participation: float = 1.0
     optimizer: str = "sgd"
     downlink: str = "full"
+    step: str = "fixed"
     problem: str | None = None
     init: str | None = None
     files: tuple[tuple[str, str], ...] = ()
     perturbation: int = 0
     samples: int | None = None
     reset: bool = False
+    validation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.problem is None and not is_dataset_file(self.dataset):
@@ -110,6 +116,7 @@ class RunConfig:
         _require("perturbation", self.perturbation, self.perturbation >= 0, "at least 0")
         if self.samples is not None:
             _require("samples", self.samples, self.samples >= 1, "at least 1")
+        _require("validation", self.validation, 0 <= self.validation < 1, "at least 0 and below 1")
         self._check_target()
         make_recipe(self.recipe, self.bits, self.max_staleness)
         if self.problem is None:
@@ -129,6 +136,11 @@ class RunConfig:
 
     def _check_target(self) -> None:
         goal = self.goal
+        if self.validation and self.target_kind == "residual":
+            raise ConfigError(
+                f"validation is {self.validation} with target_kind residual, which is measured on "
+                "what the clients train on; use accuracy or loss"
+            )
         if goal is None:
             _require("hold", self.hold, self.hold == 0, "0 without a target")
             return
@@ -137,7 +149,8 @@ class RunConfig:
                 f"rounds is {self.rounds}; a target counts once it is met {goal.hold} rounds in a "
                 f"row, so there must be more than {goal.hold}"
             )
-        if goal.hold and goal.kind != "accuracy" and self.eval_every > 1:
+        is_followed = goal.kind == "accuracy" or self.validation > 0
+        if goal.hold and not is_followed and self.eval_every > 1:
             raise ConfigError(
                 f"eval_every is {self.eval_every} with hold {goal.hold}; a {goal.kind} that ends "
                 "the run must be measured in every round"
@@ -149,7 +162,8 @@ class RunConfig:
         if self.target is None:
             return None
         _require_choice("target_kind", self.target_kind, KINDS)
-        return Target(cast("Kind", self.target_kind), self.target, self.hold)
+        kind = cast("Kind", self.target_kind)
+        return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
 
     @property
     def title(self) -> str:
@@ -185,13 +199,27 @@ class RunConfig:
         """Return what clients compute, who is asked, how they count, and the server's step."""
         local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        optimizer = make_optimizer(self.optimizer)
         return Training(
             local,
-            make_optimizer(self.optimizer),
+            optimizer,
             self.weighting,
             self.participation,
-            resolve_downlink(self.downlink, recipe),
+            resolve_downlink(self.downlink, recipe, self.participation * (1.0 - self.dropout)),
+            resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
         )
+
+    @property
+    def natural_step(self) -> float:
+        """The step that others are measured in: ``alpha``, or that of federated averaging.
+
+        The step size of a dataset is one for exact gradients. Where ``step = "auto"`` finds its
+        own, which is where updates are noisy, it begins with the step of averaging.
+        """
+        finds_own = self.step == AUTO_STEP and not isinstance(self.training().step, Fixed)
+        if not finds_own or self.dataset not in _NUM_SAMPLES or is_module(self.model):
+            return self.alpha  # of averaging already
+        return _averaging_step(asdict(self), self.samples or _NUM_SAMPLES[self.dataset])
 
 
 BEFORE_DOWNLINKS: Mapping[str, str] = {"downlink": "full"}
@@ -232,6 +260,13 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
 
 
+def names_step(settings: Mapping[str, Any]) -> bool:
+    """Tell whether settings, or the problem that they name, say how long steps are."""
+    problem = located("problem", settings.get("problem"))
+    own = problem_settings(problem) if isinstance(problem, str) else {}
+    return bool({"alpha", "step"} & {*settings, *own})
+
+
 def read_stored(settings: Mapping[str, Any]) -> RunConfig:
     """Read back a config that was stored whole; no file that it names is opened, no code is run."""
     unknown = sorted(set(settings) - set(SETTINGS))
@@ -270,7 +305,8 @@ def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if facts is None and not (isinstance(model, str) and is_module(model)):
         merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
     else:
-        num_samples = None if facts is None else facts.num_samples
+        num_samples = _NUM_SAMPLES[dataset] if facts is None else facts.num_samples
+        num_samples = _typed("samples", merged.get("samples")) or num_samples
         merged.setdefault("alpha", _default_step_size(merged, _averaging_step(merged, num_samples)))
     return merged
 

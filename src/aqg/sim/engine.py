@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from aqg.core.downlink import Published
+    from aqg.core.public import Rates
     from aqg.core.recipe import Recipe
     from aqg.core.server import Model
     from aqg.core.space import Array
@@ -65,7 +66,7 @@ class FastSimulation:
     Args:
         problem: what is learned, and by whom.
         recipe: the compressor.
-        step_size: ``α``.
+        step_size: ``α``, or the natural step of a rule that finds its own (``training.step``).
         dropout: who is away when.
         seed: makes stochastic recipes repeatable.
         device: ``"cpu"``, or a torch device such as ``"cuda"``.
@@ -91,11 +92,13 @@ class FastSimulation:
         self.seed = seed
         self.training = training if training is not None else Training()
         self._losses_are_exact = self.training.local.sees_all_samples
-        self.recipe = recipe = recipe.for_updates(self._losses_are_exact)
+        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
+        recipe = recipe.for_updates(self._losses_are_exact)
+        recipe = recipe.for_participation(self._sampled * (1.0 - self.dropout.rate))
+        self.recipe = recipe
         self._weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, self.training, self._weights)
         self.problem = problem = self.statistics.problem
-        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1
         self.backend: Backend = make_backend(problem, device)
@@ -165,6 +168,7 @@ class FastSimulation:
         sizes: list[FrameSize] = []
         movement = self._movement()
         downloads = self._deliver(present)
+        shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
             block = present
             if len(present) > self._block_size:
@@ -178,7 +182,7 @@ class FastSimulation:
                 widths[spoken.clients] = spoken.widths
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
                 sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
-                weights = self._weights[senders]
+                weights = shares[senders]
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
                 )
@@ -208,7 +212,7 @@ class FastSimulation:
         return self._downloads.deliver(present, self._public)
 
     def _step(self) -> None:
-        """Publish the sums, add an entry to the log, take the step."""
+        """Publish the sums, take the step, add an entry to the log."""
         before, num_clients = self._model, self.problem.num_clients
         self._model, published = publish(
             self.backend,
@@ -218,9 +222,7 @@ class FastSimulation:
             num_clients,
             self._senders,
         )
-        if self._downloads is not None:
-            self._write_entry(before, published)
-        self._model = step(
+        self._model, rates = step(
             self.backend,
             self.recipe,
             self._downlink,
@@ -229,16 +231,19 @@ class FastSimulation:
             num_clients,
             self._rates,
             self.training.optimizer,
+            self.training.step,
         )
+        if self._downloads is not None:
+            self._write_entry(before, published, rates)
 
-    def _write_entry(self, before: Model, published: Published) -> None:
+    def _write_entry(self, before: Model, published: Published, rates: Rates) -> None:
         """Size the round's entry, in the background where frames are, and note it."""
         assert self._downloads is not None
         public = self._model.downlink
         assert public is not None
         is_silent = not before.is_moved and published.passing is None
         is_silent = is_silent and published.lasting_message is None and not public.passed
-        if is_silent and public.rates == self._rates:  # an entry of one byte
+        if is_silent and public.rates == rates:  # an entry of one byte
             self._downloads.append(1)
             return
         get = self.backend.get
@@ -253,7 +258,7 @@ class FastSimulation:
         elif published.lasting_message is not None:
             assert before.downlink is not None
             known = Known(get(before.downlink.total), before.downlink.direction)
-        entry = make_entry(self.recipe, self._downlink, before, published, 0.0, self._rates)
+        entry = make_entry(self.recipe, self._downlink, before, published, 0.0, rates)
         self._model = self._model._replace(downlink=noted(public, entry))
         if self._pool is None or (entry.lasting is None and entry.passing is None):
             self._downloads.append(entry_size(entry, known))
@@ -351,6 +356,7 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
         passing=None if model.passing is None else move(model.passing),
         optimizer=OptimizerState(*map(move, model.optimizer)),
         downlink=_downlink_in(move, model.downlink),
+        step=None if model.step is None else model.step._replace(start=move(model.step.start)),
     )
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.objectives.base import Objective
     from aqg.protocol.log import Delivery
@@ -113,16 +114,18 @@ class Server:
         sampled: float,
         optimizer: ServerOptimizer,
         downlink: Downlink,
+        rule: StepRule,
     ) -> None:
         self.recipe = recipe
-        self.weights = weights
+        self.weights = self.shares = weights
         self.step_size = step_size
         self.dropout_rate = dropout_rate
         self.sampled = sampled
         self.optimizer = optimizer
         self.downlink = downlink
+        self.rule = rule
         self.state = server_rules.init_server(
-            recipe, initial_params, len(weights), optimizer, downlink
+            recipe, initial_params, len(weights), optimizer, downlink, rule
         )
         self.start = initial_params
         self.downloads: Downloads | None = None
@@ -133,11 +136,15 @@ class Server:
         """Return ``θ^k`` and the movement scalar."""
         return server_rules.broadcast(self.recipe, self.state)
 
+    def begin_round(self, takes_part: IntArray) -> None:
+        """Say how much each client counts in this round."""
+        self.shares = self.recipe.round_weights(self.weights, takes_part, self.sampled)
+
     def receive(self, client: int, frame: bytes) -> Message:
         """Decode one client's frame and move its ``ref_m``."""
         shared = known(self.state.peers[client].link)
         message = decode(frame, len(self.state.parameters), known=shared)
-        weight = float(self.weights[client])
+        weight = float(self.shares[client])
         self.state = server_rules.hear(self.recipe, self.state, client, message, weight)
         return message
 
@@ -181,6 +188,7 @@ class Server:
             self.sampled,
             self.optimizer,
             self.downlink,
+            self.rule,
         )
         if self.downloads is not None:
             assert before is not None
@@ -203,8 +211,10 @@ class ReferenceSimulation:
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
         self.seed = seed
         self.training = training if training is not None else Training()
-        recipe = recipe.for_updates(self.training.local.sees_all_samples)
         num_clients = problem.num_clients
+        sampled = self.training.num_sampled(num_clients) / num_clients
+        recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        recipe = recipe.for_participation(sampled * (1.0 - self.dropout.rate))
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, self.training, self.weights)
         self.problem = problem = self.statistics.problem
@@ -214,9 +224,10 @@ class ReferenceSimulation:
             self.weights,
             step_size,
             self.dropout.rate,
-            self.training.num_sampled(num_clients) / num_clients,
+            sampled,
             self.training.optimizer,
             self.training.downlink,
+            self.training.step,
         )
         self.clients = [
             Client(
@@ -251,6 +262,7 @@ class ReferenceSimulation:
         widths = []
         faults = []
         sent, received = [0] * num_clients, [0] * num_clients
+        self.server.begin_round(np.flatnonzero(~away))
         deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:

@@ -80,7 +80,7 @@ def initial_state(problem: Problem, recipe: Recipe, training: Training) -> Simul
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
     downlink = init_downlink(training.downlink, recipe, len(parameters))
-    model = init_model(parameters, training.optimizer, downlink)
+    model = init_model(parameters, training.optimizer, downlink, training.step)
     log = None if downlink is None else initial_log(problem.num_clients)
     return SimulationState(model, clients, log=log)
 
@@ -94,6 +94,6 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )
-    extra = [name for name in shapes if name.startswith(("stage/", "public_"))]
+    extra = [name for name in shapes if name.startswith(("stage/", "public_", "step_"))]
     if extra:
         raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")

@@ -257,6 +257,11 @@ class TorchBackend:
         """Wait for a scalar."""
         return float(scalar)
 
+    def squared_norm(self, vector: Tensor) -> float:
+        """Multiply the vector by itself, and wait."""
+        wide = vector.double()
+        return float(wide @ wide)
+
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:

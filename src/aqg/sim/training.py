@@ -12,6 +12,7 @@ import numpy as np
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.step_sizes import Fixed, StepRule
 from aqg.errors import ConfigError
 from aqg.sim.local import LocalTraining
 
@@ -37,6 +38,8 @@ class Training:
         participation: the fraction of clients that the server asks in a round; the others are
             treated as away.
         downlink: how clients receive the model: whole, or as a log of what was published.
+        step: how long the server's steps are: the simulation's ``step_size`` in every round, or
+            found from round to round with that as the natural one.
 
     """
 
@@ -45,6 +48,7 @@ class Training:
     weighting: str = "equal"
     participation: float = 1.0
     downlink: Downlink = field(default_factory=Full)
+    step: StepRule = field(default_factory=Fixed)
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:

@@ -3,9 +3,10 @@
 An entry moves the public model (`aqg.core.public`) from one round to the next::
 
     flags       1 byte: 1 lasting part, 2 passing part, 4 movement, 8 rates, 16 no step in this
-                round, 32 movement in double precision
+                round, 32 movement in double precision, 64 step size alone
     movement    if flagged: a bfloat16 number, or 8 bytes
     rates       3 numbers of 8 bytes, if flagged: step size, factors of both sums
+    step size   if flagged: a bfloat16 number; the factors stay as they are
     parts       lasting, then passing, if flagged: the number of bytes, a varint, and then either
                 an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized one: lasting
                 as a frame (`aqg.wire.frame`) that is written with the public sum as context,
@@ -32,6 +33,7 @@ import numpy as np
 
 from aqg.core.messages import Upload
 from aqg.core.public import Change, Entry, Public, Rates, advance
+from aqg.core.step_sizes import is_short
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import (
     UPLOAD_HEAD_BYTES,
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from aqg.core.public import Part
 
 LOG_MARK = 0x61
-LASTING, PASSING, MOVEMENT, RATES, HOLD, DOUBLE = 1, 2, 4, 8, 16, 32
+LASTING, PASSING, MOVEMENT, RATES, HOLD, DOUBLE, STEP_SIZE = 1, 2, 4, 8, 16, 32, 64
 _EXACT_PART = b"\0"
 _CRC_BYTES = 4
 
@@ -169,6 +171,8 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
         position += 8 if flags & DOUBLE else 2
     if flags & RATES:
         position += 3 * 8
+    if flags & STEP_SIZE:
+        position += 2
     for part in (LASTING, PASSING):
         if flags & part:
             size, position = read_varint(frame, position)
@@ -208,6 +212,9 @@ def _head(entry: Entry) -> tuple[int, bytes]:
     if entry.rates is not None:
         flags |= RATES
         head += struct.pack("<3d", *entry.rates)
+    elif entry.step_size is not None:
+        flags |= STEP_SIZE
+        head += struct.pack("<f", entry.step_size)[2:]
     return flags, head
 
 
@@ -230,15 +237,17 @@ def _decode_entry(
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
-    if flags >= 64 or (flags & HOLD and flags != HOLD) or (flags & DOUBLE and not flags & MOVEMENT):
+    is_odd = (
+        flags >= 128 or (flags & HOLD and flags != HOLD) or (flags & RATES and flags & STEP_SIZE)
+    )
+    if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
-    movement, rates = None, None
+    movement, rates, step_size = None, None, None
     if flags & MOVEMENT:
         if flags & DOUBLE:
             (movement,), position = _unpack("<d", frame, position)
         else:
-            (bits,), position = _unpack("<H", frame, position)
-            (movement,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
+            movement, position = _short_number(frame, position)
         if not movement >= 0 and not math.isnan(movement):
             raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
     if flags & RATES:
@@ -246,6 +255,10 @@ def _decode_entry(
         if not all(map(math.isfinite, numbers)):
             raise WireError(f"the rates in entry {number} are {numbers}; they must be finite")
         rates = Rates(*numbers)
+    if flags & STEP_SIZE:
+        step_size, position = _short_number(frame, position)
+        if not is_short(step_size):
+            raise WireError(f"the step size in entry {number} is {step_size}; it is out of range")
     lasting: Part = None
     passing: Part = None
     if flags & LASTING:
@@ -258,7 +271,8 @@ def _decode_entry(
         zeros = np.zeros(len(public.parameters))
         passing, position = _decode_part(frame, position, zeros, None, False, number, threads)
     is_step = not flags & HOLD
-    return Entry(number, lasting, passing, movement, rates, is_step), position
+    entry = Entry(number, lasting, passing, movement, rates, is_step=is_step, step_size=step_size)
+    return entry, position
 
 
 def _decode_part(
@@ -284,6 +298,13 @@ def _decode_part(
     if not isinstance(message, Upload):
         raise WireError(f"entry {number} holds a {type(message).__name__}; it holds levels")
     return message, position
+
+
+def _short_number(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
+    """Read a bfloat16 number."""
+    (bits,), position = _unpack("<H", frame, position)
+    (number,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
+    return number, position
 
 
 def _unpack(kind: str, frame: NDArray[np.uint8], position: int) -> tuple[tuple[float, ...], int]:

@@ -3,7 +3,8 @@
 The mirror saves bytes while the next update is nearly the last one. While updates are mostly noise,
 each client sends a few coordinates as sparse ternary, with error feedback. A client that is sampled
 seldom would hold residuals that are long out of date; it sends an unbiased stochastic ternary
-vector instead, and keeps no residual.
+vector instead, and keeps no residual. With ``keep`` it sends more coordinates instead, in
+proportion to the rounds that it was not asked in, and its residuals stay small.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ class NoiseSwitch(Plain):
     Attributes:
         meter: tells noise from signal.
         overhead: bytes that the transport adds to every message; 0 if nothing is known of it.
+        keep: the part of all coordinates that a client sends for every round since its last; 0:
+            as few as make each byte count most.
+        pause: every how many rounds a client is asked, as the server says; 0 if it has not, which
+            leaves it to the meter.
 
     """
 
     meter: NoiseMeter
     overhead: float = 0.0
+    keep: float = 0.0
+    pause: float = 0.0
     name: ClassVar[str] = "noise"
     vectors: ClassVar[str] = "read"
 
@@ -59,15 +66,17 @@ class NoiseSwitch(Plain):
     def branches(self) -> tuple[Recipe, ...]:
         """Sparse ternary with error feedback, and stochastic ternary without."""
         always = Always(TERNARY_WIDTH)
-        ternary = AdaptiveTernary(self.overhead)
-        return (
-            Recipe(policy=always, quantizer=ternary, stages=(ErrorFeedback(),)),
-            Recipe(policy=always, quantizer=Stochastic()),
-        )
+        ternary = AdaptiveTernary(self.overhead, self.keep)
+        sparse = Recipe(policy=always, quantizer=ternary, stages=(ErrorFeedback(),))
+        return (sparse,) if self.keep else (sparse, Recipe(policy=always, quantizer=Stochastic()))
 
     def for_transport(self, overhead: float) -> NoiseSwitch:
         """Return the switch for another transport, unless it was told of one."""
         return self if self.overhead else replace(self, overhead=overhead)
+
+    def for_participation(self, asked: float) -> NoiseSwitch:
+        """Return the switch for clients that are asked in this part of all rounds."""
+        return replace(self, pause=1.0 / asked) if self.keep else self
 
     def init(self, num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
         """Start where the meter does."""
@@ -80,10 +89,15 @@ class NoiseSwitch(Plain):
         pairs = zip(state["notes"], updates, strict=True)
         notes = np.array([self.meter.observe(row, update, flow.round) for row, update in pairs])
         branch = np.array([self._branch(row) for row in notes], np.int8)
-        advice = np.array([(self.meter.noise_share(r), self.meter.mean_pause(r)) for r in notes])
+        advice = np.array([(self.meter.noise_share(r), self._pause(r)) for r in notes])
         return {"notes": notes, "branch": branch}, flow._replace(advice=advice)
 
     def _branch(self, notes: Float64Array) -> int:
         if not self.meter.is_noisy(notes):
             return MIRROR
-        return SPARSE if self.meter.mean_pause(notes) < RARELY else STOCHASTIC
+        if self.keep or self.meter.mean_pause(notes) < RARELY:
+            return SPARSE
+        return STOCHASTIC
+
+    def _pause(self, notes: Float64Array) -> float:
+        return self.pause or self.meter.mean_pause(notes)

@@ -1,0 +1,259 @@
+"""How long the server's steps are: as given, or found from the steps themselves.
+
+With local training, the server's natural step is that of federated averaging, which makes the mean
+of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
+every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
+Friend, ICML 2023), with the natural step as its scale. All of it is made from the model
+and the published updates, and the result travels in the entry: everyone takes the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from aqg.core.grids import round_up_to_bfloat16
+from aqg.core.optimizers import SGD
+from aqg.core.quantizers import Verbatim
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqg.core.optimizers import ServerOptimizer
+    from aqg.core.recipe import Recipe
+    from aqg.core.space import Array, Space
+    from aqg.core.types import FloatArray
+
+_LEAST, _MOST = 2.0**-120, 2.0**120
+"""Step sizes beyond these are cut: they would not be numbers in single precision."""
+
+_FEW_UPDATES = 8
+"""A mean of fewer says little: one client may have answered in the first round, and then many."""
+_LEAST_FILL = 2.0**-20
+"""Stands for all densities below its square, and for those of numbers that are too small."""
+
+
+class StepState(NamedTuple):
+    """What a rule remembers of the steps so far.
+
+    Attributes:
+        start: the model before the first step, ``(n,)``.
+        reach: ``r``, the longest distance from it that counts so far.
+        energy: ``G = Σ_k ‖update^k‖²``.
+        num_updates: how many updates that were not zero ``G`` has.
+        scale: what the natural step is multiplied by: 1, and less after a run began to diverge.
+
+    """
+
+    start: Array
+    reach: float = 0.0
+    energy: float = 0.0
+    num_updates: float = 0.0
+    scale: float = 1.0
+
+
+class StepRule(Protocol):
+    """Finds the length of each step."""
+
+    @property
+    def name(self) -> str:
+        """How settings call it."""
+
+    def init(self, parameters: FloatArray) -> StepState | None:
+        """Return the state before the first round; None where nothing is remembered."""
+
+    def next(
+        self,
+        space: Space,
+        state: StepState | None,
+        parameters: Array,
+        update: Array,
+        natural: float,
+    ) -> tuple[StepState | None, float]:
+        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``.
+
+        Args:
+            space: where vectors live.
+            state: before the step.
+            parameters: ``θ^k``.
+            update: what the server optimizer made of the published sums.
+            natural: the step of federated averaging, or another that is known to work.
+
+        """
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The natural step in every round."""
+
+    name = "fixed"
+
+    def init(self, parameters: FloatArray) -> None:
+        """Remember nothing."""
+
+    def next(
+        self, _space: Space, _state: Any, _parameters: Array, _update: Array, natural: float
+    ) -> tuple[None, float]:
+        """Return the natural step."""
+        return None, natural
+
+
+@dataclass(frozen=True)
+class DistanceOverGradients:
+    """``α_k = r_k/√G_k``, between the natural step and a multiple of it.
+
+    ``r_k`` is the longest distance of the model from where it started, and ``G_k`` the sum of the
+    squared norms of all updates up to this one. The norm of the model sets no scale, as it may be
+    zero, or that of a large pretrained model. At the start, ``r`` is ``first`` times what the
+    natural step would move the model by. Where updates are sparse, because the rest waits in
+    residuals, that is divided by the root of their density, ``‖u‖₁²/(n‖u‖₂²)``: as if all
+    coordinates were to move as much as those sent.
+
+    The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
+    by the same root. An update of more than ``burst`` times the mean energy so far is taken for
+    the beginning of divergence: the rule begins anew where the model is, with a quarter of the
+    natural step. The step is a bfloat16 number, so that entries are short and engines that sum in
+    another order agree.
+
+    Attributes:
+        first: the first step, in natural ones.
+        is_sparse: whether what updates leave out waits in residuals.
+        most: the longest step, in natural ones.
+        burst: how much more energy than the mean an update has where a run diverges.
+
+    """
+
+    first: float = 1.0
+    is_sparse: bool = True
+    most: float = 4.0
+    burst: float = 30.0
+
+    name = "dog"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.first < math.inf:
+            raise ConfigError(f"first is {self.first}; it must be above 0 and finite")
+        for name, value in (("most", self.most), ("burst", self.burst)):
+            if not 1 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be at least 1 and finite")
+
+    def init(self, parameters: FloatArray) -> StepState:
+        """Start where the model does."""
+        return StepState(parameters.copy())
+
+    def next(
+        self,
+        space: Space,
+        state: StepState | None,
+        parameters: Array,
+        update: Array,
+        natural: float,
+    ) -> tuple[StepState, float]:
+        """Look how far the model has come, and how much that took."""
+        assert state is not None
+        length = space.squared_norm(update)
+        if length == 0:
+            return state, _short(natural * state.scale)
+        if state.num_updates and not length <= self._most_energy(state):
+            state = StepState(space.put(space.get(parameters)), scale=state.scale / 4.0)
+        least = natural * state.scale
+        longest = least / self._fill(space, update, length)
+        energy, reach = state.energy + length, state.reach
+        if not state.num_updates:
+            reach = self.first * longest * math.sqrt(length)
+        reach = max(reach, math.sqrt(space.squared_norm(parameters - state.start)))
+        if not (math.isfinite(energy) and math.isfinite(reach)):
+            return state, _short(least)
+        step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
+        state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
+        return state, _short(step_size)
+
+    def _most_energy(self, state: StepState) -> float:
+        """Return the energy of an update beyond which a run is taken to diverge."""
+        doubt = 1.0 + _FEW_UPDATES / state.num_updates
+        return self.burst * doubt * state.energy / state.num_updates
+
+    def _fill(self, space: Space, update: Array, squared_norm: float) -> float:
+        """Return the root of an update's density."""
+        if not self.is_sparse:
+            return 1.0
+        total = space.number(abs(update).sum())
+        return max(_LEAST_FILL, min(1.0, total / math.sqrt(len(update) * squared_norm)))
+
+
+STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
+    rule.name: rule for rule in (Fixed, DistanceOverGradients)
+}
+AUTO = "auto"
+_UNBIASED = DistanceOverGradients(first=4.0, is_sparse=False)
+
+
+def make_step(spec: str) -> Fixed | DistanceOverGradients:
+    """Make a rule from its name and options.
+
+    >>> make_step("dog:most=8")
+    DistanceOverGradients(first=1.0, is_sparse=True, most=8.0, burst=30.0)
+    """
+    name, *settings = spec.split(":")
+    if name not in STEPS:
+        raise ConfigError(f"unknown step {name!r}; choose from {', '.join((AUTO, *STEPS))}")
+    options = {
+        field.name: bool if field.default is True else float for field in fields(STEPS[name])
+    }
+    chosen: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in options:
+            known = ", ".join(options) or "none"
+            raise ConfigError(f"step {name!r} has no option {key!r}; it has: {known}")
+        try:
+            chosen[key] = options[key](float(value))
+        except ValueError:
+            raise ConfigError(f"option {key} of step {name!r} is {value!r}, not a number") from None
+    return STEPS[name](**chosen)
+
+
+def resolve_step(
+    spec: str, recipe: Recipe, are_exact: bool, optimizer: ServerOptimizer
+) -> StepRule:
+    """Return the rule that a setting names; ``"auto"`` chooses one that suits the recipe.
+
+    Args:
+        spec: the setting.
+        recipe: the compressor.
+        are_exact: whether updates are computed on all samples of a client: then the natural step
+            is the problem's own.
+        optimizer: what the server makes of the sums. With momentum or Adam, steps that set
+            themselves diverged or were slower than the optimizer's own (``digits-local``).
+
+    A recipe whose clients keep what they did not send, or one that forgets every upload after its
+    round, finds its own step. A mirror of noise is out of date when it is used, and longer steps
+    make it more so; and uploads in full precision are federated averaging, whose step is known.
+
+    """
+    if spec != AUTO:
+        return make_step(spec)
+    is_plain = isinstance(optimizer, SGD)
+    if are_exact or not is_plain or isinstance(recipe.quantizer, Verbatim):
+        return Fixed()
+    if recipe.keeps_residual:
+        return DistanceOverGradients()
+    return Fixed() if recipe.memory.keeps_mirror else _UNBIASED
+
+
+def is_short(step_size: float) -> bool:
+    """Tell whether a step size is one that fits into an entry as a bfloat16 number.
+
+    >>> is_short(0.125), is_short(0.1)
+    (True, False)
+    """
+    return _LEAST <= step_size <= _MOST and round_up_to_bfloat16(step_size) == step_size
+
+
+def _short(step_size: float) -> float:
+    """Return a step size as entries carry it: a bfloat16 number, not below it.
+
+    >>> _short(1.0), _short(1.001)
+    (1.0, 1.0078125)
+    """
+    return round_up_to_bfloat16(min(max(step_size, _LEAST), _MOST))
