@@ -396,7 +396,7 @@ def other_model(reply):
 )
 def test_bad_replies_are_refused_by_name(change, text, caplog):
     """They are counted, cost one client's part of a round, and nothing is lost."""
-    strategy = Compressed(FedAvg(**everyone()))
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
     grid = tampering(make_grid(), change, rounds={2, 5})
     result = run(strategy, grid, rounds=16)
     refused = strategy.counts.refused
