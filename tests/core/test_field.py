@@ -15,6 +15,7 @@ from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, points_of, random_signs
 from aqg.core.selection import largest
 from aqg.core.server import broadcast, finish_round, hear, init_server, publish_round
+from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 
 SIZE = 400
@@ -401,3 +402,20 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
 def test_xi_scales_the_tolerance_of_the_published_rules(name):
     assert make_recipe(f"{name}:xi=1") == make_recipe(name)
     assert make_recipe(f"{name}:xi=0.1").movement.of((2.0,) * 10) == pytest.approx(0.2)
+
+
+def test_dadaquant_gives_clients_levels_by_their_weights():
+    """The fewest levels of all with the same variance of the weighted sum; ``q`` for equal ones."""
+    weights = np.array([0.2, 0.8, 2.0])
+    factors = level_factors(weights)
+    assert factors / weights ** (2 / 3) == pytest.approx([factors[1] / 0.8 ** (2 / 3)] * 3)
+    assert np.sum(weights**2 / factors**2) == pytest.approx(np.sum(weights**2))
+    assert factors.sum() < 3
+    assert level_factors(np.full(3, 1.0)) is None
+    recipe, vector = make_recipe("dadaquant:q=8"), gradients(1)[0]
+    for factor in (1.0, *factors):
+        state = init_client(recipe, SIZE, np.dtype("float64"))
+        _, message = respond(recipe, state, vector, 0.0, (0, 0, 1), 1.0, factor)
+        num_levels = round(8 * factor)
+        assert message.step == pytest.approx(np.linalg.norm(vector) / num_levels, rel=1 / 127)
+        assert message.width == num_levels.bit_length() + 1

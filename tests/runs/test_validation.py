@@ -11,8 +11,9 @@ from aqg.errors import ConfigError
 from aqg.runs.config import resolve
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
-from aqg.runs.setup import build_problem, check_target
+from aqg.runs.setup import build_problem, check_target, make_simulation
 from aqg.runs.stopping import Judge, Target
+from aqg.runs.validation import Validator
 from aqg.sim.record import RoundRecord
 
 from tests.problems import tiny_problem
@@ -118,3 +119,19 @@ def test_loss_on_the_validation_set():
     expected = float(problem.objective.losses(start, *problem.validation))
     assert problem.validate(start, problem.validation, "loss") == pytest.approx(expected)
     assert hold_out(problem, 0.5, seed=1) is problem
+
+
+@pytest.mark.parametrize("model", ["mlp:8", "cnn"])
+@pytest.mark.parametrize("kind", ["accuracy", "loss"])
+def test_the_validation_set_is_measured_where_the_model_is(model, kind):
+    """Torch's backend has the samples on its device; the numbers are those of NumPy."""
+    config = make_config(model=model, target_kind=kind, dtype="float32")
+    if model == "cnn":
+        config = replace(config, l2=0.0)
+    problem = build_problem(config)
+    found = [
+        Validator(make_simulation(replace(config, device=device), problem), kind)()
+        for device in ("cpu", "torch:cpu")
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert 0 < found[0] < 10

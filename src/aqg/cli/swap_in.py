@@ -157,6 +157,6 @@ def show(console: Console, comparison: SwapIn, directory: Path, as_json: bool) -
         console.print(table.title, style="bold")
         console.print(table.to_terminal())
     if tables:
-        console.print(tables[1].note + "\n", style="dim")
+        console.print(tables[0].note + "\n", style="dim")
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)
     console.print(f"Results: {directory}", highlight=False, soft_wrap=True)

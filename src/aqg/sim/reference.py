@@ -19,6 +19,7 @@ from aqg.core.per_client import PerClient
 from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
 from aqg.core.server import Peer, ServerState
+from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
@@ -63,6 +64,7 @@ class Client:
         self.local = local
         self.state: Clients = init_client(recipe, objective.num_params, dtype)
         self.public: Public | None = None
+        self.level_factor = 1.0
         self.loss = np.nan
         self.fault: str | None = None
 
@@ -73,7 +75,13 @@ class Client:
         self.loss = float(loss)
         shared = known(self.state.link)
         self.state, message = respond(
-            self.recipe, self.state, gradient, broadcast.movement, key, self.loss
+            self.recipe,
+            self.state,
+            gradient,
+            broadcast.movement,
+            key,
+            self.loss,
+            self.level_factor,
         )
         self.fault = getattr(message, "fault", None)
         return encode(message, known=shared)
@@ -235,6 +243,10 @@ class ReferenceSimulation:
             )
             for index, samples in enumerate(problem.clients)
         ]
+        factors = level_factors(self.weights)
+        if factors is not None:
+            for client, factor in zip(self.clients, factors.tolist(), strict=True):
+                client.level_factor = factor
         self._share_public()
 
     def _share_public(self) -> None:

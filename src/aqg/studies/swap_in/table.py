@@ -148,12 +148,15 @@ def _order(cell: Cell) -> tuple[int, float]:
 
 
 _NOTE = (
-    "Geometric means over seeds, in brackets the 95 % confidence interval. Cost: bytes sent and "
-    "received by all clients until the validation accuracy is that of federated averaging's "
-    "plateau less one point (a loss: plus one percent). Saved: federated averaging's bytes over "
-    "these. Delay: rounds over those of federated averaging. Swap-in: all seeds get there, with a "
-    f"delay of at most {MOST_DELAY}. Test: accuracy on the test set then. {PARTIAL}: runs are "
-    f"missing. {FOOTNOTE}"
+    "Federated averaging's bytes, sent and received by all clients until the validation accuracy "
+    "is that of its plateau less one point (a loss: plus one percent); for each recipe how many "
+    "times fewer it needs, and its delay, which is its rounds over those of federated averaging. "
+    f"Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. {PARTIAL}: runs "
+    f"are missing. {FOOTNOTE}"
+)
+_TASK_NOTE = (
+    "Geometric means over seeds, in brackets the 95 % confidence interval. Test: accuracy on the "
+    "test set when the target is reached."
 )
 _HEADER = ("recipe", "setting", "cost", "saved", "delay", "swap-in", "test", "seeds")
 
@@ -165,7 +168,7 @@ def as_tables(comparison: SwapIn, cells: Sequence[Cell]) -> list[Table]:
         own = [cell for cell in cells if (cell.task, cell.goal) == (task.name, PLATEAU)]
         if own:
             rows = tuple(_row(cell, task) for cell in sorted(own, key=_order))
-            tables.append(Table(f"swap-in-{task.name}", task.name, _NOTE, _HEADER, rows, 2))
+            tables.append(Table(f"swap-in-{task.name}", task.name, _TASK_NOTE, _HEADER, rows, 2))
     if tables:
         tables = [_overview(comparison, cells), *tables, _all_goals(comparison, cells)]
     return tables
@@ -235,12 +238,8 @@ def _overview(comparison: SwapIn, cells: Sequence[Cell]) -> Table:
         own = [by_place.get((recipe, task)) for task in tasks]
         if any(own):
             rows.append((f"`{label(recipe)}`", *map(_short, own)))
-    note = (
-        "Federated averaging's bytes, and for each recipe how many times fewer it needs, and its "
-        f"delay. Bold: a swap-in. {PARTIAL}: runs are missing. {FOOTNOTE}"
-    )
     return Table(
-        "swap-in", "In the place of federated averaging", note, ("recipe", *tasks), tuple(rows), 1
+        "swap-in", "In the place of federated averaging", _NOTE, ("recipe", *tasks), tuple(rows), 1
     )
 
 
