@@ -73,9 +73,8 @@ def run(deployment: Deployment, app: Path, config: dict[str, Any]) -> str:
 
 
 def server_log(deployment: Deployment) -> str:
-    """Return what the ServerApp has printed, in a process of the worker's or of the SuperLink's."""
-    name = "superlink-worker" if deployment.options.worker else "superlink"
-    return deployment.processes.read_log(name)
+    """Return what the ServerApp has printed."""
+    return deployment.processes.read_log("superlink-worker")
 
 
 def moved(deployment: Deployment) -> np.ndarray:
@@ -299,16 +298,15 @@ def measure_overhead(options: argparse.Namespace) -> None:
     print(f"{options.parameters:,} parameters, 3 nodes, medians of rounds 3 to 8:")
     print(f"mod {np.median(spent['mod'][6:]):.3f} s per node")
     print(f"wrapper {np.median(trained[2:]):.3f} s per round")
-    # The whole round, on real processes: as Flower does it, and with a worker and shorter waits.
+    # The whole round on real processes, with a persistent worker and shorter waits.
     app = ROOT / "tests" / "flower" / "dropin_app"
-    for label, way in (("stock Flower", {"worker": False, "quick": False}), ("quick", {})):
-        with deployed(**way) as deployment:
-            for compressed in (False, True):
-                config = {"rounds": 5, "num-clients": 3, "size": options.parameters}
-                log = run(deployment, app, {**config, "compressed": compressed})
-                times = [float(found) for found in re.findall(r"round \d+ at ([\d.]+)", log)]
-                seconds = np.median(np.diff(times)[1:])
-                print(f"{label}, compressed {compressed}: {seconds:.2f} s per round", flush=True)
+    with deployed() as deployment:
+        for compressed in (False, True):
+            config = {"rounds": 5, "num-clients": 3, "size": options.parameters}
+            log = run(deployment, app, {**config, "compressed": compressed})
+            times = [float(found) for found in re.findall(r"round \d+ at ([\d.]+)", log)]
+            seconds = np.median(np.diff(times)[1:])
+            print(f"compressed {compressed}: {seconds:.2f} s per round", flush=True)
 
 
 if __name__ == "__main__":
