@@ -2,7 +2,7 @@
 
 python benchmarks/flower.py latency          # stock Flower, a persistent worker, shorter waits
 python benchmarks/flower.py bytes            # frames, connections and the loopback interface
-python benchmarks/flower.py example          # examples/flower-pytorch, before and after
+python benchmarks/flower.py example          # examples/flower-pytorch, before, and our own server
 python benchmarks/flower.py large            # an upload of 100 million parameters
 python benchmarks/flower.py memory           # what the server holds per client
 
@@ -34,15 +34,15 @@ from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
-from aqg.flower.deployment import Deployment, DeploymentOptions
-from aqg.flower.messages import Order
-from aqg.flower.protocol import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
+from aqg.protocol.messages import Order
+from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aqg.flower.deployment import ConfigValue
+    from aqg.flower.deploy.deployment import ConfigValue
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower-pytorch"
 LARGE_APP = Path(__file__).parent / "flower_large"
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--recipe", help="lean by default, and auto for example")
     parser.add_argument("--downlink", default="auto", help="full, exact, condensed or auto")
     parser.add_argument("--clients", type=int, default=100, help="of memory")
-    parser.add_argument("--app", choices=("before", "after"), help="only one half of example")
+    parser.add_argument("--app", choices=("before", "own-server"), help="only one half of example")
     parser.add_argument("--parameters", type=int, default=100_000_000)
     options = parser.parse_args()
     if options.recipe is None:
@@ -258,7 +258,7 @@ def measure_example(options: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|")
     config: dict[str, ConfigValue] = {"num-clients": options.nodes, "rounds": options.rounds}
     preload = ("torch", "sklearn.datasets", "aqg.flower")
-    for name in (options.app,) if options.app else ("before", "after"):
+    for name in (options.app,) if options.app else ("before", "own-server"):
         with ExitStack() as stack:
             sniffer = _try_to_sniff(stack)
             deployment = stack.enter_context(deployed(num_nodes=options.nodes, preload=preload))

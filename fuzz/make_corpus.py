@@ -1,4 +1,4 @@
-"""Write the seeds of both corpora: small good frames of all kinds, and short ones that claim much."""
+"""Write the seeds of both corpora: small good frames, and short ones that claim much."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import aqg
+import aqg.protocol
 import aqg.sim
 
 # Changing these is a decision: note it in CHANGELOG.
@@ -15,13 +16,15 @@ TOP = """
     SparseUpload Upload WireError __version__ broadcast client_step decode encode finish_round
     init_client init_server load_model make_recipe receive register
 """
+PROTOCOL = "ClientSession Receipt ServerSession"
 SIM = "FastSimulation LocalTraining Problem ReferenceSimulation RoundRecord Samples Training"
 
 
 def test_public_names_are_these():
     assert set(aqg.__all__) == set(TOP.split())
     assert set(aqg.sim.__all__) == set(SIM.split())
-    for module in (aqg, aqg.sim):
+    assert set(aqg.protocol.__all__) == set(PROTOCOL.split())
+    for module in (aqg, aqg.sim, aqg.protocol):
         for name in module.__all__:
             assert hasattr(module, name), name
 

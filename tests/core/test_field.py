@@ -8,12 +8,14 @@ from scipy.linalg import hadamard as hadamard_matrix
 
 from aqg.core.aquila import choose_width
 from aqg.core.client import init_client, respond
+from aqg.core.downlink import Condensed, Full, resolve_downlink
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
-from aqg.core.rotation import block_lengths, random_signs
+from aqg.core.rotation import block_lengths, points_of, random_signs
 from aqg.core.selection import largest
-from aqg.core.server import broadcast, finish_round, hear, init_server
+from aqg.core.server import broadcast, finish_round, hear, init_server, publish_round
+from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 
 SIZE = 400
@@ -334,3 +336,86 @@ def test_the_largest_are_taken_in_front_first_and_zeros_never():
 def test_bad_knobs_are_named(spec, message):
     with pytest.raises(ConfigError, match=message):
         make_recipe(spec)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_eden_with_more_bits_rounds_the_rotated_vector_to_the_points_of_a_normal(width):
+    vectors = gradients(4, seed=8, size=512)
+    messages, _ = play(f"eden:width={width}", vectors)
+    errors = []
+    for vector, message in zip(vectors, messages, strict=True):
+        rotation = hadamard_matrix(512) * random_signs(message.seed, 512) / 512**0.5
+        rotated = rotation @ vector
+        points = points_of(width) / 4096
+        distances = np.abs(rotated[:, None] * (512**0.5 / np.linalg.norm(vector)) - points)
+        chosen = points[distances.argmin(1)]
+        scale = vector @ vector / (rotated @ chosen)
+        sent = message.values(np.float64)
+        assert sent == pytest.approx(scale * (rotation.T @ chosen), abs=1e-5)
+        assert message.width == width
+        errors.append(np.sum((sent - vector) ** 2) / (vector @ vector))
+    assert np.mean(errors) < {2: 0.15, 4: 0.012}[width]  # a normal's: 0.1175 and 0.0095
+
+
+def test_qsgd_with_buckets_has_a_norm_for_each():
+    vectors = gradients(200, seed=9, size=300)
+    vectors[:] = vectors[0]
+    messages, _ = play("qsgd:bucket=128", vectors)
+    sums = np.zeros(300)
+    for message in messages:
+        assert message.block == 128
+        sent = message.values(np.float64)
+        for start in (0, 128, 256):
+            part = vectors[0][start : start + 128]
+            step = np.linalg.norm(part) / 7
+            levels = sent[start : start + 128] / message.steps[start // 128]
+            assert step <= message.steps[start // 128] <= step * 1.008
+            assert np.array_equal(levels, np.rint(levels))
+            error = np.abs(sent[start : start + 128] - part)
+            assert error.max() <= message.steps[start // 128] * (1 + 1e-9)
+        sums += sent
+    assert sums / len(messages) == pytest.approx(vectors[0], abs=5 * 1.1 / 200**0.5)
+    with pytest.raises(ConfigError, match=r"bucket is 0\.5 with 4 bits"):
+        make_recipe("qsgd:bucket=0.5")
+
+
+def test_stc_both_keeps_the_same_share_on_the_way_down():
+    recipe = make_recipe("stc-both:keep=0.02")
+    assert resolve_downlink("auto", recipe) == Condensed(keep=0.02)
+    assert resolve_downlink("condensed:keep=0.1", recipe) == Condensed(keep=0.1)
+    assert resolve_downlink("full", recipe) == Full()
+    assert resolve_downlink("auto", make_recipe("stc:keep=0.02")) == Condensed()
+    state = init_server(recipe, np.zeros(SIZE), 2, downlink=Condensed(keep=0.02))
+    for client in range(2):
+        message = play("stc-both:keep=0.02", gradients(1, seed=client))[0][0]
+        state = hear(recipe, state, client, message)
+    before = state.model.total.copy()
+    assert np.count_nonzero(before) > 8
+    state, entry = publish_round(recipe, state, 1.0, downlink=Condensed(keep=0.02))
+    kept = top(before, 8)
+    mean = np.abs(kept[kept != 0]).mean()
+    assert entry.passing.values(np.float64) == pytest.approx(mean * np.sign(kept), rel=1 / 127)
+    assert state.model.downlink.residual == pytest.approx(before + state.parameters)
+
+
+@pytest.mark.parametrize("name", ["laq", "aqg", "aqg-2"])
+def test_xi_scales_the_tolerance_of_the_published_rules(name):
+    assert make_recipe(f"{name}:xi=1") == make_recipe(name)
+    assert make_recipe(f"{name}:xi=0.1").movement.of((2.0,) * 10) == pytest.approx(0.2)
+
+
+def test_dadaquant_gives_clients_levels_by_their_weights():
+    """The fewest levels of all with the same variance of the weighted sum; ``q`` for equal ones."""
+    weights = np.array([0.2, 0.8, 2.0])
+    factors = level_factors(weights)
+    assert factors / weights ** (2 / 3) == pytest.approx([factors[1] / 0.8 ** (2 / 3)] * 3)
+    assert np.sum(weights**2 / factors**2) == pytest.approx(np.sum(weights**2))
+    assert factors.sum() < 3
+    assert level_factors(np.full(3, 1.0)) is None
+    recipe, vector = make_recipe("dadaquant:q=8"), gradients(1)[0]
+    for factor in (1.0, *factors):
+        state = init_client(recipe, SIZE, np.dtype("float64"))
+        _, message = respond(recipe, state, vector, 0.0, (0, 0, 1), 1.0, factor)
+        num_levels = round(8 * factor)
+        assert message.step == pytest.approx(np.linalg.norm(vector) / num_levels, rel=1 / 127)
+        assert message.width == num_levels.bit_length() + 1

@@ -12,15 +12,15 @@ import numpy as np
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
 from aqg.flower.checkpoint import load_checkpoint
-from aqg.flower.store import ClientStore, DirectoryVault
 from aqg.protocol.digests import public_digest
+from aqg.protocol.store import ClientStore, DirectoryVault
 from aqg.sim.record import DROPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aqg.flower.checkpoint import Checkpoint
-    from aqg.flower.deployment import ConfigValue, Deployment
+    from aqg.flower.deploy.deployment import ConfigValue, Deployment
 
 FAULTY_APP = Path(__file__).parent / "faulty_app"
 

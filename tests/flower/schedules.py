@@ -23,8 +23,9 @@ from aqg.core.downlink import Downlink, Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import Public
 from aqg.core.recipe import Recipe
-from aqg.flower.messages import Order, Reply
-from aqg.flower.protocol import (
+from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
+from aqg.protocol.messages import Order, Reply
+from aqg.protocol.mirrors import (
     Base,
     ClientMirror,
     MirrorBook,
@@ -34,7 +35,6 @@ from aqg.flower.protocol import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
 from aqg.protocol.publisher import Publisher, public_of
 from aqg.wire.entry import encode_log
 

@@ -27,8 +27,9 @@ from aqg.errors import ConfigError, MessageError, RunError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
 from aqg.flower import records as flower_records
 from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
-from aqg.flower.store import ClientStore, DirectoryVault, write_arrays
 from aqg.protocol.digests import public_digest
+from aqg.protocol.files import write_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation

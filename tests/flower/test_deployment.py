@@ -21,10 +21,10 @@ import pytest
 
 from aqg.errors import RunError
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
-from aqg.flower.certificates import make_certificates, make_node_key
 from aqg.flower.demo import APP, PRELOAD
-from aqg.flower.deployment import HOST, Deployment, DeploymentOptions
-from aqg.flower.meter import Meter, Traffic
+from aqg.flower.deploy.certificates import make_certificates, make_node_key
+from aqg.flower.deploy.deployment import HOST, Deployment, DeploymentOptions
+from aqg.flower.deploy.meter import Meter, Traffic
 from aqg.runs.setup import make_simulation
 from aqg.sim.record import DROPPED
 

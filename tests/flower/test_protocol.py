@@ -19,8 +19,9 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import SGD
 from aqg.core.server import Peer
 from aqg.errors import MessageError, WireError
-from aqg.flower.messages import Order, Reply
-from aqg.flower.protocol import (
+from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
+from aqg.protocol.messages import Order, Reply
+from aqg.protocol.mirrors import (
     Base,
     ClientMirror,
     MirrorBook,
@@ -31,7 +32,6 @@ from aqg.flower.protocol import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
 from aqg.protocol.publisher import Publisher
 from aqg.wire.entry import follow_log, log_since
 from aqg.wire.snapshot import decode_snapshot
@@ -452,5 +452,5 @@ def test_a_bad_order_is_refused(change: dict[str, object], complaint: str) -> No
 
 
 def test_the_protocol_needs_no_flower() -> None:
-    code = "import sys, aqg.flower.protocol; sys.exit('flwr' in sys.modules)"
+    code = "import sys, aqg.protocol.mirrors; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,8 +25,7 @@ from flwr.superlink.grid import http_grid
 from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate import NodeStateFactory
 
-from aqg.flower.repairs import repair_node
-from aqg.flower.tuning import bounded_pulls
+from aqg.flower.private import bounded_pulls, repair_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aqg.flower.demo import PRELOAD
-from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 
 from tests.flower.resnet_app.resnet import task
 from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS

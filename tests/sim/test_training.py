@@ -384,3 +384,27 @@ def test_bad_settings_are_named(make, message):
         make()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [FastSimulation, ReferenceSimulation])
+def test_fedavg_is_the_mean_of_those_who_took_part(engine):
+    """Sampled, and away now and then: whatever their number, it is the mean of their updates."""
+    problem = tiny_problem(num_clients=10)
+    training = Training(LocalTraining(batch_size=5, steps=3, rate=0.1), participation=0.5)
+    natural = 0.1 * 3 / 10
+    dropout = BernoulliDropout(0.4, seed=3)
+    simulation = engine(problem, make_recipe("fedavg"), natural, dropout, 1, training=training)
+    counts = set()
+    for number in range(1, 9):
+        away = dropout.dropped(number, 10) | training.unsampled(number, 10, 1)
+        present = np.flatnonzero(~away)
+        counts.add(len(present))
+        before = simulation.parameters.copy()
+        updates = [
+            training.local.update(problem.objective, before, *problem.clients[m], (1, m, number))[1]
+            for m in present
+        ]
+        simulation.run_round()
+        expected = before if not updates else before - 0.3 * np.mean(updates, axis=0)
+        assert simulation.parameters == pytest.approx(expected, abs=1e-6)
+    assert len(counts) > 2

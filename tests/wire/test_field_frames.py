@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks
+from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import Grid
 from aqg.core.halves import HalfUpload, SparseUpload, to_halves
 from aqg.core.messages import AnyUpload, Skip, Upload
@@ -33,7 +33,7 @@ from tests.wire.golden.make_field import content_crc32
 from tests.wire.hostile import Frame, known_for, mutate, sealed
 
 GOLDEN = Path(__file__).parent / "golden"
-MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED)
+MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)
 
 
 def make(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int = 1) -> AnyUpload:
@@ -42,6 +42,14 @@ def make(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int = 1) -> A
         return HalfUpload(*to_halves(vector))
     if mode is Mode.BLOCKS:
         return BlockUpload(*quantize_blocks(vector))
+    if mode is Mode.BUCKETS:
+        block, uniform = 1 + seed % 600, np.random.default_rng(seed).random(len(vector))
+        block += block == 256
+        return BlockUpload(*quantize_buckets(vector, block, 7, uniform), block)
+    if mode is Mode.TURNED:
+        width = 2 if seed % 2 else 4
+        codes, scales = quantize_rotated(vector, seed, True, width)
+        return RotatedUpload(codes, scales, seed, len(vector), width)
     if mode is Mode.ROTATED:
         return RotatedUpload(*quantize_rotated(vector, seed, True), seed, len(vector))
     indices = largest(vector, round(share * len(vector))) if len(vector) else np.arange(0)
@@ -147,6 +155,19 @@ HALVES = np.array([1, -1], np.float16)
         (lambda: SparseUpload(INDICES[::-1], HALVES, 0, 5), "do not increase"),
         (lambda: SparseUpload(INDICES, HALVES * 0, 0, 5), "NaN, infinity or zero"),
         (lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32)), "need 2 float32"),
+        (
+            lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32), 100),
+            "need 3 float32",
+        ),
+        (lambda: BlockUpload(np.ones(1, np.uint8), np.ones(1, np.float32), 0), "not 1..1048576"),
+        (
+            lambda: RotatedUpload(np.ones(4, np.uint8), np.ones(1, np.float32), 0, 3, 3),
+            "has 3 bits, not one of",
+        ),
+        (
+            lambda: RotatedUpload(np.full(4, 4, np.uint8), np.ones(1, np.float32), 0, 3, 2),
+            "code 4 does not have 2 bits",
+        ),
         (lambda: BlockUpload(np.ones(3), np.ones(1, np.float32)), "levels are 1-d float64"),
         (
             lambda: BlockUpload(np.full(3, 255, np.uint8), np.ones(1, np.float32)),

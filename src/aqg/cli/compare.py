@@ -168,6 +168,15 @@ def compare(
     quick: Annotated[
         bool, typer.Option("--quick", help="One seed, and a small part of the search.")
     ] = False,
+    swap_in: Annotated[
+        bool,
+        typer.Option(
+            "--swap-in",
+            help="Compare by another measure: the bytes, both ways, until a recipe is as good as "
+            "federated averaging in full precision, and by how many rounds it is later. Other "
+            "tasks; all of them, and all recipes, by default.",
+        ),
+    ] = False,
     saved: Annotated[
         Path | None,
         typer.Option("--from", help="Run nothing: show what is finished in this directory."),
@@ -209,11 +218,18 @@ def compare(
     from aqg.studies.compare.comparison import Comparison, open_comparison
     from aqg.studies.compare.search import parse_recipes, read_tuned
     from aqg.studies.compare.tasks import in_order, parse_target, parse_tasks
+    from aqg.studies.swap_in.comparison import is_swap_in
 
     console = Console(stderr=as_json)
     if saved is not None:
         if resume is not None or out is not None or again is not None:
             raise ConfigError("--from runs nothing: it excludes --resume, --out and --again")
+        if is_swap_in(saved):
+            from aqg.cli import swap_in as swap_in_command
+            from aqg.studies.swap_in.comparison import open_swap_in
+
+            swap_in_command.show(console, open_swap_in(saved), saved, as_json)
+            return 0
         _show(console, open_comparison(saved), saved, as_json)
         return 0
     named: dict[str, Any] = dict(parse_assignment(text) for text in assignments or ())
@@ -225,6 +241,33 @@ def compare(
     settings = read_tuned(tuned)
     where = Where(jobs, cluster, data_dir)
     where.check()
+    if resume is not None:
+        begun = (
+            ("--out", out),
+            ("--search", search),
+            ("--quick", quick),
+            ("--downlink", downlink),
+            ("--swap-in", swap_in),
+        )
+        for name, is_given in begun:
+            if is_given:
+                raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
+    elif again is not None:
+        raise ConfigError(f"--again {again} needs --resume: nothing was run before")
+    if swap_in or (resume is not None and is_swap_in(resume)):
+        from aqg.cli import swap_in as swap_in_command
+
+        if named or goal is not None or tuned is not None:
+            raise ConfigError(
+                "--swap-in has tasks and targets of its own: it excludes --problem, --dataset, "
+                "--model, --set, --target, --target-accuracy and --tuned"
+            )
+        asked = swap_in_command.Asked(
+            recipes, task, seeds, search, quick, downlink or AUTO, device, as_json
+        )
+        if resume is not None:
+            return swap_in_command.go_on(console, asked, resume, again, where)
+        return swap_in_command.start(console, asked, out, where)
 
     def carry_out(work: _Work) -> int:
         with lock(work.directory):
@@ -233,13 +276,7 @@ def compare(
             return code
 
     if resume is not None:
-        begun = (("--out", out), ("--search", search), ("--quick", quick), ("--downlink", downlink))
-        for name, is_given in begun:
-            if is_given:
-                raise ConfigError(f"--resume goes on with what was begun; it excludes {name}")
         return carry_out(_go_on(resume, recipes, task, seeds, again, own))
-    if again is not None:
-        raise ConfigError(f"--again {again} needs --resume: nothing was run before")
     own_tasks = own.tasks()
     comparison = Comparison(
         tasks=in_order((*(parse_tasks(task) if task or not own_tasks else ()), *own_tasks)),
@@ -248,6 +285,7 @@ def compare(
         search=search,
         quick=quick,
         downlink=downlink or AUTO,
+        extends=True,
     )
     with output_directory(out, "compare") as directory:
         return carry_out(_Work(comparison, comparison, directory))

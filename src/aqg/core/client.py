@@ -51,6 +51,7 @@ def respond(
     movement: float,
     key: Sequence[int],
     loss: float = math.nan,
+    level_factor: float = 1.0,
 ) -> tuple[ClientState, Message]:
     """Decide what to send of this round's ``gradient``, and encode it.
 
@@ -61,6 +62,8 @@ def respond(
         movement: the number that the server broadcast with the model.
         key: integers (seed, client, round) that make the round's randomness.
         loss: the client's loss, which some recipes follow.
+        level_factor: how many levels it uses over the average, in recipes that give more of them
+            to clients that count more.
 
     Returns:
         The state after the round and the message to send. A gradient with NaN, infinity or values
@@ -70,7 +73,8 @@ def respond(
     """
     check_gradient(state, gradient)
     seed, client, round_number = key
-    news = News(round_number, movement, np.array([loss]), seed, client)
+    factors = None if level_factor == 1 else np.array([level_factor])
+    news = News(round_number, movement, np.array([loss]), seed, client, factors)
     spoken = speak(_SPACE, recipe, state, _FIRST, gradient[None], news)
     link = state.link
     message: Message = Skip(spoken.faults[0][1]) if spoken.faults else Skip()

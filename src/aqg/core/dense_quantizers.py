@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks
+from aqg.core.blockwise import LONGEST_BLOCK, BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.halves import HalfUpload, to_halves
 from aqg.core.quantizers import NormOnly, Request
 from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
+
+MAX_BUCKET_BITS = 8
+"""Levels of buckets are bytes."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,31 @@ class Blockwise(NormOnly):
 
 
 @dataclass(frozen=True)
+class Buckets(NormOnly):
+    """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
+
+    bucket: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bucket <= LONGEST_BLOCK:
+            raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
+
+    def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
+        """Round every coordinate up or down at random, by its distance."""
+        uniform = np.random.default_rng(list(request.key)).random(len(vector))
+        num_levels = (1 << (request.width - 1)) - 1
+        found = quantize_buckets(vector, self.bucket, num_levels, uniform)
+        return BlockUpload(*found, self.bucket)
+
+
+@dataclass(frozen=True)
 class Rotated(NormOnly):
-    """The signs after a random rotation: `aqg.core.rotation`."""
+    """A few bits per coordinate after a random rotation: `aqg.core.rotation`."""
 
     unbiased: bool = True
 
     def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
         """Rotate by a seed drawn from ``key``, which the message carries."""
         seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
-        signs, scales = quantize_rotated(vector, seed, self.unbiased)
-        return RotatedUpload(signs, scales, seed, len(vector))
+        codes, scales = quantize_rotated(vector, seed, self.unbiased, request.width)
+        return RotatedUpload(codes, scales, seed, len(vector), request.width)

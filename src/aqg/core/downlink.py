@@ -10,7 +10,7 @@ step is then taken with what was sent, so that everyone holds the same model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from aqg.core.policies import Always, Tolerance
 from aqg.core.quantizers import GridQuantizer, NormOnly, Request, Verbatim
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, settle, speak
-from aqg.core.selection import largest
-from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.selection import largest, num_kept
+from aqg.core.sparsifiers import TERNARY_WIDTH, SparseTernary, ternary
 from aqg.core.stages.feedback import ErrorFeedback
 from aqg.errors import ConfigError
 
@@ -100,12 +100,15 @@ class Condensed:
             ``c·M²·movement`` of it, and else as few bits as bring it within half of that.
         ratio: coordinates sent of a sum that passes, in those of an average upload to it.
         bits: the most bits per coordinate for the sum that lasts.
+        keep: the share of the coordinates sent of a sum that passes, in place of ``ratio``; 0: as
+            ``ratio`` says.
 
     """
 
     tolerance: float = 0.2
     ratio: float = 1.0
     bits: int = 6
+    keep: float = 0.0
 
     name = "condensed"
 
@@ -116,6 +119,8 @@ class Condensed:
             raise ConfigError(f"ratio is {self.ratio}; it must be above 0 and finite")
         if not (float(self.bits).is_integer() and 1 <= self.bits <= 8):
             raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
+        if not 0 <= self.keep <= 1:
+            raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
 
     @property
     def lasting(self) -> Recipe:
@@ -151,7 +156,7 @@ def make_downlink(spec: str) -> Downlink:
     """Make a downlink from its name and options.
 
     >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6)
+    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
     name, *settings = spec.split(":")
     if name not in DOWNLINKS:
@@ -178,7 +183,11 @@ def describe_downlink(downlink: Downlink) -> str:
     >>> describe_downlink(Condensed(ratio=2.0))
     'condensed:tolerance=0.2:ratio=2.0:bits=6'
     """
-    options = [f"{field.name}={getattr(downlink, field.name)!r}" for field in fields(downlink)]
+    options = [
+        f"{field.name}={getattr(downlink, field.name)!r}"
+        for field in fields(downlink)
+        if field.name != "keep" or getattr(downlink, field.name)
+    ]
     return ":".join([downlink.name, *options])
 
 
@@ -194,13 +203,19 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
-    clients receive whole models.
+    clients receive whole models. A recipe that condenses both ways has its own share.
     """
     if spec != AUTO:
-        return make_downlink(spec)
-    if isinstance(recipe.quantizer, Verbatim):
-        return Full()
-    return Condensed(ratio=min(1.0, _SHARE * asked) if recipe.sends_by_pause else 1.0)
+        downlink = make_downlink(spec)
+    elif isinstance(recipe.quantizer, Verbatim):
+        downlink = Full()
+    else:
+        downlink = Condensed(ratio=min(1.0, _SHARE * asked) if recipe.sends_by_pause else 1.0)
+    quantizer = recipe.quantizer
+    share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
+    if share and isinstance(downlink, Condensed) and not downlink.keep:
+        return replace(downlink, keep=share)
+    return downlink
 
 
 def init_downlink(downlink: Downlink, recipe: Recipe, num_params: int) -> DownlinkState | None:
@@ -295,7 +310,10 @@ def _condense_passing(
 ) -> tuple[DownlinkState, Upload]:
     num_params = len(passing)
     num_nonzero = int(space.number((passing != 0).sum()))
-    count = max(_FEWEST, round(downlink.ratio * num_nonzero / max(1.0, senders)))
+    if downlink.keep:
+        count = num_kept(downlink.keep, num_params)
+    else:
+        count = max(_FEWEST, round(downlink.ratio * num_nonzero / max(1.0, senders)))
     recipe = Recipe(
         policy=Always(TERNARY_WIDTH),
         quantizer=_Ternary(min(num_params, count)),

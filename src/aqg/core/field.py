@@ -16,6 +16,7 @@ from aqg.core.movement import Movement
 from aqg.core.policies import Always, LazyOwn
 from aqg.core.quantizers import Stochastic
 from aqg.core.recipe import Recipe
+from aqg.core.rotation import WIDTHS
 from aqg.core.sparsifiers import SparseTernary, TopK
 from aqg.core.stages import (
     DoublingLevels,
@@ -41,6 +42,11 @@ def blockwise8() -> Recipe:
 def stc(*, keep: float = 0.01) -> Recipe:
     """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
     return Recipe(policy=Always(2), quantizer=SparseTernary(keep), stages=(ErrorFeedback(),))
+
+
+def stc_both(*, keep: float = 0.01) -> Recipe:
+    """Sattler et al., as published: the server condenses its sum in the same way."""
+    return replace(stc(keep=keep), quantizer=SparseTernary(keep, both_ways=True))
 
 
 def topk(*, keep: float = 0.01) -> Recipe:
@@ -77,11 +83,13 @@ def fedpaq(*, levels: float = 4) -> Recipe:
     return Recipe(policy=Always(int(levels).bit_length() + 1), quantizer=quantizer)
 
 
-def eden(*, unbiased: float = 1) -> Recipe:
-    """Vargaftik et al., EDEN, at one bit; with ``unbiased=0`` the scale of DRIVE's least error."""
+def eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
+    """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error."""
     if unbiased not in (0, 1):
         raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
-    return Recipe(policy=Always(1), quantizer=Rotated(bool(unbiased)))
+    if width not in WIDTHS:
+        raise ConfigError(f"width is {width:g}; it must be one of {', '.join(map(str, WIDTHS))}")
+    return Recipe(policy=Always(int(width)), quantizer=Rotated(bool(unbiased)))
 
 
 def aquila(*, beta: float = 0.1) -> Recipe:
@@ -110,6 +118,7 @@ FIELD = (
     ("fp16", "every gradient in half precision, no memory", fp16),
     ("blockwise8", "8 bits and a step for every 256 coordinates, no memory", blockwise8),
     ("stc", "STC: the signs of the largest and their mean magnitude, error feedback", stc),
+    ("stc-both", "STC, and the server sends the same share of its sum, as published", stc_both),
     ("topk", "the largest coordinates in half precision, with error feedback", topk),
     ("ef21", "EF21: the largest coordinates of every innovation", ef21),
     ("ef21-m", "EF21 on a running average of the client's gradients", ef21_momentum),
@@ -120,3 +129,6 @@ FIELD = (
     ("dadaquant", "DAdaQuant: QSGD, levels double when the loss stalls", dadaquant),
 )
 """Name, summary and maker of each."""
+
+FROM_MEMORY = frozenset({"aquila"})
+"""Recipes that were written down from memory, without their paper's text."""

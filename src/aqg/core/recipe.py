@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aqg.core.policies import Policy
     from aqg.core.quantizers import Quantizer
     from aqg.core.stage import Stage, Switch
+    from aqg.core.types import Float64Array, IntArray
 
 DEPTH = 10
 """``D``: how many past steps the criteria look at."""
@@ -34,6 +35,8 @@ class Recipe:
         movement: the weights ``ξ_d`` behind the number that the server broadcasts.
         max_staleness: an upload is forced after this many silent rounds in a row.
         amplify_dropouts: multiply the server's sum by ``1/(1-p)`` (Algorithm 2).
+        averages: in the simulators, the server takes the mean over the clients that took part in
+            the round, however many there were, times the number of clients.
 
     """
 
@@ -45,6 +48,7 @@ class Recipe:
     movement: Movement = PAPER_MOVEMENT
     max_staleness: int = 100
     amplify_dropouts: bool = False
+    averages: bool = False
 
     def __post_init__(self) -> None:
         if self.max_staleness < 1:
@@ -77,6 +81,21 @@ class Recipe:
     def keeps_residual(self) -> bool:
         """Whether clients keep what they did not send: what they sent must not be lost then."""
         return "feedback" in self.all_stages
+
+    def round_weights(
+        self, weights: Float64Array, takes_part: IntArray, sampled: float
+    ) -> Float64Array:
+        """Return how much each client counts in a round: its weight, or its part of a mean.
+
+        Args:
+            weights: ``w_m`` of all clients, with mean 1.
+            takes_part: the clients that were asked and are not away.
+            sampled: the fraction that is asked, by which the server divides the sum.
+
+        """
+        if not self.averages or not len(takes_part):
+            return weights
+        return weights * (len(weights) * sampled / float(weights[takes_part].sum()))
 
     def for_updates(self, are_exact: bool) -> Recipe:
         """Return the recipe for updates that are exact gradients, or that may hold noise.

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aqg.core.dense_quantizers import MAX_BUCKET_BITS, Buckets
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.links import Memory
@@ -100,18 +101,27 @@ def _gd() -> Recipe:
     return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim())
 
 
+@register("fedavg", "federated averaging: the mean of the updates in full, 32 bits, no memory")
+def _fedavg() -> Recipe:
+    return Recipe(policy=Always(32), quantizer=Verbatim(), averages=True)
+
+
 @register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
 def _lag() -> Recipe:
     return Recipe(memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim())
 
 
-def _published(policy: Policy, bits: int) -> Recipe:
-    """Make one of the paper's rules: innovations on the grid of LAQ's published code."""
+def _published(policy: Policy, bits: int, xi: float = 1.0) -> Recipe:
+    """Make one of the paper's rules: innovations on the grid of LAQ's published code.
+
+    ``xi`` is the sum of the weights ``ξ_d``, all equal; 1 in the paper.
+    """
     return Recipe(
         memory=Memory.INNOVATION,
         policy=policy,
         quantizer=GridQuantizer(Grid.MIDRISE, bits),
         stages=(StoredErrors(bits),),
+        movement=Movement((xi / DEPTH,) * DEPTH),
     )
 
 
@@ -121,23 +131,23 @@ def _qgd(bits: int) -> Recipe:
 
 
 @register("laq", "lazily aggregated quantized gradients: b_max bits, or nothing")
-def _laq(bits: int) -> Recipe:
-    return _published(Lazy(), bits)
+def _laq(bits: int, *, xi: float = 1.0) -> Recipe:
+    return _published(Lazy(), bits, xi)
 
 
 @register("aqg", "the paper's multilevel AQG: 1 to b_max bits, or nothing")
-def _aqg(bits: int) -> Recipe:
-    return _published(Multilevel(), bits)
+def _aqg(bits: int, *, xi: float = 1.0) -> Recipe:
+    return _published(Multilevel(), bits, xi)
 
 
 @register("aqg-2", "the paper's two-level AQG: b_max bits, half of them, or nothing")
-def _aqg_two_level(bits: int) -> Recipe:
-    return _published(TwoLevel(), bits)
+def _aqg_two_level(bits: int, *, xi: float = 1.0) -> Recipe:
+    return _published(TwoLevel(), bits, xi)
 
 
 @register("aqg-augmented", "two-level AQG with the sum amplified by 1/(1-p) against dropouts")
-def _aqg_augmented(bits: int) -> Recipe:
-    return replace(_published(TwoLevel(), bits), amplify_dropouts=True)
+def _aqg_augmented(bits: int, *, xi: float = 1.0) -> Recipe:
+    return replace(_published(TwoLevel(), bits, xi), amplify_dropouts=True)
 
 
 @register("lean", "ours: the fewest bits that are good enough for the step, or nothing")
@@ -171,10 +181,17 @@ def _swap(bits: int, *, keep: float = 0.005) -> Recipe:
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
-def _qsgd(bits: int) -> Recipe:
+def _qsgd(bits: int, *, bucket: float = 0) -> Recipe:
     if bits < 2:
         raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
-    return Recipe(policy=Always(bits), quantizer=Stochastic())
+    if not bucket:
+        return Recipe(policy=Always(bits), quantizer=Stochastic())
+    if bucket != int(bucket) or bits > MAX_BUCKET_BITS:
+        raise ConfigError(
+            f"bucket is {bucket:g} with {bits} bits; it must be a whole number, with at most "
+            f"{MAX_BUCKET_BITS} bits"
+        )
+    return Recipe(policy=Always(bits), quantizer=Buckets(int(bucket)))
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")

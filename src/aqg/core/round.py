@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.stage import StageState
-    from aqg.core.types import BoolArray, FloatArray, IntArray
+    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 
 class Clients(NamedTuple):
@@ -60,6 +60,8 @@ class News(NamedTuple):
         losses: of each client whose vector is given, in their order.
         seed: makes the round's randomness, with client and round.
         first: the number of the first client on the axis.
+        level_factors: how many levels each of them uses over the average, where recipes give more
+            of them to clients that count more; None: all the same.
 
     """
 
@@ -68,6 +70,7 @@ class News(NamedTuple):
     losses: Any
     seed: int = 0
     first: int = 0
+    level_factors: Float64Array | None = None
 
 
 class Part(NamedTuple):
@@ -165,7 +168,14 @@ def speak(
         news: what they know besides.
 
     """
-    flow = Flow(vectors, news.movement, news.losses, news.round, space)
+    flow = Flow(
+        vectors,
+        news.movement,
+        news.losses,
+        news.round,
+        space,
+        level_factors=news.level_factors,
+    )
     if recipe.switch is None:
         part = _speak_one_way(space, recipe, recipe, state, clients, flow, news, None)
         return _join(space, [part], [], None, clients)

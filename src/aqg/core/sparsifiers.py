@@ -63,7 +63,13 @@ class SparseTernary(_KeepsFew):
 
     ``μ`` is the mean magnitude of the kept, rounded up to bfloat16. Sattler et al., Robust and
     Communication-Efficient Federated Learning from Non-IID Data (its Algorithm 1).
+
+    Attributes:
+        both_ways: whether a condensed downlink keeps the same share of the server's sum.
+
     """
+
+    both_ways: bool = False
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write the signs as the three levels of ``midtread`` at two bits."""

@@ -38,6 +38,7 @@ class Flow(NamedTuple):
         stored_errors: ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage
             keeps them.
         advice: numbers that a stage has for the quantizer, a row per client, where it has any.
+        level_factors: of each client, as in `aqg.core.round.News`.
 
     """
 
@@ -48,6 +49,7 @@ class Flow(NamedTuple):
     space: Space
     stored_errors: Float64Array | None = None
     advice: Float64Array | None = None
+    level_factors: Float64Array | None = None
 
     def of(self, places: IntArray) -> Flow:
         """Return the flow of some of the clients, at increasing places."""
@@ -62,6 +64,7 @@ class Flow(NamedTuple):
             self.space,
             None if self.stored_errors is None else self.stored_errors[places],
             None if self.advice is None else self.advice[places],
+            None if self.level_factors is None else self.level_factors[places],
         )
 
 

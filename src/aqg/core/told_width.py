@@ -27,8 +27,9 @@ class Told:
 
 @dataclass(frozen=True)
 class PowersOfTwo(NormOnly):
-    """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits."""
+    """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round every coordinate up or down at random, by its distance."""
-        return Stochastic(1 << (request.width - 2)).quantize(vector, request)
+        num_levels = int(request.advice[0]) if request.advice else 1 << (request.width - 2)
+        return Stochastic(num_levels).quantize(vector, request)

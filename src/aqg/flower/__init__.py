@@ -7,18 +7,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aqg.flower.client_app import make_client_app
+    from aqg.flower.dropin.mod import aqg_mod, make_mod
+    from aqg.flower.dropin.strategy import Compressed
     from aqg.flower.server_app import make_server_app
     from aqg.flower.task import FlowerTask, flatten, load_flat
 
 _HOMES = {
+    "Compressed": "aqg.flower.dropin.strategy",
     "FlowerTask": "aqg.flower.task",
+    "aqg_mod": "aqg.flower.dropin.mod",
     "flatten": "aqg.flower.task",
     "load_flat": "aqg.flower.task",
     "make_client_app": "aqg.flower.client_app",
+    "make_mod": "aqg.flower.dropin.mod",
     "make_server_app": "aqg.flower.server_app",
 }
 
-__all__ = ["FlowerTask", "flatten", "load_flat", "make_client_app", "make_server_app"]
+__all__ = [
+    "Compressed",
+    "FlowerTask",
+    "aqg_mod",
+    "flatten",
+    "load_flat",
+    "make_client_app",
+    "make_mod",
+    "make_server_app",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections import OrderedDict
 from dataclasses import replace
@@ -15,41 +14,37 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError
 from aqg.flower import records
-from aqg.flower.messages import MAX_FAULT_LENGTH
-from aqg.flower.protocol import (
-    EPOCH_DRAWS,
-    ClientMirror,
-    answer,
-    find_base,
-    fingerprint,
-    lost_reply,
-    stale_reply,
-)
 from aqg.flower.statistics import (
     ClientStatistics,
     Keeper,
     check_agreement,
     max_statistics_bytes,
 )
-from aqg.flower.store import ClientStore, ContextVault, DirectoryVault, forget_old_runs
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.flower.store import ContextVault
+from aqg.protocol.client import (
+    OutOfReachError,
+    agree,
+    intact_base,
+    key_of,
+    log_reply,
+    terms_of,
+)
+from aqg.protocol.client import follow_log as follow_model
+from aqg.protocol.messages import MAX_FAULT_LENGTH
+from aqg.protocol.mirrors import answer, stale_reply
+from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flwr.clientapp.typing import Mod
 
-    from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.messages import Order, Reply
-    from aqg.flower.protocol import Base
     from aqg.flower.task import FlowerTask
-    from aqg.protocol.follower import Holding, Parcel, Start
+    from aqg.protocol.messages import Order
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -113,14 +108,14 @@ def make_client_app(
                 found = None if fresh is None else fresh()
             return found
 
-        return _follow(terms_of(order, agreed), parcel, store, start)
+        return follow_model(terms_of(order, agreed), parcel, store, start)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         started = time.perf_counter()
         order = records.unpack_order(message.content)
         task = task_of(context)
-        agreed = _agree(order, recipe)
+        agreed = agree(order, recipe)
         chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
         store = _open_store(context, order)
         if order.serial <= store.answered:
@@ -128,9 +123,9 @@ def make_client_app(
             return Message(records.pack_reply(stale_reply(order)), reply_to=message)
         try:
             params = follow_log(context, order, agreed, store)
-        except _OutOfReachError as lost:
+        except OutOfReachError as lost:
             return Message(records.pack_reply(lost.reply(order)), reply_to=message)
-        base = _find_base(chosen, store, order)
+        base = intact_base(chosen, store, order)
         statistics = _statistics(task, order, message, context)
         if params is None:
             params = records.take_model(message.content, order.num_params, order.dtype)
@@ -144,7 +139,7 @@ def make_client_app(
             )
         mirror, reply = answer(chosen, base, order, gradient, loss)
         store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
-        _log(order, reply)
+        log_reply(order, reply)
         reply = replace(
             reply,
             loss=loss,
@@ -160,8 +155,8 @@ def make_client_app(
         order = records.unpack_order(message.content)
         store = _open_store(context, order)
         try:
-            params = follow_log(context, order, _agree(order, recipe), store)
-        except _OutOfReachError as lost:
+            params = follow_log(context, order, agree(order, recipe), store)
+        except OutOfReachError as lost:
             return Message(records.pack_reply(lost.reply(order)), reply_to=message)
         if params is None:
             params = records.unpack_model(message.content, order.num_params, order.dtype)
@@ -186,69 +181,6 @@ def make_client_app(
     return app
 
 
-def _agree(order: Order, recipe: Recipe | None) -> Recipe:
-    """Return the recipe, after checking that both sides mean the same."""
-    if recipe is None and not order.recipe:
-        raise ConfigError("the server has a recipe of its own; give it to make_client_app as well")
-    chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
-        raise ConfigError(
-            f"client and server do not agree on recipe {order.recipe!r}: this client has "
-            f"{chosen!r}; both need the same version of aqg and the same recipe"
-        )
-    return chosen
-
-
-def terms_of(order: Order, recipe: Recipe) -> Terms:
-    """Return what must be known to follow the server's log."""
-    return Terms(recipe, make_optimizer(order.optimizer), order.num_params, order.dtype)
-
-
-class _OutOfReachError(Exception):
-    """A parcel could not be followed; says what is held instead."""
-
-    def __init__(self, why: str, holding: Holding) -> None:
-        super().__init__(why)
-        self.holding = holding
-
-    def reply(self, order: Order) -> Reply:
-        _logger.warning("round %d: the model is out of reach: %s", order.round, self)
-        return lost_reply(order, self.holding, str(self))
-
-
-def _follow(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> FloatArray:
-    """Follow the log from what is in the store, and put what it leads to there."""
-    try:
-        public = follow(terms, parcel, _held(terms, store), start)
-    except LostError as error:
-        raise _OutOfReachError(str(error), holding_of(terms, _held(terms, store), start)) from error
-    store.put_public(public)  # counts when the mirror is saved as well
-    return public.parameters
-
-
-def _held(terms: Terms, store: ClientStore) -> Public | None:
-    held = store.load_public()
-    return held if held is not None and terms.fits(held) else None
-
-
-def _find_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
-    """Find the state to answer from in what is stored; no other is held in memory."""
-    mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
-    return _intact_base(recipe, mirror, order)
-
-
-def _intact_base(recipe: Recipe, mirror: ClientMirror, order: Order) -> Base:
-    """Choose the state to answer from, and make sure that storage has not changed it."""
-    base = find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
-    if base is not None and (base.restarted or base.snapshot.is_intact):
-        return base
-    _logger.warning("the saved mirror does not have its digest any more; starting from zero")
-    empty = ClientMirror.first(recipe, order.num_params, order.dtype)
-    base = find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
-    assert base is not None  # who has answered nothing knows no older order
-    return base
-
-
 def _statistics(
     task: FlowerTask, order: Order, message: Message, context: Context
 ) -> ClientStatistics:
@@ -258,7 +190,7 @@ def _statistics(
         check_agreement(task.model, order.layout, order.constants)
         limit = max_statistics_bytes(task.model.layout)
         frame = records.unpack_statistics(message.content, limit)
-    keeper = Keeper(_state_directory(context), context.state, _key_of(order))
+    keeper = Keeper(_state_directory(context), context.state, key_of(order))
     return ClientStatistics(task.model, frame, keeper)
 
 
@@ -282,17 +214,13 @@ def _train(
 
 
 def _open_store(context: Context, order: Order) -> ClientStore:
-    key = _key_of(order)
+    key = key_of(order)
     directory = _state_directory(context)
     if directory is None:
         return ClientStore(ContextVault(context.state), key)
     if not (directory / key).exists():  # a new run: a good time to tidy up
         forget_old_runs(directory, _days_to_keep(context))
     return ClientStore(DirectoryVault(directory / key), key)
-
-
-def _key_of(order: Order) -> str:
-    return f"{order.run}-{order.fingerprint.hex()}"
 
 
 def _days_to_keep(context: Context) -> float:
@@ -317,12 +245,3 @@ def _state_directory(context: Context) -> Path | None:
 def _partition_of(context: Context) -> int | None:
     partition = context.node_config.get("partition-id")
     return partition if type(partition) is int else None
-
-
-def _log(order: Order, reply: Reply) -> None:
-    if reply.restarted:
-        _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
-    if reply.rolled_back:
-        _logger.warning("round %d: the last upload was lost; rolled back", order.round)
-    if reply.fault:
-        _logger.warning("round %d: nothing sent: %s", order.round, reply.fault)

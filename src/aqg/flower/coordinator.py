@@ -12,12 +12,12 @@ from flwr.app import Message
 
 from aqg.errors import MessageError, WireError
 from aqg.flower import records
-from aqg.flower.messages import Order, Reply
-from aqg.flower.protocol import fingerprint, max_frame_bytes
 from aqg.flower.reports import Incident, RoundReport
 from aqg.flower.sending import Sending
 from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
+from aqg.protocol.messages import Order, Reply
+from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.runs.directory import Line
 from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array as Losses
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
-    from aqg.flower.protocol import MirrorBook
     from aqg.flower.settings import Settings
     from aqg.flower.statistics import ServerModel
+    from aqg.protocol.mirrors import MirrorBook
     from aqg.wire.statistics import StatisticsMessage
 
 _logger = logging.getLogger("flwr.aqg")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aqg.flower.app
 from aqg.errors import RunError
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
-from aqg.flower.deployment import Deployment, DeploymentOptions
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 from aqg.flower.settings import read_settings
 from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
 from aqg.runs.directory import ROUNDS, SUMMARY, create_directory
@@ -20,8 +20,8 @@ from aqg.runs.loop import slug
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aqg.flower.deployment import ConfigValue
-    from aqg.flower.meter import Traffic
+    from aqg.flower.deploy.deployment import ConfigValue
+    from aqg.flower.deploy.meter import Traffic
 
 APP = Path(aqg.flower.app.__file__).parent
 PRELOAD = ("aqg.flower", "aqg.runs.setup", "sklearn.datasets")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 
-from aqg.flower.tuning import bounded_pulls
+from aqg.flower.private import bounded_pulls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from aqg.errors import MessageError
-from aqg.flower.messages import MAX_FAULT_LENGTH, Order, Reply
+from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply
 
 if TYPE_CHECKING:
     from flwr.app import Message

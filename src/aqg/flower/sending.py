@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from flwr.app import Message
 
     from aqg.flower.exchange import Exchange
-    from aqg.flower.messages import Reply
-    from aqg.flower.protocol import MirrorBook
+    from aqg.protocol.messages import Reply
+    from aqg.protocol.mirrors import MirrorBook
 
     Payload = tuple[records.Payload | None, bytes]
 

@@ -21,16 +21,17 @@ from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
 from aqg.flower.coordinator import Coordinator
+from aqg.flower.endings import ending
 from aqg.flower.exchange import Exchange
 from aqg.flower.loggers import RunDirectory, RunLogger, TensorBoard, config_of
 from aqg.flower.presence import Presence
-from aqg.flower.protocol import MirrorBook, fingerprint
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.metrics import METRICS
+from aqg.protocol.mirrors import MirrorBook, fingerprint
 from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.models import ModelFiles
 from aqg.runs.summary import summarize
@@ -77,9 +78,10 @@ def make_server_app(
             as those of batch normalization; clients whose module is another are told so.
         recipe: in place of the one that the run-config names; clients must have an equal one.
         evaluate: the accuracy of a model on the server's own test data, or several metrics by
-            name; None where there is none. It is given a module where ``initial`` is one, ready for
-            use, and a flat vector otherwise.
-        on_finish: is given the final model, in the same way.
+            name; None where there is none. It is called before some rounds, see ``metrics_every``
+            of `Settings`, and after the last; NaN is recorded as null. It is given a module where
+            ``initial`` is one, ready for use, and a flat vector otherwise.
+        on_finish: is given the final model, in the same way, once the run is over.
         include: name patterns of the module's parameters that travel; as the clients have them.
         exclude: name patterns of tensors that stay out; as the clients have them.
         statistics: the policy for the module's statistics; as the clients have it.
@@ -176,7 +178,7 @@ class _Run:
             models = ModelFiles(self.directory, directions, coordinator.book.round)
         save()  # the incarnation must be on disk before the first order goes out
         reports: list[RoundReport] = []
-        failed = 0
+        failed, started = 0, time.monotonic()
         while coordinator.book.round <= settings.rounds:
             number = coordinator.book.round
             is_measured = self._is_measured(number)
@@ -192,7 +194,8 @@ class _Run:
             reports.append(report)
             for writer in writers:
                 writer.round(report)
-            last = coordinator.book.round > settings.rounds
+            why = ending(settings, lines, time.monotonic() - started)
+            last = coordinator.book.round > settings.rounds or bool(why)
             if last or number % settings.checkpoint_every == 0:
                 if models is not None:
                     models.save()
@@ -203,6 +206,9 @@ class _Run:
                     f"{failed} rounds in a row had fewer than {settings.needed_clients} valid "
                     "replies; lower min-clients, raise round-timeout, or look at the clients' logs"
                 )
+            if why:
+                _logger.info("stopping after round %d: %s", number, why)
+                break
             if report.diverged:
                 _logger.warning("the loss left all use in round %d; stopping", number)
                 save()
@@ -285,7 +291,9 @@ class _Run:
         return RunDirectory(self.directory).lines(book.round)
 
     def _is_measured(self, number: int) -> bool:
-        return (number - 1) % max(1, self.settings.rounds // _METRIC_POINTS) == 0
+        settings = self.settings
+        every = settings.metrics_every or max(1, settings.rounds // _METRIC_POINTS)
+        return (number - 1) % every == 0
 
     def _tensors(self, params: FloatArray) -> dict[str, Any]:
         """Return copies of the model's tensors by name; a vector without a module has no names."""

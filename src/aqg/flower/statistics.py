@@ -16,9 +16,9 @@ import numpy as np
 from flwr.app import ConfigRecord
 
 from aqg.errors import ConfigError, GradientError, RunError
-from aqg.flower.store import read_arrays, write_arrays
 from aqg.objectives.layout import DIGEST_BYTES, Buffers, ModelLayout
 from aqg.objectives.statistics import PRECISION, SharedStatistics, describe_change
+from aqg.protocol.files import read_arrays, write_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,321 +1,41 @@
-"""Where a client keeps its memory between messages: a directory, or Flower's own context.
-
-A memory is two snapshots of the mirror and a public model, whose vectors may be large and are often
-the same. A vector is written once, under a number, and never changed; one of zeros is not written.
-A small index says which numbers count. Replacing the index is the commit: a crash at any moment
-leaves the old memory or the new one, and the protocol copes with either.
-"""
+"""A vault in Flower's context: a client's memory for as long as its node lives."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
-import shutil
-import time
-import weakref
-import zipfile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
-from aqg.core.optimizers import OptimizerState
-from aqg.core.persistence import clients_from_arrays, clients_to_arrays
-from aqg.core.public import Public, Rates
 from aqg.errors import RunError
-from aqg.flower.messages import Stamp
-from aqg.flower.protocol import ClientMirror, Snapshot
-from aqg.protocol.digests import is_zero
-from aqg.protocol.follower import vectors_of
-from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from flwr.app import RecordDict
     from numpy.typing import NDArray
 
     Vector = NDArray[Any]
 
-_logger = logging.getLogger("flwr.aqg")
-
-_INLINE_BYTES = 4096
-"""Arrays up to this size are written into the index itself."""
-
-
-class Vault(Protocol):
-    """Holds an index and numbered vectors."""
-
-    def read_index(self) -> str | None:
-        """Return the index, or None where there is none."""
-
-    def write_index(self, text: str) -> None:
-        """Replace the index, whole or not at all."""
-
-    def read_vector(self, number: int) -> Vector:
-        """Return a vector; raise `RunError` where it is missing or damaged."""
-
-    def write_vector(self, number: int, vector: Vector) -> None:
-        """Write a new vector."""
-
-    def keep_only(self, numbers: set[int]) -> None:
-        """Drop all other vectors."""
-
-
-class ClientStore:
-    """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
-
-    Both are part of one index, so that they change together. Vectors of a public model are written
-    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
-
-    Args:
-        vault: where it lies.
-        key: names the run and what both sides agreed on; a memory under another key is not found.
-
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._stored: dict[int, weakref.ref[Vector]] = {}
-        self._index: dict[str, Any] = self._read_index()
-
-    @property
-    def answered(self) -> tuple[int, int]:
-        """`Order.serial` of the last order answered."""
-        incarnation, round_number = self._index["answered"]
-        return incarnation, round_number
-
-    def load(self) -> ClientMirror | None:
-        """Return the memory of the mirror; None where there is none, or none that can be read."""
-        index = self._index
-        if index["current"] is None:
-            return None
-        try:
-            current = self._read(index["current"])
-            before = None if index["before"] is None else self._read(index["before"])
-            return ClientMirror(current, before, self.answered)
-        except _UNREADABLE as error:
-            # The server finds out from the stamp, and both sides start again from zero.
-            _logger.warning("the client's saved state cannot be used: %r", error)
-            return None
-
-    def load_public(self) -> Public | None:
-        """Return the public model; None where there is none, or none that can be read."""
-        row = self._index["public"]
-        if row is None:
-            return None
-        try:
-            arrays = {name: self._read_array(row["arrays"][name]) for name in _PUBLIC}
-            for name, array in arrays.items():
-                self._remember(row["arrays"][name], array)
-            return Public(
-                round=int(row["round"]),
-                parameters=arrays["parameters"],
-                total=arrays["total"],
-                direction=arrays["direction"],
-                history=tuple(map(float, row["history"])),
-                optimizer=OptimizerState(arrays["momentum"], arrays["variance"]),
-                rates=None if row["rates"] is None else Rates(*map(float, row["rates"])),
-            )
-        except _UNREADABLE as error:
-            # The server finds out from the reply, and sends a snapshot.
-            _logger.warning("the client's saved model cannot be used: %r", error)
-            return None
-
-    def put_public(self, public: Public) -> None:
-        """Write the vectors of a public model, which takes its place with the next `save`."""
-        vectors = dict(zip(_PUBLIC, vectors_of(public), strict=True))
-        row = {
-            "round": public.round,
-            "history": list(public.history),
-            "rates": None if public.rates is None else list(public.rates),
-            "arrays": {name: self._write_array(array) for name, array in vectors.items()},
-        }
-        self._index = {**self._index, "public": row}
-
-    def save(self, mirror: ClientMirror | None = None) -> None:
-        """Commit the memory, whole or not at all; without a mirror, that of before stays."""
-        if mirror is not None:
-            before = None if mirror.before is None else self._write(mirror.before)
-            self._index = {
-                **self._index,
-                "answered": list(mirror.answered),
-                "current": self._write(mirror.current),
-                "before": before,
-            }
-        self._vault.write_index(json.dumps(self._index))
-        used = _numbers_in(self._index)
-        self._stored = {number: ref for number, ref in self._stored.items() if number in used}
-        self._vault.keep_only(used)
-
-    def _read_index(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {
-            "key": self._key,
-            "answered": [0, 0],
-            "current": None,
-            "before": None,
-            "public": None,
-        }
-        try:
-            text = self._vault.read_index()
-            if text is None:
-                return empty
-            index = json.loads(text)
-            if index["key"] != self._key:
-                return empty
-            incarnation, round_number = index["answered"]
-            numbers = [int(incarnation), int(round_number)]
-            known = {name: index.get(name) for name in ("current", "before", "public")}
-            index = {"key": self._key, "answered": numbers, **known}
-            _numbers_in(index)
-            return index
-        except _UNREADABLE as error:
-            _logger.warning("the client's saved state cannot be used: %r", error)
-            return empty
-
-    def _read(self, row: dict[str, Any]) -> Snapshot:
-        arrays = {name: self._read_array(cell) for name, cell in row["arrays"].items()}
-        state = clients_from_arrays(arrays)
-        stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
-        snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
-        for name, array in _arrays_of(snapshot).items():
-            self._remember(row["arrays"][name], array)
-        return snapshot
-
-    def _remember(self, cell: dict[str, Any], array: Vector) -> None:
-        if "number" in cell:
-            self._stored.setdefault(int(cell["number"]), weakref.ref(array))
-
-    def _read_array(self, cell: dict[str, Any]) -> Vector:
-        if "number" in cell:
-            return self._vault.read_vector(int(cell["number"]))
-        if "zeros" in cell:
-            return np.zeros(cell["zeros"], np.dtype(cell["dtype"]))
-        data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
-        return data.reshape(cell["shape"])
-
-    def _write(self, snapshot: Snapshot) -> dict[str, Any]:
-        return {
-            "arrays": {
-                name: self._write_array(array) for name, array in _arrays_of(snapshot).items()
-            },
-            "lineage": snapshot.lineage.hex(),
-            "epoch": snapshot.stamp.epoch,
-            "uploads": snapshot.stamp.uploads,
-            "digest": snapshot.stamp.digest.hex(),
-        }
-
-    def _write_array(self, array: Vector) -> dict[str, Any]:
-        if array.nbytes <= _INLINE_BYTES:
-            return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
-        number = next((n for n, vector in self._stored.items() if vector() is array), None)
-        if number is None:
-            if is_zero(array):
-                return {"dtype": array.dtype.str, "zeros": array.shape}
-            number = max({0, *self._stored, *_numbers_in(self._index)}) + 1
-            self._vault.write_vector(number, array)
-            self._stored[number] = weakref.ref(array)
-        return {"number": number}
-
-
-_PUBLIC = ("parameters", "total", "direction", "momentum", "variance")
-_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
-
-
-def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
-    return clients_to_arrays(snapshot.state)
-
-
-def _numbers_in(index: dict[str, Any]) -> set[int]:
-    """Return the numbers of all vectors that an index names."""
-    rows = [index[name] for name in ("current", "before", "public") if index[name] is not None]
-    cells = [cell for row in rows for cell in row["arrays"].values()]
-    return {int(cell["number"]) for cell in cells if "number" in cell}
-
-
-class DirectoryVault:
-    """A directory of files, for memory that outlives the node's process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(
-                f"state directory {str(path)!r} cannot be made: {error.strerror}"
-            ) from None
-
-    def read_index(self) -> str | None:
-        """Return the text of ``state.json``."""
-        try:
-            return (self._path / "state.json").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{str(self._path)!r} cannot be read: {error}") from None
-
-    def write_index(self, text: str) -> None:
-        """Replace ``state.json``."""
-        write_atomically(self._path / "state.json", text.encode())
-
-    def read_vector(self, number: int) -> Vector:
-        """Load ``vector-N.npz``."""
-        return read_arrays(self._path / f"vector-{number}.npz")["vector"]
-
-    def write_vector(self, number: int, vector: Vector) -> None:
-        """Save ``vector-N.npz``."""
-        write_arrays(self._path / f"vector-{number}.npz", {"vector": vector})
-
-    def keep_only(self, numbers: set[int]) -> None:
-        """Delete the files of other numbers."""
-        for file in self._path.glob("vector-*.npz"):
-            found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
-            if found and int(found[1]) not in numbers:
-                file.unlink(missing_ok=True)
-
-
-def forget_old_runs(directory: Path, days: float) -> None:
-    """Delete the memories of runs that no one has gone on with for so many days.
-
-    Should such a run go on after all, the server finds out from the stamp, and both sides start
-    again from zero. Whatever else lies in the directory stays.
-    """
-    oldest = time.time() - days * 86_400
-    for index in directory.glob("*/state.json"):
-        try:
-            is_ours = json.loads(index.read_text(encoding="utf-8"))["key"] == index.parent.name
-            if is_ours and index.stat().st_mtime < oldest:
-                shutil.rmtree(index.parent)
-                _logger.info("state of run %s, unused for %g days: deleted", index.parent, days)
-        except (OSError, ValueError, KeyError, TypeError):  # not ours, or not ours to delete
-            continue
-
 
 class ContextVault:
     """The state of a Flower context: in memory, for as long as node and run live."""
 
-    _INDEX = "aqg-index"
-    _PREFIX = "aqg-vector-"
-
-    def __init__(self, records: RecordDict) -> None:
+    def __init__(self, records: RecordDict, prefix: str = "aqg") -> None:
         self._records = records
+        self._index_name = f"{prefix}-index"
+        self._prefix = f"{prefix}-vector-"
 
     def read_index(self) -> str | None:
         """Return the text in the index record."""
-        record = self._records.get(self._INDEX)
+        record = self._records.get(self._index_name)
         return str(record["json"]) if isinstance(record, ConfigRecord) else None
 
     def write_index(self, text: str) -> None:
         """Replace the index record."""
-        self._records[self._INDEX] = ConfigRecord({"json": text})
+        self._records[self._index_name] = ConfigRecord({"json": text})
 
     def read_vector(self, number: int) -> Vector:
         """Return the array of one record."""
-        record = self._records.get(f"{self._PREFIX}{number}")
+        record = self._records.get(f"{self._prefix}{number}")
         if not isinstance(record, ArrayRecord):
             raise RunError(f"the context has no vector {number}")
         return record["vector"].numpy()
@@ -323,34 +43,11 @@ class ContextVault:
     def write_vector(self, number: int, vector: Vector) -> None:
         """Add a record with one array."""
         array = Array(np.ascontiguousarray(vector))
-        self._records[f"{self._PREFIX}{number}"] = ArrayRecord({"vector": array})
+        self._records[f"{self._prefix}{number}"] = ArrayRecord({"vector": array})
 
     def keep_only(self, numbers: set[int]) -> None:
         """Delete the records of other numbers."""
-        kept = {f"{self._PREFIX}{number}" for number in numbers}
+        kept = {f"{self._prefix}{number}" for number in numbers}
         for name in list(self._records):
-            if name.startswith(self._PREFIX) and name not in kept:
+            if name.startswith(self._prefix) and name not in kept:
                 del self._records[name]
-
-
-def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
-    """Save named arrays, whole or not at all, without a copy of them in memory."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
-
-
-def read_arrays(path: Path) -> dict[str, Vector]:
-    """Load the arrays that `write_arrays` saved."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"{str(path)!r} is missing or damaged: {error}") from None

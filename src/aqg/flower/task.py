@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class FlowerTask:
     @staticmethod
     def from_training(
         module: torch.nn.Module,
-        train: Callable[[torch.nn.Module], float],
+        train: Callable[..., float],
         num_samples: int,
         evaluate: Callable[[torch.nn.Module], float] | None = None,
         *,
@@ -148,7 +149,8 @@ class FlowerTask:
 
         Args:
             module: takes the server's model before ``train`` and ``evaluate`` are called.
-            train: trains the module in place, however it likes, and returns a loss.
+            train: trains the module in place, however it likes, and returns a loss. If it takes a
+                second argument, that is the round, counted from 1: for learning rates that fall.
             num_samples: how many samples the client has.
             evaluate: returns the module's loss on the client's samples.
             include: name patterns of the parameters that travel, such as ``"*.lora_*"``; by
@@ -162,6 +164,7 @@ class FlowerTask:
 
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
+        takes_round = num_arguments(train) > 1
         is_used = False
 
         def start_model() -> FloatArray | None:
@@ -176,7 +179,7 @@ class FlowerTask:
             load(params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
-            loss = float(train(module))
+            loss = float(train(module, round_number) if takes_round else train(module))
             pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
             return loss, pseudo_gradient.astype(params.dtype, copy=False)
 
@@ -192,6 +195,20 @@ class FlowerTask:
         )
         measures = measure if evaluate is not None else None
         return FlowerTask(run, num_samples, measures, model=model, start=start_model)
+
+
+def num_arguments(function: Callable[..., object]) -> int:
+    """Return how many arguments must or can be given by place, without defaults.
+
+    >>> num_arguments(lambda net, round: 0.0), num_arguments(lambda net, rate=0.1: 0.0)
+    (2, 1)
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in
+        return 1
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in by_place and p.default is p.empty for p in parameters)
 
 
 def _start_of(objective: ModuleObjective) -> Callable[[], FloatArray]:

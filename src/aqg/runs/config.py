@@ -97,6 +97,7 @@ class RunConfig:
     perturbation: int = 0
     samples: int | None = None
     reset: bool = False
+    validation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.problem is None and not is_dataset_file(self.dataset):
@@ -115,6 +116,7 @@ class RunConfig:
         _require("perturbation", self.perturbation, self.perturbation >= 0, "at least 0")
         if self.samples is not None:
             _require("samples", self.samples, self.samples >= 1, "at least 1")
+        _require("validation", self.validation, 0 <= self.validation < 1, "at least 0 and below 1")
         self._check_target()
         make_recipe(self.recipe, self.bits, self.max_staleness)
         if self.problem is None:
@@ -134,6 +136,11 @@ class RunConfig:
 
     def _check_target(self) -> None:
         goal = self.goal
+        if self.validation and self.target_kind == "residual":
+            raise ConfigError(
+                f"validation is {self.validation} with target_kind residual, which is measured on "
+                "what the clients train on; use accuracy or loss"
+            )
         if goal is None:
             _require("hold", self.hold, self.hold == 0, "0 without a target")
             return
@@ -142,7 +149,8 @@ class RunConfig:
                 f"rounds is {self.rounds}; a target counts once it is met {goal.hold} rounds in a "
                 f"row, so there must be more than {goal.hold}"
             )
-        if goal.hold and goal.kind != "accuracy" and self.eval_every > 1:
+        is_followed = goal.kind == "accuracy" or self.validation > 0
+        if goal.hold and not is_followed and self.eval_every > 1:
             raise ConfigError(
                 f"eval_every is {self.eval_every} with hold {goal.hold}; a {goal.kind} that ends "
                 "the run must be measured in every round"
@@ -154,7 +162,8 @@ class RunConfig:
         if self.target is None:
             return None
         _require_choice("target_kind", self.target_kind, KINDS)
-        return Target(cast("Kind", self.target_kind), self.target, self.hold)
+        kind = cast("Kind", self.target_kind)
+        return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
 
     @property
     def title(self) -> str:

@@ -146,13 +146,20 @@ METRIC_PREFIX = "test_"
 """Begins the name of every field that holds a metric."""
 
 
+VALIDATION = "validation"
+"""What was measured on the validation set; a field of its own, not a metric of the test set."""
+
+
 def metric_fields(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return metrics as fields of a record; one beyond all numbers becomes null.
 
     >>> metric_fields({"accuracy": 0.9, "perplexity": float("inf")})
     {'test_accuracy': 0.9, 'test_perplexity': None}
     """
-    return {METRIC_PREFIX + name: finite_or_none(value) for name, value in metrics.items()}
+    return {
+        name if name == VALIDATION else METRIC_PREFIX + name: finite_or_none(value)
+        for name, value in metrics.items()
+    }
 
 
 def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -160,7 +167,7 @@ def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         key.removeprefix(METRIC_PREFIX): float(value)
         for key, value in row.items()
-        if key.startswith(METRIC_PREFIX) and isinstance(value, int | float)
+        if (key.startswith(METRIC_PREFIX) or key == VALIDATION) and isinstance(value, int | float)
     }
 
 

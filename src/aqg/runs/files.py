@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
+from aqg.protocol.files import write_atomically as write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,33 +35,6 @@ _COMMENT_LENGTH = 2
 """Bytes of a zip file's last field before its comment, which say how long the comment is."""
 _SECONDS_BETWEEN_TRIES = 0.1
 _CHUNK_BYTES = 1 << 16
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on disk when this returns."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
-
-
-def _sync_directory(path: Path) -> None:
-    """Put the names in a directory on disk, where the system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # a system that does not open directories
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal(text: str) -> str:

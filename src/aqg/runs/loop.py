@@ -15,13 +15,21 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
 from aqg.runs.cost import add_bytes
-from aqg.runs.directory import CONFIG, Line, RunFiles, create_directory, finite_or_none
+from aqg.runs.directory import (
+    CONFIG,
+    VALIDATION,
+    Line,
+    RunFiles,
+    create_directory,
+    finite_or_none,
+)
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
 from aqg.runs.setup import make_simulation
 from aqg.runs.stopping import NO_LIMITS, Judge, Limits, has_diverged
 from aqg.runs.summary import Summary, Trace, summarize
+from aqg.runs.validation import Validator, curve
 from aqg.runs.versions import installed_versions
 from aqg.sim.state import SimulationState
 
@@ -179,6 +187,7 @@ def _run(
     for line in lines:
         progress.add(line)
         referee.replay(line)
+    validate = Validator(simulation, config.target_kind) if config.validation else None
     last_saved = time.monotonic()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
@@ -196,7 +205,12 @@ def _run(
         if is_measured:
             model = _snapshot(simulation)
             metrics = simulation.problem.measure(simulation.parameters)
-        if referee.wants_accuracy:
+        if validate is not None:
+            metrics[VALIDATION] = validate()
+            referee.look_before(number, metrics[VALIDATION])
+            if referee.is_over():
+                break
+        elif referee.wants_accuracy:
             metrics.setdefault("accuracy", _accuracy(simulation))
             referee.look_before(number, metrics["accuracy"])
             if referee.is_over():
@@ -222,13 +236,20 @@ def _run(
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.parameters)
-    if referee.wants_accuracy and not referee.is_over():
+    final_value = math.nan
+    if validate is not None:
+        final_value = validate()
+        if not referee.is_over():
+            referee.look_before(simulation.next_round, final_value)
+    elif referee.wants_accuracy and not referee.is_over():
         referee.look_before(simulation.next_round, metrics.get("accuracy", math.nan))
     if models is not None:
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
         models.finish(len(lines), model)
-    summary = summarize(config.recipe, lines, final_loss, metrics, minimum, config.goal)
+    # A target on the validation set is not that of the test set, which a summary looks at.
+    goal = None if config.validation else config.goal
+    summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
     files.finish(
         summary.to_json()
@@ -239,6 +260,7 @@ def _run(
             "run": identity(config),
         }
         | client_bytes.to_json()
+        | ({} if validate is None else {"curve": curve(lines, final_value, metrics)})
     )
     if not keeps_models:
         files.drop_checkpoint()
@@ -260,12 +282,13 @@ class _Referee:
         self._judge: Judge | None = None
         self._eval_every = config.eval_every
         self._minimum = 0.0
+        self._metric = VALIDATION if config.validation else "accuracy"
         self.wants_accuracy = False
         self.ending: Ending | None = None
         self.limits = limits
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
-            self.wants_accuracy = goal.kind == "accuracy"
+            self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
             if goal.kind == "residual":
                 if minimum is None:
                     raise RunError(
@@ -278,9 +301,11 @@ class _Referee:
         return self.ending is not None
 
     def look_before(self, number: int, accuracy: float) -> None:
-        """Look at the accuracy of the model that a round begins with, after the first one."""
-        assert self._judge is not None
-        if number > 1:
+        """Look at the accuracy of the model that a round begins with, after the first one.
+
+        With a validation set, it is the accuracy or loss there.
+        """
+        if self._judge is not None and number > 1:
             self.ending = self._judge.look(accuracy, self.limits)
 
     def look_after(self, record: RoundRecord) -> None:
@@ -300,7 +325,7 @@ class _Referee:
         """Look at a round that was run before."""
         limits, self.limits = self.limits, NO_LIMITS
         if self.wants_accuracy:
-            self.look_before(line.record.round, line.metrics.get("accuracy", math.nan))
+            self.look_before(line.record.round, line.metrics.get(self._metric, math.nan))
         self.look_after(line.record)
         self.limits = limits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from aqg.runs.config import check_files
 from aqg.runs.models import start_from
 from aqg.runs.own import make_own_problem
 from aqg.runs.perturbation import perturb_problem
+from aqg.runs.validation import Validator, hold_out
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -47,7 +49,8 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
     check_files(config)
     if config.problem is None:
         dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
-        return make_problem(config, dataset), describe_clients(config, dataset)
+        problem = _held_out(config, make_problem(config, dataset))
+        return problem, describe_clients(config, dataset)
     problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
     if problem.num_clients != config.clients:
         raise ConfigError(
@@ -58,7 +61,11 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
         {"client": client, "samples": len(samples.labels), "labels": []}
         for client, samples in enumerate(problem.clients)
     ]
-    return _started(config, problem), _table(rows)
+    return _held_out(config, _started(config, problem)), _table(rows)
+
+
+def _held_out(config: RunConfig, problem: Problem) -> Problem:
+    return hold_out(problem, config.validation, config.seed) if config.validation else problem
 
 
 def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
@@ -181,7 +188,11 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
     if goal is None or not goal.hold:
         return
     simulation = make_simulation(config, problem)
-    if goal.kind == "accuracy":
+    if config.validation:
+        start = Validator(simulation, goal.kind)()
+        if math.isnan(start):
+            raise ConfigError(f"{config.title} has no {goal.kind} on its validation set")
+    elif goal.kind == "accuracy":
         measured = simulation.problem.measure(simulation.parameters)
         if "accuracy" not in measured:
             found = f"only {', '.join(measured)}" if measured else "nothing"
@@ -242,6 +253,8 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     num_samples = config.samples or _NUM_SAMPLES.get(config.dataset)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
+    if config.validation:
+        key["validation"] = config.validation
     if config.weighting == "samples":
         key["weighting"] = config.weighting
     if config.problem is not None:

@@ -3,6 +3,7 @@
 *Reached*
     The target is met so many rounds in a row (`Target.hold`); the first of them counts. With
     ``hold = 0`` a run is not ended by its target, and the target has to be met to the very end.
+    On a validation set (`Target.is_mean`) the mean over these rounds has to meet it, and the first.
 *Diverged*
     The loss is no number, or beyond all use (`has_diverged`).
 *Hopeless*
@@ -17,6 +18,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -60,12 +62,14 @@ class Target:
         value: at most this loss or residual, at least this accuracy.
         hold: for how many rounds in a row it has to be met, after which the run ends; 0: to the
             last round.
+        is_mean: whether it is enough that the first of these rounds meets it, and their mean.
 
     """
 
     kind: Kind
     value: float
     hold: int = 0
+    is_mean: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -92,13 +96,22 @@ class Target:
         3
         >>> Target("loss", 1.0, hold=2).first_reached([5, 0.9, 2, 0.8, 1, 7])
         3
+        >>> Target("loss", 1.0, hold=3, is_mean=True).first_reached([5, 0.9, 2, 0.8, 1.1, 0.9])
+        3
         """
+        if self.is_mean and self.hold:
+            starts = range(len(values) + 1 - self.hold)
+            return next((k for k in starts if self.is_held(values[k : k + self.hold])), None)
         streak = 0
         for position, value in enumerate(values):
             streak = streak + 1 if self.is_met(value) else 0
             if 0 < self.hold <= streak:
                 return position + 1 - streak
         return None if self.hold or not streak else len(values) - streak
+
+    def is_held(self, values: Sequence[float]) -> bool:
+        """Tell whether the first of these values is good enough, and their mean."""
+        return self.is_met(values[0]) and self.is_met(sum(values) / len(values))
 
     def progress(self, start: float, value: float) -> float:
         """Return which share of the way from ``start`` to the target lies behind.
@@ -157,6 +170,7 @@ class Judge:
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
         self._costs = self._candidate = Cost(0, 0, 0, 0, 0)
         self._streak = 0
+        self._recent: deque[tuple[float, Cost]] = deque(maxlen=max(1, target.hold))
         self._first_value = math.nan
         self.value = math.nan
 
@@ -169,10 +183,7 @@ class Judge:
         self.value = value
         if math.isnan(self._first_value):
             self._first_value = value
-        self._streak = self._streak + 1 if self._target.is_met(value) else 0
-        if self._streak == 1:
-            self._candidate = self._costs
-        if 0 < self._target.hold <= self._streak:
+        if self._is_reached(value):
             return "reached"
         if has_diverged(abs(value)):
             return "diverged"
@@ -188,6 +199,20 @@ class Judge:
         if spent > limits.own:
             return "costlier"
         return "beyond" if spent > limits.ceiling else None
+
+    def _is_reached(self, value: float) -> bool:
+        target = self._target
+        if not target.is_mean:
+            self._streak = self._streak + 1 if target.is_met(value) else 0
+            if self._streak == 1:
+                self._candidate = self._costs
+            return 0 < target.hold <= self._streak
+        self._recent.append((value, self._costs))
+        met = [costs for other, costs in self._recent if target.is_met(other)]
+        self._streak = len(met)
+        self._candidate = met[0] if met else self._costs
+        values = [other for other, _ in self._recent]
+        return 0 < target.hold <= len(values) and target.is_held(values)
 
     def costs(self, ending: Ending) -> Cost:
         """Return what the rounds cost until the target was reached, or else all of them."""

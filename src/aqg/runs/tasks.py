@@ -117,7 +117,10 @@ class _Prepare:
         for config in self.configs:
             load_plugins(config.plugins)
             try_out(config, load(config, self.data_dir))
-            if minimum is None and (not config.hold or config.target_kind == "residual"):
+            needs_minimum = config.target_kind == "residual" or not (
+                config.hold or config.validation
+            )
+            if minimum is None and needs_minimum:
                 # That of the data as they are: perturbed ones are measured against it.
                 plain = replace(config, perturbation=0)
                 minimum = find_minimum(plain, load(plain, self.data_dir))

@@ -33,6 +33,7 @@ from aqg.core.server import (
     take_in,
 )
 from aqg.core.space import with_rows
+from aqg.core.stages import level_factors
 from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
@@ -97,6 +98,7 @@ class FastSimulation:
         recipe = recipe.for_participation(self._sampled * (1.0 - self.dropout.rate))
         self.recipe = recipe
         self._weights = self.training.client_weights(problem)
+        self._level_factors = level_factors(self._weights)
         self.statistics = RunStatistics(problem, self.training, self._weights)
         self.problem = problem = self.statistics.problem
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
@@ -168,12 +170,14 @@ class FastSimulation:
         sizes: list[FrameSize] = []
         movement = self._movement()
         downloads = self._deliver(present)
+        shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
             block = present
             if len(present) > self._block_size:
                 block = present[start : start + self._block_size]
             block_losses, vectors = self._train(block)
-            news = News(number, movement, block_losses, self.seed)
+            factors = None if self._level_factors is None else self._level_factors[block]
+            news = News(number, movement, block_losses, self.seed, level_factors=factors)
             spoken = speak(self.backend, self.recipe, self._clients, block, vectors, news)
             faults += spoken.faults
             sizes.append(SKIP_BYTES * (len(block) - len(spoken.clients)))
@@ -181,7 +185,7 @@ class FastSimulation:
                 widths[spoken.clients] = spoken.widths
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
                 sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
-                weights = self._weights[senders]
+                weights = shares[senders]
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
                 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.errors import ConfigError, DataError
-from aqg.objectives.metrics import Metric, default_metrics, make_metrics, measure
+from aqg.objectives.metrics import METRICS, Metric, default_metrics, make_metrics, measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,8 +43,9 @@ class Problem:
         clients: the samples of each.
         initial_params: ``θ^0``, float32 or float64, which is the precision of everything.
         test: samples that no client has.
-        metrics: what is measured on them, in any form that `make_metrics` takes; by default what
-            suits the targets.
+        validation: samples that the clients hold out: runs may be tuned and stopped by them.
+        metrics: what is measured on the test set, in any form that `make_metrics` takes; by default
+            what suits the targets.
 
     """
 
@@ -52,6 +54,7 @@ class Problem:
     initial_params: FloatArray
     test: Samples | None = None
     metrics: Any = None
+    validation: Samples | None = None
 
     @staticmethod
     def from_module(
@@ -122,6 +125,8 @@ class Problem:
         change["objective"] = self.objective.for_samples(shape)
         if self.test is not None:
             change["test"] = self._checked("the test set", self.test)
+        if self.validation is not None:
+            change["validation"] = self._checked("the validation set", self.validation)
         if self.metrics is not None:
             change["metrics"] = make_metrics(self.metrics)
         for name, value in change.items():
@@ -183,6 +188,26 @@ class Problem:
                 required = self.metrics is not None
                 found.append(measure(self.chosen_metrics, batches, required=required))
         return {name: float(np.mean([row[name] for row in found])) for name in found[0]}
+
+    def validate(self, params: Any, samples: Samples, kind: str) -> float:
+        """Return the accuracy or the loss of a model on samples; NaN where there is none.
+
+        Args:
+            params: the model, finite, on the device where the samples are.
+            samples: the validation set, or a copy of it on a device.
+            kind: ``"accuracy"`` or ``"loss"``.
+
+        """
+        found = []
+        for view in self.objective.views():
+            with view:
+                if kind == "loss":
+                    found.append(float(self.objective.losses(params, *samples)))
+                    continue
+                batches = self.objective.test_batches(params, *samples)
+                measured = measure((METRICS["accuracy"],), batches, required=False)
+                found.append(measured.get("accuracy", math.nan))
+        return float(np.mean(found))
 
     def test_accuracy(self, params: FloatArray) -> float | None:
         """Return the fraction of test samples that the model gets right, where that is measured."""

@@ -19,6 +19,7 @@ from aqg.core.per_client import PerClient
 from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
 from aqg.core.server import Peer, ServerState
+from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
@@ -63,6 +64,7 @@ class Client:
         self.local = local
         self.state: Clients = init_client(recipe, objective.num_params, dtype)
         self.public: Public | None = None
+        self.level_factor = 1.0
         self.loss = np.nan
         self.fault: str | None = None
 
@@ -73,7 +75,13 @@ class Client:
         self.loss = float(loss)
         shared = known(self.state.link)
         self.state, message = respond(
-            self.recipe, self.state, gradient, broadcast.movement, key, self.loss
+            self.recipe,
+            self.state,
+            gradient,
+            broadcast.movement,
+            key,
+            self.loss,
+            self.level_factor,
         )
         self.fault = getattr(message, "fault", None)
         return encode(message, known=shared)
@@ -117,7 +125,7 @@ class Server:
         rule: StepRule,
     ) -> None:
         self.recipe = recipe
-        self.weights = weights
+        self.weights = self.shares = weights
         self.step_size = step_size
         self.dropout_rate = dropout_rate
         self.sampled = sampled
@@ -136,11 +144,15 @@ class Server:
         """Return ``θ^k`` and the movement scalar."""
         return server_rules.broadcast(self.recipe, self.state)
 
+    def begin_round(self, takes_part: IntArray) -> None:
+        """Say how much each client counts in this round."""
+        self.shares = self.recipe.round_weights(self.weights, takes_part, self.sampled)
+
     def receive(self, client: int, frame: bytes) -> Message:
         """Decode one client's frame and move its ``ref_m``."""
         shared = known(self.state.peers[client].link)
         message = decode(frame, len(self.state.parameters), known=shared)
-        weight = float(self.weights[client])
+        weight = float(self.shares[client])
         self.state = server_rules.hear(self.recipe, self.state, client, message, weight)
         return message
 
@@ -231,6 +243,10 @@ class ReferenceSimulation:
             )
             for index, samples in enumerate(problem.clients)
         ]
+        factors = level_factors(self.weights)
+        if factors is not None:
+            for client, factor in zip(self.clients, factors.tolist(), strict=True):
+                client.level_factor = factor
         self._share_public()
 
     def _share_public(self) -> None:
@@ -258,6 +274,7 @@ class ReferenceSimulation:
         widths = []
         faults = []
         sent, received = [0] * num_clients, [0] * num_clients
+        self.server.begin_round(np.flatnonzero(~away))
         deliveries = self.server.deliveries(np.flatnonzero(~away))
         for client in self.clients:
             if away[client.index]:

@@ -56,7 +56,7 @@ PASSING_BIT = 0x20
 
 
 class Mode(enum.IntEnum):
-    """How the payload is written. Modes 6, 7 are kept for levels, 14..31 for other messages."""
+    """How the payload is written. Modes 6, 7 are kept for levels, 16..31 for other messages."""
 
     SKIP = 0
     RAW = 1
@@ -70,6 +70,8 @@ class Mode(enum.IntEnum):
     SPARSE = others.SPARSE
     BLOCKS = others.BLOCKS
     ROTATED = others.ROTATED
+    BUCKETS = others.BUCKETS
+    TURNED = others.TURNED
 
 
 class Known(NamedTuple):

@@ -1,10 +1,10 @@
-"""Which payload belongs to which message, for modes 10 to 13."""
+"""Which payload belongs to which message, for modes 10 to 15."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aqg.core.blockwise import BlockUpload
+from aqg.core.blockwise import BLOCK, BlockUpload
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.rotation import RotatedUpload
 from aqg.jit import HAVE_NUMBA
@@ -13,8 +13,11 @@ from aqg.wire.planes import BLOCKED_LENGTH
 from aqg.wire.scaled import (
     blocks_size,
     decode_blocks,
+    decode_buckets,
     decode_rotated,
+    decode_turned,
     encode_blocks,
+    encode_buckets,
     encode_rotated,
     rotated_size,
 )
@@ -26,13 +29,14 @@ from aqg.wire.sparse import (
     half_size,
     sparse_size,
 )
+from aqg.wire.varint import varint_size
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload
-HALF, SPARSE, BLOCKS, ROTATED = 10, 11, 12, 13
+HALF, SPARSE, BLOCKS, ROTATED, BUCKETS, TURNED = 10, 11, 12, 13, 14, 15
 
 
 def tries_context(length: int) -> bool:
@@ -48,8 +52,10 @@ def encode_other(upload: Other, threads: int | None) -> tuple[int, bytes]:
     if isinstance(upload, HalfUpload):
         return HALF, encode_half(upload, threads)
     if isinstance(upload, BlockUpload):
+        if upload.block != BLOCK:
+            return BUCKETS, encode_buckets(upload, threads)
         return BLOCKS, encode_blocks(upload, threads)
-    return ROTATED, encode_rotated(upload)
+    return (ROTATED if upload.width == 1 else TURNED), encode_rotated(upload)
 
 
 def other_size(upload: Other) -> int:
@@ -58,7 +64,10 @@ def other_size(upload: Other) -> int:
         return sparse_size(upload, tries_context(len(upload)))
     if isinstance(upload, HalfUpload):
         return half_size(upload)
-    return blocks_size(upload) if isinstance(upload, BlockUpload) else rotated_size(upload)
+    if isinstance(upload, BlockUpload):
+        head = 0 if upload.block == BLOCK else varint_size(upload.block)
+        return head + blocks_size(upload)
+    return rotated_size(upload)
 
 
 def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: int | None) -> Other:
@@ -70,7 +79,9 @@ def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: in
         return decode_half(payload, length, threads)
     if mode == BLOCKS:
         return decode_blocks(payload, length, threads)
-    return decode_rotated(payload, length)
+    if mode == BUCKETS:
+        return decode_buckets(payload, length, threads)
+    return decode_rotated(payload, length) if mode == ROTATED else decode_turned(payload, length)
 
 
 def _useful_threads(length: int, threads: int | None) -> int | None:

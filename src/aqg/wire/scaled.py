@@ -6,9 +6,13 @@
                 sections of two planes: the low and the high bytes of the blocks' bfloat16 steps
                 sections of one plane: the levels
 
+    BUCKETS     coordinates in a block, a varint; then as BLOCKS
+
     ROTATED     seed of the rotation, 4 bytes
                 a float32 scale for every block
                 the signs of all blocks, a bit each
+
+    TURNED      bits of a code, one byte; then as ROTATED, with codes in place of signs
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.blockwise import TOP, BlockUpload, num_blocks
-from aqg.core.rotation import RotatedUpload, block_lengths
+from aqg.core.blockwise import BLOCK, LONGEST_BLOCK, TOP, BlockUpload, num_blocks
+from aqg.core.rotation import WIDTHS, RotatedUpload, block_lengths
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.planes import BYTES, Plane, decode_planes, encode_planes, planes_size
@@ -47,30 +51,56 @@ def blocks_size(upload: BlockUpload) -> int:
     return varint_size(steps) + steps + planes_size([Plane(upload.levels, LEVELS)])
 
 
-def decode_blocks(payload: NDArray[np.uint8], length: int, threads: int | None) -> BlockUpload:
+def encode_buckets(upload: BlockUpload, threads: int | None) -> bytes:
+    """Return the payload of mode `BUCKETS`."""
+    return write_varint(upload.block) + encode_blocks(upload, threads)
+
+
+def decode_buckets(payload: NDArray[np.uint8], length: int, threads: int | None) -> BlockUpload:
+    """Undo `encode_buckets`."""
+    block, start = read_varint(payload, 0)
+    if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
+        raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
+    return decode_blocks(payload[start:], length, threads, block)
+
+
+def decode_blocks(
+    payload: NDArray[np.uint8], length: int, threads: int | None, block: int = BLOCK
+) -> BlockUpload:
     """Undo `encode_blocks`."""
     size, start = read_varint(payload, 0)
     if size > len(payload) - start:
         raise WireError(f"the steps claim {size} bytes where {len(payload) - start} are left")
     coded, rest = payload[start : start + size], payload[start + size :]
-    low, high = decode_planes(coded, [BYTES] * 2, num_blocks(length), threads)
+    low, high = decode_planes(coded, [BYTES] * 2, num_blocks(length, block), threads)
     bits = low.astype(np.uint32) << np.uint32(16) | high.astype(np.uint32) << np.uint32(24)
     (levels,) = decode_planes(rest, [LEVELS], length, threads)
-    return BlockUpload(levels, bits.view(np.float32))
+    return BlockUpload(levels, bits.view(np.float32), block)
 
 
 def encode_rotated(upload: RotatedUpload) -> bytes:
-    """Return the payload of mode `ROTATED`."""
+    """Return the payload of mode `ROTATED`, or of `TURNED` for more than one bit."""
     scales = upload.scales.astype("<f4", copy=False).tobytes()
-    return struct.pack("<I", upload.seed) + scales + pack(upload.signs, 1).tobytes()
+    head = b"" if upload.width == 1 else bytes([upload.width])
+    codes = pack(upload.signs, upload.width).tobytes()
+    return head + struct.pack("<I", upload.seed) + scales + codes
 
 
 def rotated_size(upload: RotatedUpload) -> int:
     """Return ``len(encode_rotated(upload))``."""
-    return SEED_BYTES + SCALE_BYTES * len(upload.scales) + packed_size(len(upload.signs), 1)
+    head = SEED_BYTES + (upload.width > 1)
+    return head + SCALE_BYTES * len(upload.scales) + packed_size(len(upload.signs), upload.width)
 
 
-def decode_rotated(payload: NDArray[np.uint8], length: int) -> RotatedUpload:
+def decode_turned(payload: NDArray[np.uint8], length: int) -> RotatedUpload:
+    """Undo `encode_rotated` for more than one bit."""
+    width = int(payload[0]) if len(payload) else 0
+    if width not in WIDTHS or width == 1:
+        raise WireError(f"codes of {width} bits are not what mode TURNED has")
+    return decode_rotated(payload[1:], length, width)
+
+
+def decode_rotated(payload: NDArray[np.uint8], length: int, width: int = 1) -> RotatedUpload:
     """Undo `encode_rotated`."""
     lengths = block_lengths(length)
     start = SEED_BYTES + SCALE_BYTES * len(lengths)
@@ -78,8 +108,8 @@ def decode_rotated(payload: NDArray[np.uint8], length: int) -> RotatedUpload:
         raise WireError(f"seed and {len(lengths)} scales take {start} bytes, not {len(payload)}")
     seed = int.from_bytes(payload[:SEED_BYTES].tobytes(), "little")
     scales = np.frombuffer(payload[SEED_BYTES:start].tobytes(), "<f4").astype(np.float32)
-    signs = unpack(payload[start:], 1, sum(lengths)).astype(np.uint8, copy=False)
-    return RotatedUpload(signs, scales, seed, length)
+    signs = unpack(payload[start:], width, sum(lengths)).astype(np.uint8, copy=False)
+    return RotatedUpload(signs, scales, seed, length, width)
 
 
 def _step_planes(upload: BlockUpload) -> list[Plane]:

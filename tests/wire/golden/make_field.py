@@ -1,4 +1,4 @@
-"""Write the golden frames of modes 10 to 13: ``python -m tests.wire.golden.make_field``.
+"""Write the golden frames of modes 10 to 15: ``python -m tests.wire.golden.make_field``.
 
 A golden frame is never rewritten: decoders of this version must read it for ever.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks
+from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.halves import HalfUpload, SparseUpload, to_halves
 from aqg.core.rotation import RotatedUpload, quantize_rotated
 from aqg.wire import encode
@@ -41,6 +41,9 @@ def golden_messages() -> dict[str, AnyUpload]:
         "sparse-nothing": keep(vector, np.empty(0, np.int64)),
         "blocks": BlockUpload(*quantize_blocks(vector)),
         "rotated": RotatedUpload(*quantize_rotated(vector, 2025, True), 2025, 3000),
+        "buckets": BlockUpload(*quantize_buckets(vector, 512, 7, random.random(3000)), 512),
+        "turned-2-bit": RotatedUpload(*quantize_rotated(vector, 7, True, 2), 7, 3000, 2),
+        "turned-4-bit": RotatedUpload(*quantize_rotated(vector, 7, False, 4), 7, 3000, 4),
     }
 
 

@@ -1,22 +1,29 @@
-"""What a client does: train the model it is sent, and send what the server does not know yet."""
+"""What a client does: train the model it is sent, and send it back."""
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from aqg.flower import FlowerTask, make_client_app
+from aqg.flower import aqg_mod
 from digits.task import Net, load_data, train
 
+app = ClientApp(mods=[aqg_mod])
 
-def make_task(context: Context) -> FlowerTask:
-    """Return the training on this client's images."""
+
+@app.train()
+def train_model(message: Message, context: Context) -> Message:
+    """Train on this client's images."""
+    net = Net()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     partition, num_partitions = (
         int(context.node_config[key]) for key in ("partition-id", "num-partitions")
     )
     loader = load_data(partition, num_partitions)
-    epochs = int(context.run_config["local-epochs"])
-    learning_rate = float(context.run_config["learning-rate"])
-    return FlowerTask.from_training(
-        Net(), lambda net: train(net, loader, epochs, learning_rate), len(loader.dataset)
+    loss = train(
+        net,
+        loader,
+        epochs=int(context.run_config["local-epochs"]),
+        learning_rate=float(context.run_config["learning-rate"]),
     )
-
-
-app = make_client_app(make_task)
+    metrics = MetricRecord({"loss": loss, "num-examples": len(loader.dataset)})
+    content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
+    return Message(content=content, reply_to=message)

@@ -1,24 +1,37 @@
-"""What the server does: add up what the clients send, and test the result."""
+"""What the server does: average the clients' models, and test the result."""
 
-import numpy as np
 import torch
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
 
-from aqg.flower import flatten, load_flat, make_server_app
+from aqg.flower import Compressed
 from digits.task import Net, load_test_data, test
 
+app = ServerApp()
 
-def initial_params(context: Context) -> np.ndarray:  # noqa: ARG001
-    """Return the model that training starts from."""
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run federated averaging."""
+    num_clients = int(context.run_config["num-clients"])
+    strategy = FedAvg(
+        fraction_evaluate=0.0, min_train_nodes=num_clients, min_available_nodes=num_clients
+    )
+    strategy = Compressed(strategy)
     torch.manual_seed(0)
-    return flatten(Net())
+    strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(Net().state_dict()),
+        num_rounds=int(context.run_config["rounds"]),
+        evaluate_fn=evaluate,
+    )
 
 
-def evaluate(params: np.ndarray) -> float:
-    """Test a model."""
+def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    """Test the model of a round."""
     net = Net()
-    load_flat(net, params)
-    return test(net, load_test_data())
-
-
-app = make_server_app(initial_params, evaluate=evaluate)
+    net.load_state_dict(arrays.to_torch_state_dict())
+    accuracy = test(net, load_test_data())
+    print(f"round {server_round}: accuracy {accuracy:.4f}", flush=True)
+    return MetricRecord({"accuracy": accuracy})

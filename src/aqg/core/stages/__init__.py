@@ -2,7 +2,7 @@
 
 from aqg.core.stages.averaging import RunningAverage
 from aqg.core.stages.feedback import ErrorFeedback
-from aqg.core.stages.loss_schedule import DoublingLevels, LossSchedule
+from aqg.core.stages.loss_schedule import DoublingLevels, LossSchedule, level_factors
 from aqg.core.stages.noise_switch import NoiseSwitch
 from aqg.core.stages.own_movement import OwnMovement
 from aqg.core.stages.stored_errors import StoredErrors
@@ -17,4 +17,5 @@ __all__ = [
     "RunningAverage",
     "StoredErrors",
     "WiderTolerance",
+    "level_factors",
 ]

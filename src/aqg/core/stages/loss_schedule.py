@@ -41,7 +41,33 @@ class LossSchedule(Plain):
         pairs = zip(state["notes"], losses, strict=True)
         notes = np.array([self.rule.observe(row, loss) for row, loss in pairs])
         signals = np.array([self.rule.signal(row) for row in notes])
-        return {"notes": notes}, flow._replace(movement=signals)
+        if flow.level_factors is None:
+            return {"notes": notes}, flow._replace(movement=signals)
+        num_levels = [
+            self.rule.num_levels(row, factor)
+            for row, factor in zip(notes, flow.level_factors.tolist(), strict=True)
+        ]
+        signals = np.array([count.bit_length() + 1.0 for count in num_levels])
+        advice = np.array(num_levels, np.float64)[:, None]
+        return {"notes": notes}, flow._replace(movement=signals, advice=advice)
+
+
+def level_factors(weights: Float64Array) -> Float64Array | None:
+    """Return DAdaQuant's ``q_m/q`` for clients of these weights; None where all are equal.
+
+    ``q_m = q·w_m^(2/3)·√(Σ w^(2/3) / Σ w²)``: of all with the same variance of the weighted sum,
+    ``Σ w²/q_m²``, these have the fewest levels.
+
+    >>> level_factors(np.array([0.5, 1.5])).round(3)
+    array([0.555, 1.154])
+    >>> level_factors(np.ones(3)) is None
+    True
+    """
+    if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
+        return None
+    powers = weights ** (2 / 3)
+    factors: Float64Array = powers * math.sqrt(powers.sum() / np.square(weights).sum())
+    return factors
 
 
 @dataclass(frozen=True)
@@ -90,6 +116,11 @@ class DoublingLevels:
         if is_flat and after[0] < MAX_WIDTH:
             after[:2] = after[0] + 1, 0
         return after
+
+    def num_levels(self, notes: Float64Array, factor: float) -> int:
+        """Return ``q`` of a client that uses ``factor`` times as many levels as the average."""
+        most = (1 << (MAX_WIDTH - 1)) - 1
+        return min(most, max(1, round(factor * (1 << (int(notes[0]) - 2)))))
 
     def signal(self, notes: Float64Array) -> float:
         """Return the width."""

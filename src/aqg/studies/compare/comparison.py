@@ -39,6 +39,8 @@ class Comparison:
         search: find every recipe's best setting first, on seed 0.
         quick: search a small part of the grid.
         downlink: how clients receive the model; what suits each recipe, by default.
+        extends: whether a search that ends at the edge of its grid goes on; it did not in earlier
+            versions.
 
     """
 
@@ -48,6 +50,7 @@ class Comparison:
     search: bool = False
     quick: bool = False
     downlink: str = AUTO
+    extends: bool = False
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
@@ -101,6 +104,7 @@ class Comparison:
             "search": self.search,
             "quick": self.quick,
             "downlink": self.downlink,
+            "extends": self.extends,
         }
         if own := [to_row(task) for task in self.tasks if task.is_own]:
             row["own"] = own
@@ -132,6 +136,7 @@ def open_comparison(directory: Path) -> Comparison:
             search=row["search"],
             quick=row["quick"],
             downlink=row.get("downlink", BEFORE_DOWNLINKS["downlink"]),
+            extends=row.get("extends", False),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{str(path)!r} is damaged ({error!r}); start a new comparison") from None

@@ -98,7 +98,9 @@ def pending_trials(
         return missing([setting], num_seeds), 0
     most_in_final = 2 * num_seeds + 3 * MORE_SEEDS if comparison.has_finals else 0
     tried = {t.setting: o for t, o in own.items() if t.seed == SEARCH_SEED}
-    settings, most_later = pending_settings(recipe, task, tried, comparison.quick)
+    settings, most_later = pending_settings(
+        recipe, task, tried, comparison.quick, comparison.extends
+    )
     if settings:
         trials = [Trial(task.name, recipe, s, SEARCH_SEED) for s in settings]
         return trials, most_later + num_seeds - 1 + most_in_final
@@ -111,7 +113,8 @@ def pending_trials(
     cost = median(costs_by_setting(own.values(), num_seeds)[best])
     if not comparison.has_finals or cost > CONTENDER * finished.lowest_median[task.name]:
         return [], 0
-    return missing(finalists(recipe, task, best), num_seeds + MORE_SEEDS), 0
+    settings = finalists(recipe, task, best, comparison.extends)
+    return missing(settings, num_seeds + MORE_SEEDS), 0
 
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:

@@ -8,6 +8,9 @@ along one axis after the other:
 2. the other values of the knob, with the best of these steps;
 3. with the best of these values, the step sizes next to the best that it was not tried with.
 
+In a comparison that *extends* its searches, as new ones do, a recipe may have more than one knob,
+and a search whose best value is the outermost one tried goes on (`aqg.studies.compare.ladders`).
+
 The best on seed 0 is run with all seeds. One seed can mislead, so a recipe that comes close to the
 best of all then has a final, with two seeds more: its best setting meets those with the step sizes
 next to its own, and whichever fails on the fewest seeds wins or, of equals, has the lowest median.
@@ -21,19 +24,21 @@ import itertools
 import json
 import math
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
+from aqg.studies.compare.ladders import Ladder, most_points, next_points
 from aqg.studies.compare.trial import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from aqg.studies.compare.ladders import Point
     from aqg.studies.compare.tasks import Task
     from aqg.studies.compare.trial import Outcome
 
@@ -130,8 +135,60 @@ def axes_of(recipe: str, task: Task, quick: bool = False) -> Axes:
     return Axes(recipe, tuple(grid["steps"][:most]), knob, tuple(values[:most]))
 
 
+def knob_ladders(knobs: Mapping[str, Sequence[float]]) -> list[Ladder]:
+    """Return a ladder for every knob: the values to begin with, and what they go on to."""
+    known = read_grid()["ladders"]
+    return [
+        Ladder(name, tuple(known.get(name, sorted(values))), tuple(values))
+        for name, values in knobs.items()
+    ]
+
+
+def make_setting(recipe: str, ladders: Sequence[Ladder], point: Point) -> Setting:
+    """Return the setting at a point of the grid.
+
+    >>> ladders = [Ladder("step", (1, 2), (1,)), *knob_ladders({"bits": [4, 8], "xi": [1, 0.1]})]
+    >>> str(make_setting("laq", ladders, (2, 8, 0.1)))
+    'laq:xi=0.1, 8 bits, step ×2'
+    """
+    spec, bits, multiplier = recipe, 4, 1.0
+    for ladder, value in zip(ladders, point, strict=True):
+        match ladder.name:
+            case "step":
+                multiplier *= value
+            case "factor":
+                multiplier *= value
+            case "bits":
+                bits = int(value)
+            case _:
+                spec += f":{ladder.name}={value:g}"
+    return Setting(spec, bits, multiplier)
+
+
+def _extending_settings(
+    recipe: str, task: Task, tried: Mapping[Setting, Outcome]
+) -> tuple[list[Setting], int]:
+    """Return what a search needs next that goes on at edges, and about how many may follow."""
+    grid = read_grid()
+    own = grid["local" if task.is_local else "full-batch"]
+    steps = Ladder("step", tuple(grid["ladders"]["step"]), tuple(own["steps"]))
+    ladders = [steps, *knob_ladders(own["knobs"].get(recipe, {}))]
+
+    def rank(point: Point) -> tuple[bool, float] | None:
+        outcome = tried.get(make_setting(recipe, ladders, point))
+        return None if outcome is None else _rank(outcome, task)
+
+    settings = [make_setting(recipe, ladders, point) for point in next_points(ladders, rank)]
+    later = max(0, most_points(ladders) - len(tried) - len(settings)) if settings else 0
+    return settings, later
+
+
 def pending_settings(
-    recipe: str, task: Task, tried: Mapping[Setting, Outcome], quick: bool = False
+    recipe: str,
+    task: Task,
+    tried: Mapping[Setting, Outcome],
+    quick: bool = False,
+    extends: bool = False,
 ) -> tuple[list[Setting], int]:
     """Return what the search needs next, and how many settings may follow at most.
 
@@ -143,6 +200,8 @@ def pending_settings(
     >>> [str(setting) for setting in settings], most_later
     (['lean:xi=1, step ×2', 'lean:xi=1', 'lean:xi=1, step ×4', 'lean:xi=1, step ×0.5'], 4)
     """
+    if extends and not quick:
+        return _extending_settings(recipe, task, tried)
     axes = axes_of(recipe, task, quick)
     most_beside = min(2, len(axes.steps) - 1) if len(axes.values) > 1 else 0
 
@@ -176,14 +235,19 @@ def _rank(outcome: Outcome, task: Task) -> tuple[bool, float]:
     return True, -outcome.value if task.target.kind == "accuracy" else outcome.value
 
 
-def finalists(recipe: str, task: Task, best: Setting) -> list[Setting]:
+def finalists(recipe: str, task: Task, best: Setting, extends: bool = False) -> list[Setting]:
     """Return the best setting of the search and those with the step sizes next to its own.
+
+    Where searches go on at edges, these are half and twice its own.
 
     >>> from aqg.studies.compare.tasks import TASKS
     >>> best = Setting("lean:xi=3", multiplier=2)
     >>> [str(setting) for setting in finalists("lean", TASKS["softmax-iid"], best)]
     ['lean:xi=3, step ×2', 'lean:xi=3', 'lean:xi=3, step ×4']
     """
+    if extends:
+        beside = (best.multiplier / 2, best.multiplier * 2)
+        return [best, *(replace(best, multiplier=multiplier) for multiplier in beside)]
     axes = axes_of(recipe, task)
     points = ((step, value) for value in axes.values for step in axes.steps)
     point = next((point for point in points if axes.setting(*point) == best), None)

@@ -8,12 +8,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from aqg.runs.table import Table, format_bytes
+from aqg.studies.compare.labels import FOOTNOTE, label
 from aqg.studies.compare.plan import Finished, pending_trials
 from aqg.studies.compare.search import SEARCH_SEED, leading_setting, winning_setting
 from aqg.studies.compare.trial import CEILING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from aqg.studies.compare.comparison import Comparison
     from aqg.studies.compare.tasks import Task
@@ -52,6 +53,7 @@ class Cell:
             ``"upload_bytes"`` in a comparison from before downloads were counted.
         median_upload_bytes: of the seeds that reached the target.
         median_download_bytes: likewise; None where it is not on record.
+        same_as: an earlier recipe whose runs had the same outcomes, to the byte.
 
     """
 
@@ -72,6 +74,7 @@ class Cell:
     counted: str = TOTAL
     median_upload_bytes: float | None = None
     median_download_bytes: float | None = None
+    same_as: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object."""
@@ -82,19 +85,31 @@ class Cell:
 def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
     """Return a cell for every pair with at least one finished trial, in the order of recipes."""
     finished = Finished(outcomes, comparison.seeds)
-    cells = []
+    cells: list[Cell] = []
+    seen: dict[tuple[Any, ...], str] = {}
     for recipe, task in comparison.pairs():
         own = finished.by_pair.get((recipe, task.name))
         if own:
             left, _ = pending_trials(comparison, recipe, task, finished, tuned={})
             is_partial = comparison.search and bool(left)
-            cells.append(replace(_make_cell(task, list(own.values())), is_partial=is_partial))
+            cell = replace(_make_cell(task, list(own.values())), is_partial=is_partial)
+            same = seen.setdefault((task.name, *_outcomes_of(cell, own.values())), recipe)
+            cells.append(replace(cell, same_as=None if same == recipe else same))
     best: dict[str, float] = {}
     for cell in cells:
         if cell.median_bytes is not None:
             best[cell.task] = min(cell.median_bytes, best.get(cell.task, math.inf))
     bar = finished.fewest_bytes
     return [_with_ratio(c, best.get(c.task), bar.get(c.task)) for c in cells]
+
+
+def _outcomes_of(cell: Cell, outcomes: Iterable[Outcome]) -> list[tuple[Any, ...]]:
+    """Return what came of a cell's runs, seed by seed."""
+    own = [o for o in outcomes if o.trial.setting == cell.setting]
+    return sorted(
+        (o.trial.seed, o.ending, o.rounds, o.uploads, o.upload_bytes, o.download_bytes, o.value)
+        for o in own
+    )
 
 
 def _with_ratio(cell: Cell, best: float | None, bar: float | None) -> Cell:
@@ -148,7 +163,9 @@ def upload_text(cell: Cell | None) -> str:
 
     It is empty where the target was not reached.
     """
-    if cell is None or cell.median_upload_bytes is None or cell.median_bytes is None:
+    if cell is None or cell.same_as is not None or cell.median_bytes is None:
+        return ""
+    if cell.median_upload_bytes is None:
         return ""
     return format_bytes(cell.median_upload_bytes)
 
@@ -160,6 +177,8 @@ def cell_text(cell: Cell | None, task: Task) -> tuple[str, str]:
     """
     if cell is None:
         return "", ""
+    if cell.same_as is not None:
+        return f"= `{cell.same_as}`", ""
     mark = PARTIAL if cell.is_partial else ""
     share = f"{cell.num_reached}/{cell.num_seeds}"
     if cell.median_bytes is None:
@@ -221,7 +240,7 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[Table
             own = [by_place.get((recipe, task.name)) for task in tasks]
             if any(own):
                 lines = table_row(own, tasks, not uploads_only)
-                rows.append((f"`{recipe}`", *lines))
+                rows.append((f"`{label(recipe)}`", *lines))
         heads = [(f"{task.name}<br>{task.target}", "of it uploaded") for task in tasks]
         header = ("recipe", *(title for pair in heads for title in pair[: 1 + (not uploads_only)]))
         note = _UPLOADS_NOTE if uploads_only else _NOTE
@@ -235,7 +254,8 @@ _LEGEND = (
     " by all clients until the target is reached: median over seeds, its ratio to "
     "the best recipe of the task, smallest and largest; 2/3: only so many seeds reached it. "
     f"> ×{CEILING}: stopped when it had sent so many times what the best recipe needs on seed 0. "
-    f"–: not reached; in brackets, where it ended. {PARTIAL}: its search or final is not finished."
+    f"–: not reached; in brackets, where it ended. {PARTIAL}: its search or final is not finished. "
+    f"=: the same runs as another recipe's, to the byte. {FOOTNOTE}"
 )
 _UPLOADS_NOTE = f"Bytes uploaded{_LEGEND}"
 _NOTE = f"Bytes uploaded and downloaded{_LEGEND}".replace("had sent", "had cost")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CEILING = 10
 """Costs of so many times those of the best recipe of a task are of no interest."""
+SELF_SETTING = 0.0
+"""In place of a multiple of the step: one that the server sets itself."""
 _OLDER_ENDINGS = {"too slow": "hopeless"}
 
 
@@ -28,7 +30,7 @@ class Setting:
     Attributes:
         spec: the recipe with its options, such as ``"stc:keep=0.001"``.
         bits: ``b_max``.
-        multiplier: of the task's step size.
+        multiplier: of the task's step size; `SELF_SETTING` where the server sets it.
 
     """
 
@@ -38,6 +40,8 @@ class Setting:
 
     def __str__(self) -> str:
         text = self.spec if self.bits == 4 else f"{self.spec}, {self.bits} bits"
+        if self.multiplier == SELF_SETTING:
+            return f"{text}, step of its own"
         return text if self.multiplier == 1 else f"{text}, step ×{self.multiplier:g}"
 
 

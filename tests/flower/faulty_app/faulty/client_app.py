@@ -13,7 +13,7 @@ from flwr.supernode.runtime import run_clientapp
 
 from aqg.flower import make_client_app
 from aqg.flower.app.aqg_digits.client_app import make_task
-from aqg.flower.store import ClientStore
+from aqg.protocol.store import ClientStore
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message

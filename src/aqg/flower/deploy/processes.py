@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import aqg
 from aqg.errors import RunError
-from aqg.flower.commands import QUIET
+from aqg.flower.deploy.commands import QUIET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ class ProcessGroup:
         self._ready = False
         with open(directory / "supervisor.log", "ab") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "aqg.flower.supervisor", *preload],
+                [sys.executable, "-m", "aqg.flower.deploy.supervisor", *preload],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -105,7 +105,7 @@ class ProcessGroup:
         environment: Mapping[str, str] | None = None,
         restart: bool = False,
     ) -> None:
-        """Fork a process that runs a command of `aqg.flower.commands`.
+        """Fork a process that runs a command of `aqg.flower.deploy.commands`.
 
         Args:
             name: what the process is called here; its output goes to ``<name>.log``.

@@ -27,8 +27,8 @@ from aqg.core.messages import Skip
 from aqg.core.public import Entry as LogEntry
 from aqg.core.server import ServerState, forget, hear, init_server, publish_round
 from aqg.errors import MessageError, WireError
-from aqg.flower.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
 from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
 from aqg.protocol.publisher import Publisher, initial_state, public_of
 from aqg.wire import decode, encode, known
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "flwr": "flwr.cli.app:app",
     "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
     "flwr-serverapp": "flwr.superlink.cli:flwr_serverapp",
-    "aqg-flower-worker": "aqg.flower.worker:main",
+    "aqg-flower-worker": "aqg.flower.deploy.worker:main",
 }
 """What can be forked: a command's name, and the module and function behind it."""
 

@@ -20,7 +20,7 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from aqg.flower.commands import fork_command, preload
+from aqg.flower.deploy.commands import fork_command, preload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError, RunError
-from aqg.flower.certificates import Certificates, make_certificates, make_node_key
-from aqg.flower.meter import Meter, Traffic
-from aqg.flower.processes import ProcessGroup
-from aqg.flower.tuning import LEASE, SWITCH
+from aqg.flower.deploy.certificates import Certificates, make_certificates, make_node_key
+from aqg.flower.deploy.meter import Meter, Traffic
+from aqg.flower.deploy.processes import ProcessGroup
+from aqg.flower.private import LEASE, SWITCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class DeploymentOptions:
         tls: encrypt, and let only nodes with a registered key in.
         database: keep the SuperLink's state in a file, so that its nodes survive its restart.
         worker: fork the processes of apps from a persistent worker (``--isolation process``).
-        quick: shorten Flower's own waits, see `aqg.flower.tuning`.
+        quick: shorten Flower's own waits, see `aqg.flower.private`.
         lease_seconds: how long a silent node counts as online; None leaves Flower's 60 s.
         restart: start nodes again that end.
         preload: modules that apps import, imported once for all.

@@ -1,42 +1,136 @@
-"""Two repairs of Flower's SuperNode, and the command that runs a SuperNode with them.
+"""All that touches private parts of Flower: shorter waits, two repairs, and names of messages.
+
+Each is switched on only in versions of Flower in which it was tried, and only where the parts look
+as expected; everything else works without. Rounds then take some seconds longer, and a node can get
+stuck as follows.
 
 When a run is stopped in the moment in which a node confirms one of its orders, Flower's SuperNode
 lets go of the order, but not of the ClientApp that works on it. The reply is left over and is sent
 in the place of the next one, and so on: from then on every reply leaves only when the next order
-arrives, after its own round is over, until somebody restarts the node.
-
-When a ClientApp ends without a reply, or before it has handed over all of one that it announced,
-the SuperNode waits for it for ever.
-
-``python -m aqg.flower.repairs`` takes the arguments of ``flower-supernode`` and runs it repaired.
-Like `aqg.flower.tuning`, this touches private parts of Flower, only in versions in which it was
-tried and only where they look as expected.
+arrives, after its own round is over, until somebody restarts the node. And when a ClientApp ends
+without a reply, or before it has handed over all of one that it announced, the SuperNode waits for
+it for ever. `repair_node` repairs both.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
+import time
+from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flwr import __version__
 from flwr.common.constant import Status, SubStatus
 
-from aqg.flower.commands import find_command
-from aqg.flower.tuning import TRIED
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from flwr.app import Message
+
+SWITCH = "AQG_FLOWER_QUICK"
+"""The environment variable that asks for shorter waits: ``"1"``."""
+LEASE = "AQG_FLOWER_LEASE_SECONDS"
+"""The environment variable for how long a silent node counts as online (Flower: 60 s)."""
+
+TRIED = ("1.41.", "1.42.")
+"""Versions of Flower whose private parts are known."""
 _LOOP = "flwr.supernode.start_client_internal"
 _PULL, _PUSH = "_pull_and_store_message", "_push_messages"
 _PARTS = {_PULL: {"state", "object_store", "receive"}, _PUSH: {"state", "object_store"}}
 """Flower's functions, and their arguments that the repairs use."""
 _REPAIRED = "_repaired_by_aqg"
 _UNFINISHED = (Status.PENDING, Status.STARTING, Status.RUNNING)
+_LOCAL_SECONDS = 0.05
+"""Between two looks into the node's own memory."""
+_REMOTE_SECONDS = 0.2
+"""Between two questions to the SuperLink, which costs it CPU and the line some 700 bytes."""
+_BEATS_PER_LEASE = 2
+_CALL_SECONDS = 5.0
+"""Flower subtracts this from the time between two heartbeats."""
+
+_PULL_CAP_SECONDS = 0.5
+"""The longest pause between two questions for an object that a node is still sending."""
 
 _log = logging.getLogger("aqg.flower")
+
+
+def apply_tuning() -> None:
+    """Shorten Flower's waits in this process, as far as the environment asks for it."""
+    quick, lease = os.environ.get(SWITCH) == "1", os.environ.get(LEASE)
+    if not (quick or lease):
+        return
+    if not __version__.startswith(TRIED):
+        _log.warning("flwr %s is untried: its waits stay as they are", __version__)
+        return
+    if quick:
+        _poll_often()
+    if lease:
+        _shorten_lease(float(lease))
+
+
+def _poll_often() -> None:
+    """Cap the SuperNode's sleeps of 0.5 and 3 s, and the back-off of 1 s for missing objects."""
+    node = import_module("flwr.supernode.start_client_internal")
+    if getattr(node, "time", None) is time:
+        node.time = SimpleNamespace(  # type: ignore[attr-defined]
+            sleep=lambda seconds: time.sleep(_REMOTE_SECONDS if seconds > 1 else _LOCAL_SECONDS),
+            time=time.time,
+            monotonic=time.monotonic,
+        )
+    utilities = import_module("flwr.supercore.inflatable.inflatable_utils")
+    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
+        defaults: dict[str, Any] | None = getattr(
+            getattr(utilities, name, None), "__kwdefaults__", None
+        )
+        if defaults and "initial_backoff" in defaults:
+            defaults["initial_backoff"] = _LOCAL_SECONDS
+
+
+def _shorten_lease(seconds: float) -> None:
+    """Let a node announce, and the SuperLink accept, a shorter interval between heartbeats."""
+    interval = seconds / _BEATS_PER_LEASE
+    changes = {
+        "flwr.superlink.servicer.fleet.fleet_handlers": ("HEARTBEAT_MIN_INTERVAL", 0.5),
+        "flwr.supernode.fleet_http_connection": ("HEARTBEAT_DEFAULT_INTERVAL", interval),
+        "flwr.supercore.heartbeat": ("HEARTBEAT_DEFAULT_INTERVAL", interval + _CALL_SECONDS),
+    }
+    for module_name, (name, value) in changes.items():
+        module = import_module(module_name)
+        if hasattr(module, name):
+            setattr(module, name, value)
+
+
+@contextmanager
+def bounded_pulls(seconds: float) -> Iterator[None]:
+    """Let Flower wait no longer than this, in all, for replies that nodes do not finish sending.
+
+    A reply is announced before its content is sent. Where a node dies in between, Flower waits for
+    the content for three minutes, and every other reply waits behind it.
+    """
+    grid = sys.modules.get("flwr.superlink.grid.http_grid")
+    pull: Any = getattr(grid, "pull_objects", None)
+    known = getattr(pull, "__kwdefaults__", None) or {}
+    if grid is None or not {"max_time", "initial_backoff", "backoff_cap"} <= set(known):
+        yield
+        return
+    end = time.monotonic() + seconds
+
+    def pull_in_time(*arguments: Any, **options: Any) -> Any:
+        options["max_time"] = max(0.0, end - time.monotonic())
+        options["initial_backoff"] = _LOCAL_SECONDS
+        options["backoff_cap"] = _PULL_CAP_SECONDS
+        return pull(*arguments, **options)
+
+    grid.pull_objects = pull_in_time  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        grid.pull_objects = pull  # type: ignore[attr-defined]
 
 
 def repair_node() -> bool:
@@ -152,11 +246,11 @@ def _forget_replies(state: Any, object_store: Any) -> None:
         object_store.delete(metadata.message_id)
 
 
-def main() -> None:
-    """Run ``flower-supernode``, repaired."""
-    repair_node()
-    find_command("flower-supernode")()
+def name_message(message: Message, identifier: str) -> None:
+    """Give a message the identifier of the one that was sent in its place."""
+    message.metadata.__dict__["_message_id"] = identifier
 
 
-if __name__ == "__main__":
-    main()
+def answer_to(reply: Message, identifier: str) -> None:
+    """Let a reply answer another message than the one that was sent last."""
+    reply.metadata.__dict__["_reply_to_message_id"] = identifier

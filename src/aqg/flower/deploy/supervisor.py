@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqg.flower.commands import become_subreaper, fork_command, preload
-from aqg.flower.repairs import repair_node
-from aqg.flower.tuning import apply_tuning
+from aqg.flower.deploy.commands import become_subreaper, fork_command, preload
+from aqg.flower.private import apply_tuning, repair_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,0 +1,309 @@
+"""What the two lines cost and save on a Flower app.
+
+python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lora, before and after
+python benchmarks/dropin.py example              # the same, with the bytes on the line
+python benchmarks/dropin.py line                 # bytes on the line per message, and their split
+python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
+
+All of it runs on this machine, over real connections between real processes; ``accuracy`` runs the
+apps' own handlers and strategy in one process, with messages that are serialized as Flower does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ("flower-pytorch", "flower-lora")
+PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.dropin.strategy", "aqg.flower.dropin.mod")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("accuracy", "example", "line", "overhead"))
+    parser.add_argument("--example", choices=EXAMPLES, action="append")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--recipe", default="lean", help="of accuracy")
+    parser.add_argument("--parameters", type=int, default=1_000_000)
+    options = parser.parse_args()
+    {
+        "accuracy": measure_accuracy,
+        "example": measure_examples,
+        "line": measure_line,
+        "overhead": measure_overhead,
+    }[options.what](options)
+
+
+@contextmanager
+def deployed(**options: Any) -> Iterator[Deployment]:
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["AQG_STATE_DIR"] = f"{directory}/state"
+        settings = DeploymentOptions(preload=PRELOAD, **options)
+        with Deployment(Path(directory) / "deployment", settings) as deployment:
+            deployment.start()
+            yield deployment
+
+
+def run(deployment: Deployment, app: Path, config: dict[str, Any]) -> str:
+    """Run an app, and return what its server printed."""
+    before = len(deployment.processes.read_log("superlink-worker"))
+    number = deployment.run(app, config)
+    while not (status := deployment.status(number)).startswith("finished"):
+        time.sleep(3)
+    log = deployment.processes.read_log("superlink-worker")
+    if status != "finished:completed":
+        raise SystemExit(f"run {status}\n{log[-4000:]}")
+    return log[before:]
+
+
+def moved(deployment: Deployment) -> np.ndarray:
+    traffic = [deployment.traffic(node) for node in range(len(deployment.nodes))]
+    return np.array([sum(t.up_bytes for t in traffic), sum(t.down_bytes for t in traffic)])
+
+
+# The examples
+
+
+def measure_examples(options: argparse.Namespace) -> None:
+    print("| app | accuracy, last 5 rounds | handed up | handed down | line up | line down |")
+    print("|---|---|---|---|---|---|")
+    for example in options.example or EXAMPLES:
+        for name in ("before", "after"):
+            accuracies, handed, line = [], [], []
+            for seed in range(options.runs):
+                with deployed() as deployment:
+                    start = moved(deployment)
+                    config = {"rounds": options.rounds, "num-clients": 3}
+                    log = run(deployment, ROOT / "examples" / example / name, config)
+                    line.append((moved(deployment) - start) / 3 / options.rounds)
+                found = [float(x) for x in re.findall(r"accuracy ([\d.]+)", log)]
+                accuracies.append(np.mean(found[-5:]))
+                handed.append(handed_bytes(log) / 3 / options.rounds)
+                print(f"# {example} {name} {seed}: {accuracies[-1]:.4f}", flush=True)
+            up, down = np.mean(handed, axis=0)
+            line_up, line_down = np.mean(line, axis=0)
+            shown = ", ".join(f"{100 * a:.2f}" for a in accuracies)
+            cells = [f"{x / 1000:,.1f} kB" for x in (up, down, line_up, line_down)]
+            print(f"| {example}, {name} | {shown} % | {' | '.join(cells)} |", flush=True)
+
+
+def handed_bytes(log: str) -> np.ndarray:
+    """Return what all rounds handed to Flower, up and down, by the lines of the wrapper."""
+    found = re.findall(r"aqg: ([\d.]+) kB up \(of [\d.]+ kB\), ([\d.]+) kB down", log)
+    if found:
+        return 1000 * np.array(found, np.float64).sum(axis=0)
+    sizes = re.findall(r"ArrayRecord \(([\d.]+) MB\)", log)
+    rounds = len(re.findall(r"\[ROUND", log))
+    return np.array([3 * rounds * float(sizes[0]) * 2**20] * 2)
+
+
+# Accuracy
+
+
+def measure_accuracy(options: argparse.Namespace) -> None:
+    import sys
+
+    logging.disable(logging.CRITICAL)
+    names = {"flower-pytorch": "digits", "flower-lora": "adapters"}
+    print(f"{options.rounds} rounds, 3 nodes; bytes per node and round, the first model included\n")
+    print("| app | accuracy, last 5 rounds, each run | mean | handed up | handed down |")
+    print("|---|---|---|---|---|", flush=True)
+    for example in options.example or EXAMPLES:
+        for half in ("before", "after"):
+            for name in [name for name in sys.modules if name.startswith(names[example])]:
+                del sys.modules[name]
+            sys.path.insert(0, str(ROOT / "examples" / example / half))
+            results = [run_in_process(names[example], s, options) for s in range(options.runs)]
+            sys.path.pop(0)
+            accuracies = [accuracy for accuracy, _ in results]
+            up, down = np.mean([moved for _, moved in results], axis=0) / 3 / options.rounds
+            shown = ", ".join(f"{100 * a:.2f}" for a in accuracies)
+            cells = f"{up / 1000:,.1f} kB | {down / 1000:,.1f} kB"
+            mean = 100 * np.mean(accuracies)
+            print(f"| {example}, {half} | {shown} | {mean:.2f} % | {cells} |", flush=True)
+
+
+def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tuple[float, Any]:
+    """Run an app's own handlers and strategy; return accuracy and the bytes handed to Flower."""
+    import contextlib
+    import io
+    from importlib import import_module
+
+    import torch
+    from flwr.app import Context, RecordDict
+
+    from aqg.flower.dropin import strategy
+    from aqg.flower.dropin.envelope import num_bytes
+
+    from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
+
+    torch.set_num_threads(1)
+    client, server = (import_module(f"{package}.{side}_app") for side in ("client", "server"))
+    if hasattr(server, "Compressed"):
+        recipe = options.recipe
+        server.Compressed = lambda inner: strategy.Compressed(inner, recipe=recipe)
+    rates = {"digits": 0.05, "adapters": 0.2}
+    config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
+    config["learning-rate"] = rates[package]
+    moved = np.zeros(2)
+
+    def count(way: int) -> Any:
+        def counted(_node: int, message: Any) -> Any:
+            if not moved.any():  # the apps seed their first model; samples come in another order
+                torch.manual_seed(1000 + seed)
+            if message.has_content():
+                moved[way] += num_bytes(message.content)
+            return message
+
+        return counted
+
+    class Grid(MemoryGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:  # noqa: ARG002
+            return self.pull_messages(set(self.push_messages(messages)))
+
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["AQG_STATE_DIR"] = directory
+        nodes = {100 + m: {"partition-id": m, "num-partitions": 3} for m in range(3)}
+        grid = Grid(client.app, nodes, config, deliver=count(1), answer=count(0))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            server.app(grid, Context(7, SUPERLINK_NODE, {}, RecordDict(), config))
+    found = [float(x) for x in re.findall(r"accuracy ([\d.]+)", printed.getvalue())]
+    return float(np.mean(found[-5:])), moved
+
+
+# Bytes on the line
+
+
+def measure_line(_options: argparse.Namespace) -> None:
+    """Count what a message and its reply cost beyond what is in them, by the number of records."""
+    app = ROOT / "tests" / "flower" / "dropin_app"
+    totals = []
+    with deployed() as deployment:
+        idle = moved(deployment)
+        time.sleep(20)
+        idle = (moved(deployment) - idle) / 20
+        for rounds in (5, 25):
+            start, began = moved(deployment), time.monotonic()
+            log = run(deployment, app, {"rounds": rounds, "num-clients": 3, "strategy": "FedAvg"})
+            seconds = time.monotonic() - began
+            handed = handed_bytes(log)
+            totals.append((moved(deployment) - start, seconds, handed))
+    (first, first_seconds, first_handed), (last, last_seconds, last_handed) = totals
+    # A round is an order to train and one to evaluate for each of three nodes.
+    messages = 3 * 2 * 20
+    line = (last - first) / messages
+    polling = idle * (last_seconds - first_seconds) / messages
+    payload = (last_handed - first_handed) / messages
+    print("per message and its reply, in bytes:\n")
+    print("| | up | down |")
+    print("|---|---|---|")
+    print(f"| on the line | {line[0]:,.0f} | {line[1]:,.0f} |")
+    print(f"| of it polling and heartbeats | {polling[0]:,.0f} | {polling[1]:,.0f} |")
+    print(f"| of it our record | {payload[0]:,.0f} | {payload[1]:,.0f} |")
+    rest = line - polling - payload
+    print(f"| of it Flower's requests | {rest[0]:,.0f} | {rest[1]:,.0f} |")
+
+
+# Seconds
+
+
+def measure_overhead(options: argparse.Namespace) -> None:
+    """Time mod and wrapper in one process, on a model of some layers."""
+    logging.disable(logging.CRITICAL)
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp.strategy import FedAvg
+
+    from aqg.flower import Compressed, aqg_mod
+
+    from tests.flower.memory_grid import MemoryGrid
+
+    size = options.parameters // 10
+    spent = {"mod": [], "handler": [], "wrapper": []}
+
+    def timed(message: Any, context: Any, call_next: Any) -> Any:
+        started = time.perf_counter()
+        reply = aqg_mod(message, context, call_next)
+        spent["mod"].append(time.perf_counter() - started - spent["handler"][-1])
+        return reply
+
+    app = ClientApp(mods=[timed])
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        started = time.perf_counter()
+        rng = np.random.default_rng(context.node_id)
+        values = {n: a.numpy() for n, a in message.content["arrays"].items()}
+        values = {n: v - 0.01 * rng.standard_normal(size, np.float32) for n, v in values.items()}
+        content = {"arrays": ArrayRecord({n: Array(v) for n, v in values.items()})}
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        reply = Message(RecordDict(content), reply_to=message)
+        spent["handler"].append(time.perf_counter() - started)
+        return reply
+
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["AQG_STATE_DIR"] = directory
+        grid = MemoryGrid(app, {n: {"partition-id": n} for n in (1, 2, 3)})
+        push, pull = grid.push_messages, grid.pull_messages
+        inside = [0.0]
+
+        def watched(call: Any) -> Any:
+            def wrapped(*arguments: Any) -> Any:
+                started = time.perf_counter()
+                result = call(*arguments)
+                inside[0] += time.perf_counter() - started
+                return result
+
+            return wrapped
+
+        grid.push_messages, grid.pull_messages = watched(push), watched(pull)
+        nodes = {"min_train_nodes": 3, "min_available_nodes": 3, "fraction_evaluate": 0.0}
+        strategy = Compressed(FedAvg(**nodes))
+        from aqg.flower.dropin import grid as grids
+
+        send = grids.CompressedGrid.send_and_receive
+
+        def timed_send(self: Any, messages: Any, **more: Any) -> Any:
+            inside[0], started = 0.0, time.perf_counter()
+            replies = send(self, messages, **more)
+            spent["wrapper"].append(time.perf_counter() - started - inside[0])
+            return replies
+
+        grids.CompressedGrid.send_and_receive = timed_send  # type: ignore[method-assign]
+        layers = {f"layer{i}": Array(np.ones(size, np.float32)) for i in range(10)}
+        strategy.start(grid, ArrayRecord(layers), num_rounds=8)
+    trained = [s for s in spent["wrapper"] if s > 0.001]
+    print(f"{options.parameters:,} parameters, 3 nodes, medians of rounds 3 to 8:")
+    print(f"mod {np.median(spent['mod'][6:]):.3f} s per node")
+    print(f"wrapper {np.median(trained[2:]):.3f} s per round")
+    # The whole round, on real processes: as Flower does it, and with a worker and shorter waits.
+    app = ROOT / "tests" / "flower" / "dropin_app"
+    for label, way in (("stock Flower", {"worker": False, "quick": False}), ("quick", {})):
+        with deployed(**way) as deployment:
+            for compressed in (False, True):
+                config = {"rounds": 5, "num-clients": 3, "size": options.parameters}
+                log = run(deployment, app, {**config, "compressed": compressed})
+                times = [float(found) for found in re.findall(r"round \d+ at ([\d.]+)", log)]
+                seconds = np.median(np.diff(times)[1:])
+                print(f"{label}, compressed {compressed}: {seconds:.2f} s per round", flush=True)
+
+
+if __name__ == "__main__":
+    main()

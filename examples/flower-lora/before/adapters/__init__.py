@@ -1,0 +1,1 @@
+"""Low-rank adapters for a frozen network, learned by several clients that keep their images."""

@@ -1,0 +1,1 @@
+"""Handwritten digits, learned by several clients that keep their images."""

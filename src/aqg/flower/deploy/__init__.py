@@ -1,0 +1,1 @@
+"""Deployments on one machine: processes, their supervision, certificates, workers."""

@@ -1,0 +1,1 @@
+"""Two lines on any Flower app: a mod for its ClientApp, and a wrapper for its strategy."""

@@ -1,0 +1,188 @@
+"""The server's book as named arrays that a file can hold, and back."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core.links import Link, init_link
+from aqg.core.per_client import PerClient
+from aqg.core.persistence import model_from_arrays, model_to_arrays
+from aqg.core.server import Peer, ServerState
+from aqg.errors import RunError
+from aqg.protocol.digests import DIGEST_BYTES, public_digest
+from aqg.protocol.files import read_arrays, write_arrays
+from aqg.protocol.messages import Stamp
+from aqg.protocol.mirrors import Entry, MirrorBook, content_digest
+from aqg.protocol.publisher import LogState, Publisher, public_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from aqg.core.downlink import Downlink
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+
+_logger = logging.getLogger("aqg.protocol")
+
+_START = "start.npz"
+_CLIENTS = {"mirrors": "held", "directions": "moved"}
+"""Where it is written whose rows there are."""
+GROUP_BYTES = 64 << 20
+"""Mirrors of many clients are written together, up to about this size."""
+
+
+def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str, NDArray[Any]]:
+    """Return named arrays, with mirrors in groups of about ``group_bytes``.
+
+    Mirrors and directions that are zero are left out.
+    """
+    state, entries = book.state, book.entries
+    links = [peer.link for peer in state.peers]
+    mirrors = [client for client, link in enumerate(links) if link.is_held[0]]
+    directions = _moved(links)
+    arrays: dict[str, NDArray[Any]] = {
+        "weights": book.weights,
+        **model_to_arrays(state.model),
+        "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
+        "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
+        "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
+        "digests": np.stack([as_array(entry.stamp.digest) for entry in entries]),
+        "lineages": np.stack([as_array(entry.lineage) for entry in entries]),
+        "held": np.array(mirrors, np.int64),
+        "moved": np.array(directions, np.int64),
+    }
+    for name, group in _groups("mirrors", mirrors, links[0].mirror.nbytes, group_bytes):
+        arrays[name] = _rows([links[client].mirror for client in group])
+    for name, group in _groups("directions", directions, links[0].direction.nbytes, group_bytes):
+        arrays[name] = _rows([links[client].direction for client in group])
+    if book.publisher is not None:
+        arrays |= book.publisher.state().to_arrays()
+    return arrays
+
+
+def book_from_arrays(
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, downlink: Downlink, directory: Path | None
+) -> MirrorBook:
+    """Return the book that `book_to_arrays` wrote.
+
+    ``directory`` has the starting model; None where no client has it.
+    """
+    entries = [
+        Entry(
+            Stamp(int(epoch), int(uploads), digest.tobytes()),
+            lineage.tobytes(),
+            int(last_upload),
+        )
+        for epoch, uploads, digest, lineage, last_upload in zip(
+            arrays["epochs"],
+            arrays["uploads"],
+            arrays["digests"],
+            arrays["lineages"],
+            arrays["last_uploads"],
+            strict=True,
+        )
+    ]
+    model = model_from_arrays(arrays)
+    zero = init_link(recipe.memory, len(model.parameters), model.parameters.dtype)
+    mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
+    peers = PerClient(len(entries), Peer(zero))
+    for client in sorted({*mirrors, *directions}):
+        mirror, direction = mirrors.get(client), directions.get(client)
+        link = Link(
+            zero.mirror if mirror is None else mirror[None],
+            zero.direction if direction is None else direction[None],
+            np.array([mirror is not None and bool(mirror.any())]),
+        )
+        peers = peers.replaced(client, Peer(link))
+    publisher = None
+    start = None if directory is None else _load_start(directory)
+    if model.downlink is not None:
+        publisher = Publisher(start, LogState.from_arrays(arrays))
+    state = ServerState(model, peers)
+    return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher)
+
+
+def check_book(book: MirrorBook, file: Path) -> None:
+    """Raise `RunError` unless every mirror and the model have the digests that are noted."""
+    zero: dict[bytes, bytes] = {}
+    for client, (peer, entry) in enumerate(zip(book.state.peers, book.entries, strict=True)):
+        digest = _digest_of(peer.link, entry.lineage, zero)
+        if digest != entry.stamp.digest:
+            raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
+    publisher = book.publisher
+    if publisher is not None and public_digest(public_of(book.state.model)) != publisher.digest:
+        raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
+
+
+def _moved(links: list[Link]) -> list[int]:
+    """Return the clients whose direction is not zero; many share one array of zeros."""
+    zeros: set[int] = set()
+    moved = []
+    for client, link in enumerate(links):
+        if id(link.direction) in zeros:
+            continue
+        if link.direction.any():
+            moved.append(client)
+        else:
+            zeros.add(id(link.direction))
+    return moved
+
+
+def _groups(
+    name: str, clients: list[int], row_bytes: int, group_bytes: int
+) -> Iterator[tuple[str, list[int]]]:
+    size = max(1, group_bytes // max(1, row_bytes))
+    for start in range(0, len(clients), size):
+        yield f"{name}-{start}", clients[start : start + size]
+
+
+def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[Any]]:
+    """Return the rows that `save_checkpoint` wrote, by client; once there was one for each."""
+    starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
+    rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
+    if "format" not in arrays:
+        return dict(enumerate(rows))
+    clients = arrays[_CLIENTS[name]].tolist()
+    return dict(zip(clients, rows, strict=True))
+
+
+def _digest_of(link: Link, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
+    """Return the digest of a link; those that are shared by many clients are looked at once."""
+    if link.is_held[0] or link.direction.any():
+        return content_digest(lineage, link)
+    if lineage not in zero:
+        zero[lineage] = content_digest(lineage, link)
+    return zero[lineage]
+
+
+def save_start(directory: Path, publisher: Publisher) -> None:
+    """Write the starting model, once: snapshots are relative to it."""
+    file = directory / _START
+    is_first = publisher.round == 1 or not file.exists()
+    if publisher.start is not None and is_first:
+        write_arrays(file, {"parameters": publisher.start})
+
+
+def _load_start(directory: Path) -> FloatArray | None:
+    """Read the starting model; without it, snapshots stand alone."""
+    try:
+        return read_arrays(directory / _START)["parameters"]
+    except (RunError, KeyError) as error:
+        _logger.warning("snapshots will be longer, the starting model is not there: %s", error)
+        return None
+
+
+def as_array(digest: bytes) -> NDArray[np.uint8]:
+    """Return a digest as an array."""
+    return np.frombuffer(digest[:DIGEST_BYTES], np.uint8)
+
+
+def _rows(vectors: Any) -> NDArray[Any]:
+    """Put rows below each other; a single one is not copied."""
+    return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

@@ -1,0 +1,218 @@
+"""A client's end of the protocol: bytes in, bytes out, and a memory that survives crashes.
+
+What comes in may be lost, doubled, late or damaged, and the memory may be an old copy: the client
+finds out from stamps and digests, and does nothing, goes back by one answer, asks for what it
+lacks, or starts again from zero.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.optimizers import make_optimizer
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, GradientError, MessageError
+from aqg.protocol.coding import order_from_bytes, to_bytes
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.protocol.mirrors import (
+    EPOCH_DRAWS,
+    ClientMirror,
+    answer,
+    find_base,
+    fingerprint,
+    lost_reply,
+    stale_reply,
+)
+from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqg.core.public import Public
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+    from aqg.protocol.follower import Holding, Parcel, Start
+    from aqg.protocol.messages import Order, Reply
+    from aqg.protocol.mirrors import Base
+    from aqg.protocol.store import Vault
+
+    Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
+
+_logger = logging.getLogger("aqg.protocol")
+
+
+class ClientSession:
+    """Answers a server's orders.
+
+    Args:
+        path: a directory in which the client remembers; None to remember in this process alone.
+        start: the model that training starts from, where the client has it: snapshots are then
+            relative to it.
+        recipe: in place of the one that the server names; the server must have an equal one.
+        is_exact: whether updates are gradients over all of the client's samples, without noise.
+        overhead: bytes that the transport adds to a reply.
+
+    >>> from aqg.protocol import ServerSession
+    >>> server = ServerSession(np.zeros(4), num_clients=1, recipe="lean", step_size=0.5)
+    >>> client = ClientSession(is_exact=True)
+    >>> for _ in range(20):
+    ...     reply = client.answer(server.order(0), lambda model, round: model - 1.0)
+    ...     _ = server.take(0, reply)
+    ...     server.step()
+    >>> bool(np.abs(server.parameters - 1.0).max() < 0.01)
+    True
+
+    """
+
+    def __init__(
+        self,
+        path: Path | str | None = None,
+        *,
+        start: FloatArray | None = None,
+        recipe: Recipe | None = None,
+        is_exact: bool = False,
+        overhead: float = 0.0,
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        self._memory = MemoryVault()
+        self._start = None if start is None else start.copy()
+        self._recipe = recipe
+        self._is_exact = is_exact
+        self._overhead = overhead
+
+    def answer(self, order: bytes, train: Train) -> bytes:
+        """Return the reply to an order.
+
+        Args:
+            order: what the server's `ServerSession.order` returned. Damaged bytes, and an order
+                for another recipe, raise `WireError`, `MessageError` or `ConfigError`; nothing
+                has changed then.
+            train: called with the model, flat, and the round; returns the update, flat: what the
+                server is to go against, such as a gradient, or the model less the one that local
+                training arrived at. It may return the loss as well. It is not called for an order
+                that was answered already, or that this client cannot follow.
+
+        """
+        told = order_from_bytes(order)
+        agreed = agree(told, self._recipe)
+        store = ClientStore(self._vault(told), key_of(told))
+        if told.serial <= store.answered:
+            if told.serial == store.answered and store.last_reply():
+                return store.last_reply()  # the same once more: the server takes one of them
+            return to_bytes(stale_reply(told))
+        parcel = told.parcel
+        if parcel is None:
+            raise MessageError("the order has no model and nothing that leads to one")
+        try:
+            params = follow_log(terms_of(told, agreed), parcel, store, lambda: self._start)
+        except OutOfReachError as lost:
+            return to_bytes(lost.reply(told))
+        started = time.perf_counter()
+        recipe = agreed.for_updates(self._is_exact).for_transport(self._overhead)
+        base = intact_base(recipe, store, told)
+        loss, update = _updated(train, params, told)
+        mirror, reply = answer(recipe, base, told, update, loss)
+        seconds = time.perf_counter() - started
+        frame = to_bytes(replace(reply, loss=loss, work_seconds=seconds))
+        store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
+        log_reply(told, reply)
+        return frame
+
+    def _vault(self, order: Order) -> Vault:
+        return self._memory if self._path is None else DirectoryVault(self._path / key_of(order))
+
+
+def _updated(train: Train, params: FloatArray, order: Order) -> tuple[float, FloatArray]:
+    result = train(params.copy(), order.round)
+    loss = float("nan")
+    if isinstance(result, tuple):
+        result, loss = result
+    update = np.asarray(result)
+    if update.shape != params.shape:
+        raise GradientError(f"train returned shape {update.shape}; the model has {params.shape}")
+    return float(loss), update.astype(order.dtype, copy=False)
+
+
+def agree(order: Order, recipe: Recipe | None) -> Recipe:
+    """Return the recipe, after checking that both sides mean the same."""
+    if recipe is None and not order.recipe:
+        raise ConfigError("the server has a recipe of its own; give it to the client as well")
+    chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
+    if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
+        raise ConfigError(
+            f"client and server do not agree on recipe {order.recipe!r}: this client has "
+            f"{chosen!r}; both need the same version of aqg and the same recipe"
+        )
+    return chosen
+
+
+def key_of(order: Order) -> str:
+    """Return the name under which a client remembers a run."""
+    return f"{order.run}-{order.fingerprint.hex()}"
+
+
+def terms_of(order: Order, recipe: Recipe) -> Terms:
+    """Return what must be known to follow the server's log."""
+    return Terms(recipe, make_optimizer(order.optimizer), order.num_params, order.dtype)
+
+
+class OutOfReachError(Exception):
+    """A parcel could not be followed; says what is held instead."""
+
+    def __init__(self, why: str, holding: Holding) -> None:
+        super().__init__(why)
+        self.holding = holding
+
+    def reply(self, order: Order) -> Reply:
+        """Return the answer to an order that could not be followed."""
+        _logger.warning("round %d: the model is out of reach: %s", order.round, self)
+        return lost_reply(order, self.holding, str(self))
+
+
+def follow_log(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> FloatArray:
+    """Follow the log from what is in the store, and put what it leads to there."""
+    try:
+        public = follow(terms, parcel, _held(terms, store), start)
+    except LostError as error:
+        raise OutOfReachError(str(error), holding_of(terms, _held(terms, store), start)) from error
+    store.put_public(public)  # counts when the mirror is saved as well
+    return public.parameters
+
+
+def _held(terms: Terms, store: ClientStore) -> Public | None:
+    held = store.load_public()
+    return held if held is not None and terms.fits(held) else None
+
+
+def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
+    """Find the state to answer from in what is stored, and make sure that it has its digest."""
+    base = _stored_base(recipe, store, order)  # no other state is held in memory
+    if base is not None and (base.restarted or base.snapshot.is_intact):
+        return base
+    _logger.warning("the saved mirror does not have its digest any more; starting from zero")
+    empty = ClientMirror.first(recipe, order.num_params, order.dtype)
+    base = find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
+    assert base is not None  # who has answered nothing knows no older order
+    return base
+
+
+def _stored_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | None:
+    mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
+    return find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
+
+
+def log_reply(order: Order, reply: Reply) -> None:
+    """Say what was out of the ordinary."""
+    if reply.restarted:
+        _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
+    if reply.rolled_back:
+        _logger.warning("round %d: the last upload was lost; rolled back", order.round)
+    if reply.fault:
+        _logger.warning("round %d: nothing sent: %s", order.round, reply.fault)

@@ -1,0 +1,302 @@
+"""The server's end of the protocol: orders out, replies in, a step, and a checkpoint.
+
+A reply is checked as a whole before anything changes. One that is damaged, late, doubled, or of
+another mirror is refused with a reason, and costs that client's part of the round alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
+from aqg.core.optimizers import make_optimizer
+from aqg.core.recipes import make_recipe
+from aqg.core.types import is_whole
+from aqg.errors import ConfigError, MessageError, RunError, WireError
+from aqg.protocol.checkpoint import (
+    as_array,
+    book_from_arrays,
+    book_to_arrays,
+    check_book,
+    save_start,
+)
+from aqg.protocol.coding import reply_from_bytes, to_bytes
+from aqg.protocol.files import read_arrays, write_arrays
+from aqg.protocol.messages import Order
+from aqg.protocol.mirrors import MirrorBook, fingerprint, max_frame_bytes
+from aqg.protocol.publisher import Publisher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.core.downlink import Downlink
+    from aqg.core.messages import Message
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import Float64Array, FloatArray
+
+CHECKPOINT = "session.npz"
+_HEAD_BYTES = 4096
+"""More than a reply needs around its frame."""
+
+
+class Receipt(NamedTuple):
+    """What became of a reply.
+
+    Attributes:
+        is_taken: whether it counts in this round.
+        wants_order: whether the client lacks part of the model; send it `ServerSession.order` once
+            more, in this round or in a later one.
+        problem: why it was not taken; empty where it was.
+        loss: what the client said, NaN where it did not.
+        num_bytes: the length of the frame that it carried.
+
+    """
+
+    is_taken: bool
+    wants_order: bool = False
+    problem: str = ""
+    loss: float = float("nan")
+    num_bytes: int = 0
+
+
+class ServerSession:
+    """Holds the model and every client's mirror, and says to each client what it needs.
+
+    Args:
+        parameters: the model to start from, flat, float32 or float64. A session that goes on from
+            ``path`` has its own.
+        num_clients: ``M``. Clients are numbers below it; who is who is the transport's business.
+        recipe: the compressor, by name or as a `Recipe`; clients must have an equal one.
+        step_size: of ``θ ← θ - step_size·Σ_m w_m·update_m``; by default ``1/M``, which averages.
+        weights: ``w_m``, by default 1 each.
+        optimizer: of the server, by name.
+        downlink: how the model travels: ``"exact"``, ``"condensed"``, or ``"auto"``.
+        bits: ``b_max`` of a recipe named.
+        max_staleness: of a recipe named.
+        seed: of recipes that draw.
+        sampled: the share of all clients that is asked in a round.
+        shares_start: whether clients have the model to start from, and were told so: see
+            `ClientSession`. Snapshots are then relative to it.
+        path: a directory to which every step is written, and from which a session goes on that
+            finds one there; None to remember in this process alone.
+
+    >>> server = ServerSession(np.zeros(3), num_clients=2)
+    >>> server.take(0, b"nonsense").problem
+    'byte 0x6e does not begin the reply of this version of aqg'
+
+    """
+
+    def __init__(
+        self,
+        parameters: FloatArray,
+        num_clients: int,
+        *,
+        recipe: str | Recipe = "auto",
+        step_size: float | None = None,
+        weights: Sequence[float] | None = None,
+        optimizer: str = "sgd",
+        downlink: str = "auto",
+        bits: int = 4,
+        max_staleness: int = 100,
+        seed: int = 0,
+        sampled: float = 1.0,
+        shares_start: bool = False,
+        path: Path | str | None = None,
+    ) -> None:
+        if not is_whole(num_clients) or num_clients < 1:
+            raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+        named = recipe if isinstance(recipe, str) else ""
+        self.recipe = (
+            make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
+        )
+        self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
+        self._recipe_terms = named, bits, max_staleness
+        self._optimizer = optimizer
+        self._seed = seed
+        self._sampled = sampled
+        self._shares_start = shares_start
+        self._path = None if path is None else Path(path)
+        self._downlink = _resolve(downlink, self.recipe)
+        given = _weights(weights, num_clients)
+        dtype = str(np.asarray(parameters).dtype)
+        self._fingerprint = fingerprint(self.recipe, len(parameters), dtype, seed)
+        self._run, self._incarnation = secrets.token_hex(8), 1
+        self._book = self._restored() or self._first(np.array(parameters), given)
+        self._heard: set[int] = set()
+        self._save()  # the new incarnation: orders of the one before are older
+
+    @property
+    def round(self) -> int:
+        """``k``, the round in progress, counted from 1."""
+        return self._book.round
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The model of this round."""
+        return self._book.parameters
+
+    @property
+    def num_clients(self) -> int:
+        """``M``."""
+        return len(self._book.weights)
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """The clients whose replies were taken in this round."""
+        return frozenset(self._heard)
+
+    def order(self, client: int) -> bytes:
+        """Return what a client is to be sent in this round; it can be sent more than once."""
+        self._check_client(client)
+        book = self._book
+        stamp, parcel = book.entry(client).stamp, book.parcel(client)
+        assert parcel is not None
+        named, bits, max_staleness = self._recipe_terms
+        return to_bytes(
+            Order(
+                run=self._run,
+                fingerprint=self._fingerprint,
+                recipe=named,
+                bits=bits,
+                max_staleness=max_staleness,
+                seed=self._seed,
+                num_params=len(book.parameters),
+                dtype=str(book.parameters.dtype),
+                incarnation=self._incarnation,
+                round=book.round,
+                client=client,
+                movement=book.movement,
+                epoch=stamp.epoch,
+                uploads=stamp.uploads,
+                digest=stamp.digest,
+                evaluate=False,
+                optimizer=self._optimizer,
+                public=parcel.digest,
+                log=parcel.log,
+                snapshot=parcel.snapshot,
+            )
+        )
+
+    def take(self, client: int, reply: bytes) -> Receipt:
+        """Take in a client's reply, or say why not; one that is not taken changes nothing.
+
+        The sum of a round is the same to the last bit only if replies are taken in the same order.
+        """
+        self._check_client(client)
+        most = max_frame_bytes(len(self.parameters)) + _HEAD_BYTES
+        if len(reply) > most:
+            return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
+        try:
+            read = reply_from_bytes(reply)
+        except (WireError, MessageError) as error:
+            return Receipt(False, problem=str(error))
+        if read.stale:
+            return Receipt(False, problem="the client has answered a later order already")
+        if (read.incarnation, read.round) == (self._incarnation, self.round):
+            if client in self._heard:
+                problem = f"client {client} was heard in round {self.round} already"
+                return Receipt(False, problem=problem)
+            self._book.note_holding(client, read)
+        if read.lost:
+            return Receipt(False, wants_order=True, problem=f"the client is lost: {read.lost}")
+        verdict = self._book.accept(client, read, self._incarnation)
+        if verdict.message is None:
+            return Receipt(False, problem=verdict.problem)
+        self._heard.add(client)
+        fault = _fault_of(verdict.message, read.fault)
+        return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
+
+    def step(self) -> None:
+        """Take the server's step with what was taken in, and begin the next round.
+
+        Where no client was heard the model stays as it is.
+        """
+        if self._heard:
+            optimizer = make_optimizer(self._optimizer)
+            self._book.step(self.step_size, 0.0, self._sampled, optimizer)
+        else:
+            self._book.skip_step()
+        self._heard = set()
+        self._save()
+
+    def _check_client(self, client: int) -> None:
+        if not is_whole(client) or not 0 <= client < self.num_clients:
+            raise MessageError(
+                f"client is {client!r}; it must be a whole number in 0..{self.num_clients - 1}"
+            )
+
+    def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
+        optimizer = make_optimizer(self._optimizer)
+        book = MirrorBook.first(self.recipe, parameters, weights, optimizer, self._downlink)
+        assert book.publisher is not None
+        if not self._shares_start:
+            nowhere = np.zeros(len(weights), np.int64)
+            book.publisher = Publisher(None, book.publisher.state()._replace(positions=nowhere))
+        return book
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        if self._shares_start and self._book.publisher is not None:
+            save_start(self._path, self._book.publisher)
+        arrays: dict[str, Any] = {
+            "run": np.array(self._run),
+            "fingerprint": as_array(self._fingerprint),
+            "incarnation": np.array(self._incarnation, np.int64),
+            "downlink": np.array(describe_downlink(self._downlink)),
+            "optimizer": np.array(self._optimizer),
+            **book_to_arrays(self._book),
+        }
+        write_arrays(self._path / CHECKPOINT, arrays)
+
+    def _restored(self) -> MirrorBook | None:
+        """Return the book of the checkpoint, if there is one."""
+        if self._path is None:
+            return None
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{str(self._path)!r} cannot be made: {error.strerror}") from None
+        file = self._path / CHECKPOINT
+        if not file.exists():
+            return None
+        arrays = read_arrays(file)
+        directory = self._path if self._shares_start else None
+        try:
+            terms = str(arrays["downlink"]), str(arrays["optimizer"])
+            fitting = describe_downlink(self._downlink), self._optimizer
+            if arrays["fingerprint"].tobytes() != self._fingerprint or terms != fitting:
+                raise RunError(
+                    f"{str(file)!r} holds a session with another model, recipe, seed, downlink or "
+                    "optimizer; name another directory"
+                )
+            book = book_from_arrays(arrays, self.recipe, self._downlink, directory)
+            self._run, self._incarnation = str(arrays["run"]), int(arrays["incarnation"]) + 1
+        except KeyError as error:
+            raise RunError(f"{str(file)!r} has no {error}; it is not a session's") from None
+        check_book(book, file)
+        return book
+
+
+def _resolve(spec: str, recipe: Recipe) -> Downlink:
+    downlink = resolve_downlink(spec, recipe)
+    if isinstance(downlink, Full):
+        if spec != "auto":
+            raise ConfigError("downlink is 'full'; a session has 'exact', 'condensed' or 'auto'")
+        return Exact()
+    return downlink
+
+
+def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
+    given = np.ones(num_clients) if weights is None else np.asarray(weights, np.float64)
+    if given.shape != (num_clients,) or not (np.isfinite(given).all() and (given >= 0).all()):
+        raise ConfigError(f"weights must be {num_clients} finite numbers that are not negative")
+    return given
+
+
+def _fault_of(message: Message, fault: str) -> str:
+    return fault if message.width == 0 else ""

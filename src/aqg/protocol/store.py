@@ -1,0 +1,366 @@
+"""Where a client keeps its memory between messages: a directory, memory, or a place of one's own.
+
+A memory is two snapshots of the mirror and a public model, whose vectors may be large and are often
+the same. A vector is written once, under a number, and never changed; one of zeros is not written.
+A small index says which numbers count. Replacing the index is the commit: a crash at any moment
+leaves the old memory or the new one, and the protocol copes with either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from aqg.core.optimizers import OptimizerState
+from aqg.core.persistence import clients_from_arrays, clients_to_arrays
+from aqg.core.public import Public, Rates
+from aqg.errors import RunError
+from aqg.protocol.digests import is_zero
+from aqg.protocol.files import read_arrays, write_arrays, write_atomically
+from aqg.protocol.follower import vectors_of
+from aqg.protocol.messages import Stamp
+from aqg.protocol.mirrors import ClientMirror, Snapshot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Vector = NDArray[Any]
+
+_logger = logging.getLogger("aqg.protocol")
+
+_INLINE_BYTES = 4096
+"""Arrays up to this size are written into the index itself."""
+
+
+class Vault(Protocol):
+    """Holds an index and numbered vectors."""
+
+    def read_index(self) -> str | None:
+        """Return the index, or None where there is none."""
+
+    def write_index(self, text: str) -> None:
+        """Replace the index, whole or not at all."""
+
+    def read_vector(self, number: int) -> Vector:
+        """Return a vector; raise `RunError` where it is missing or damaged."""
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Write a new vector."""
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Drop all other vectors."""
+
+
+class ArrayStore:
+    """Reads and writes arrays in a vault, each once, beside the index that names them.
+
+    Args:
+        vault: where they lie.
+
+    """
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+        self._stored: dict[int, weakref.ref[Vector]] = {}
+        self._last = 0
+
+    def read(self, cell: dict[str, Any]) -> Vector:
+        """Return the array of a cell of the index."""
+        if "number" in cell:
+            number = int(cell["number"])
+            vector = self._vault.read_vector(number)
+            self.remember(cell, vector)
+            return vector
+        if "zeros" in cell:
+            return np.zeros(cell["zeros"], np.dtype(cell["dtype"]))
+        data = np.frombuffer(bytes.fromhex(cell["bytes"]), np.dtype(cell["dtype"]))
+        return data.reshape(cell["shape"])
+
+    def remember(self, cell: dict[str, Any], array: Vector) -> None:
+        """Take note that an array is the one of a cell, and need not be written again."""
+        if "number" in cell:
+            number = int(cell["number"])
+            self._last = max(self._last, number)
+            self._stored[number] = weakref.ref(array)
+
+    def reserve(self, numbers: set[int]) -> None:
+        """Take note of numbers that are in use."""
+        self._last = max({self._last, *numbers})
+
+    def write(self, array: Vector) -> dict[str, Any]:
+        """Write an array, unless it is there already, and return its cell."""
+        if array.nbytes <= _INLINE_BYTES:
+            return {"dtype": array.dtype.str, "shape": array.shape, "bytes": array.tobytes().hex()}
+        number = next((n for n, vector in self._stored.items() if vector() is array), None)
+        if number is None:
+            if is_zero(array):
+                return {"dtype": array.dtype.str, "zeros": array.shape}
+            self._last = number = self._last + 1
+            self._vault.write_vector(number, array)
+            self._stored[number] = weakref.ref(array)
+        return {"number": number}
+
+    def commit(self, index: str, numbers: set[int]) -> None:
+        """Replace the index, and drop all arrays that it does not name."""
+        self._vault.write_index(index)
+        self._stored = {number: ref for number, ref in self._stored.items() if number in numbers}
+        self._vault.keep_only(numbers)
+
+
+class ClientStore:
+    """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
+
+    Both are part of one index, so that they change together. Vectors of a public model are written
+    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
+
+    Args:
+        vault: where it lies.
+        key: names the run and what both sides agreed on; a memory under another key is not found.
+
+    """
+
+    def __init__(self, vault: Vault, key: str) -> None:
+        self._vault = vault
+        self._key = key
+        self._arrays = ArrayStore(vault)
+        self._index: dict[str, Any] = self._read_index()
+        self._arrays.reserve(_numbers_in(self._index))
+
+    @property
+    def answered(self) -> tuple[int, int]:
+        """`Order.serial` of the last order answered."""
+        incarnation, round_number = self._index["answered"]
+        return incarnation, round_number
+
+    def load(self) -> ClientMirror | None:
+        """Return the memory of the mirror; None where there is none, or none that can be read."""
+        index = self._index
+        if index["current"] is None:
+            return None
+        try:
+            current = self._read(index["current"])
+            before = None if index["before"] is None else self._read(index["before"])
+            return ClientMirror(current, before, self.answered)
+        except _UNREADABLE as error:
+            # The server finds out from the stamp, and both sides start again from zero.
+            _logger.warning("the client's saved state cannot be used: %r", error)
+            return None
+
+    def load_public(self) -> Public | None:
+        """Return the public model; None where there is none, or none that can be read."""
+        row = self._index["public"]
+        if row is None:
+            return None
+        try:
+            arrays = {name: self._arrays.read(row["arrays"][name]) for name in _PUBLIC}
+            return Public(
+                round=int(row["round"]),
+                parameters=arrays["parameters"],
+                total=arrays["total"],
+                direction=arrays["direction"],
+                history=tuple(map(float, row["history"])),
+                optimizer=OptimizerState(arrays["momentum"], arrays["variance"]),
+                rates=None if row["rates"] is None else Rates(*map(float, row["rates"])),
+            )
+        except _UNREADABLE as error:
+            # The server finds out from the reply, and sends a snapshot.
+            _logger.warning("the client's saved model cannot be used: %r", error)
+            return None
+
+    def put_public(self, public: Public) -> None:
+        """Write the vectors of a public model, which takes its place with the next `save`."""
+        vectors = dict(zip(_PUBLIC, vectors_of(public), strict=True))
+        row = {
+            "round": public.round,
+            "history": list(public.history),
+            "rates": None if public.rates is None else list(public.rates),
+            "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
+        }
+        self._index = {**self._index, "public": row}
+
+    def last_reply(self) -> bytes:
+        """Return the reply that was saved with the mirror; empty where there is none."""
+        row = self._index["reply"]
+        try:
+            return b"" if row is None else self._arrays.read(row["arrays"]["bytes"]).tobytes()
+        except _UNREADABLE as error:
+            _logger.warning("the client's last reply cannot be used: %r", error)
+            return b""
+
+    def save(self, mirror: ClientMirror | None = None, reply: bytes = b"") -> None:
+        """Commit the memory, whole or not at all; without a mirror, that of before stays.
+
+        The reply is kept to be sent again, should its order come again.
+        """
+        if mirror is not None:
+            before = None if mirror.before is None else self._write(mirror.before)
+            self._index = {
+                **self._index,
+                "answered": list(mirror.answered),
+                "current": self._write(mirror.current),
+                "before": before,
+                "reply": None,
+            }
+        if reply:
+            cell = self._arrays.write(np.frombuffer(reply, np.uint8))
+            self._index = {**self._index, "reply": {"arrays": {"bytes": cell}}}
+        self._arrays.commit(json.dumps(self._index), _numbers_in(self._index))
+
+    def _read_index(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {
+            "key": self._key,
+            "answered": [0, 0],
+            "current": None,
+            "before": None,
+            "public": None,
+            "reply": None,
+        }
+        try:
+            text = self._vault.read_index()
+            if text is None:
+                return empty
+            index = json.loads(text)
+            if index["key"] != self._key:
+                return empty
+            incarnation, round_number = index["answered"]
+            numbers = [int(incarnation), int(round_number)]
+            known = {name: index.get(name) for name in _ROWS}
+            index = {"key": self._key, "answered": numbers, **known}
+            _numbers_in(index)
+            return index
+        except _UNREADABLE as error:
+            _logger.warning("the client's saved state cannot be used: %r", error)
+            return empty
+
+    def _read(self, row: dict[str, Any]) -> Snapshot:
+        arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}
+        state = clients_from_arrays(arrays)
+        stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
+        snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
+        for name, array in _arrays_of(snapshot).items():
+            self._arrays.remember(row["arrays"][name], array)
+        return snapshot
+
+    def _write(self, snapshot: Snapshot) -> dict[str, Any]:
+        return {
+            "arrays": {
+                name: self._arrays.write(array) for name, array in _arrays_of(snapshot).items()
+            },
+            "lineage": snapshot.lineage.hex(),
+            "epoch": snapshot.stamp.epoch,
+            "uploads": snapshot.stamp.uploads,
+            "digest": snapshot.stamp.digest.hex(),
+        }
+
+
+_ROWS = ("current", "before", "public", "reply")
+_PUBLIC = ("parameters", "total", "direction", "momentum", "variance")
+_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
+    return clients_to_arrays(snapshot.state)
+
+
+def _numbers_in(index: dict[str, Any]) -> set[int]:
+    """Return the numbers of all vectors that an index names."""
+    rows = [index[name] for name in _ROWS if index[name] is not None]
+    cells = [cell for row in rows for cell in row["arrays"].values()]
+    return {int(cell["number"]) for cell in cells if "number" in cell}
+
+
+class DirectoryVault:
+    """A directory of files, for memory that outlives the node's process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"state directory {str(path)!r} cannot be made: {error.strerror}"
+            ) from None
+
+    def read_index(self) -> str | None:
+        """Return the text of ``state.json``."""
+        try:
+            return (self._path / "state.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{str(self._path)!r} cannot be read: {error}") from None
+
+    def write_index(self, text: str) -> None:
+        """Replace ``state.json``."""
+        write_atomically(self._path / "state.json", text.encode())
+
+    def read_vector(self, number: int) -> Vector:
+        """Load ``vector-N.npz``."""
+        return read_arrays(self._path / f"vector-{number}.npz")["vector"]
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Save ``vector-N.npz``."""
+        write_arrays(self._path / f"vector-{number}.npz", {"vector": vector})
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Delete the files of other numbers."""
+        for file in self._path.glob("vector-*.npz"):
+            found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
+            if found and int(found[1]) not in numbers:
+                file.unlink(missing_ok=True)
+
+
+class MemoryVault:
+    """A memory that ends with the process."""
+
+    def __init__(self) -> None:
+        self._index: str | None = None
+        self._vectors: dict[int, Vector] = {}
+
+    def read_index(self) -> str | None:
+        """Return the index."""
+        return self._index
+
+    def write_index(self, text: str) -> None:
+        """Replace the index."""
+        self._index = text
+
+    def read_vector(self, number: int) -> Vector:
+        """Return a vector."""
+        if number not in self._vectors:
+            raise RunError(f"there is no vector {number}")
+        return self._vectors[number]
+
+    def write_vector(self, number: int, vector: Vector) -> None:
+        """Keep a copy of a vector."""
+        self._vectors[number] = vector.copy()
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Forget other vectors."""
+        self._vectors = {n: v for n, v in self._vectors.items() if n in numbers}
+
+
+def forget_old_runs(directory: Path, days: float) -> None:
+    """Delete the memories of runs that no one has gone on with for so many days.
+
+    Should such a run go on after all, the server finds out from the stamp, and both sides start
+    again from zero. Whatever else lies in the directory stays.
+    """
+    oldest = time.time() - days * 86_400
+    for index in directory.glob("*/state.json"):
+        try:
+            is_ours = json.loads(index.read_text(encoding="utf-8"))["key"] == index.parent.name
+            if is_ours and index.stat().st_mtime < oldest:
+                shutil.rmtree(index.parent)
+                _logger.info("state of run %s, unused for %g days: deleted", index.parent, days)
+        except (OSError, ValueError, KeyError, TypeError):  # not ours, or not ours to delete
+            continue

@@ -1,0 +1,376 @@
+"""Which run comes next: federated averaging first, then everyone else against it.
+
+On a task, federated averaging's step is searched on seed 0, for the best plateau. Its runs go to
+the last round, and are never stopped for their bytes. The step with the best plateau and the one
+that reaches the goal in the fewest rounds are run with all other seeds. From each seed's runs comes
+the reference of that seed (`measure.make_reference`), and only then are other recipes run with it,
+each to the hardest goal or to a quarter more rounds. A recipe is searched on seed 0, if there is a
+search; its best setting is run with all seeds if it comes close to the best of all, and else with
+fewer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import AqgError, RunError
+from aqg.runs.directory import read_summary
+from aqg.runs.files import Records, write_atomically
+from aqg.runs.plan import Job
+from aqg.runs.stopping import Limits
+from aqg.studies.compare.search import CONTENDER, SEARCH_SEED
+from aqg.studies.compare.trial import SELF_SETTING, Setting, Trial, safe
+from aqg.studies.swap_in.measure import PLATEAU, Curve, make_reference
+from aqg.studies.swap_in.search import (
+    FEDAVG,
+    OURS,
+    Rank,
+    pending_settings,
+    rank,
+    rank_of_fedavg,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from aqg.runs.config import RunConfig
+    from aqg.studies.swap_in.comparison import SwapIn
+    from aqg.studies.swap_in.measure import Reference
+    from aqg.studies.swap_in.tasks import SwapTask
+
+TRIALS = "trials.jsonl"
+TARGETS = "targets.json"
+FEWER_SEEDS = 3
+"""For a recipe that is far from the best."""
+
+
+@dataclass(frozen=True)
+class SwapJob(Job):
+    """The run of a trial."""
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial: why it ended, its curve, and how long it took."""
+
+    trial: Trial
+    ending: str
+    curve: Curve
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object, for a line of the file."""
+        trial, setting = self.trial, self.trial.setting
+        row = {"task": trial.task, "recipe": trial.recipe, "seed": trial.seed, **vars(setting)}
+        seconds = round(self.seconds, 3)
+        return {**row, "ending": self.ending, "seconds": seconds, "curve": self.curve.to_json()}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Outcome:
+        """Read what `to_json` wrote."""
+        setting = Setting(row["spec"], row["bits"], row["multiplier"])
+        trial = Trial(row["task"], row["recipe"], setting, row["seed"])
+        return Outcome(trial, row["ending"], Curve.from_json(row["curve"]), row["seconds"])
+
+    @staticmethod
+    def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
+        """Return what a finished run says of itself in its ``summary.json``."""
+        diverged = "diverged" if summary["diverged"] else "rounds"
+        ending = summary.get("outcome", {}).get("ending", diverged)
+        return Outcome(trial, ending, Curve.from_json(summary["curve"]), seconds)
+
+
+def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
+    """Return all outcomes on record by trial."""
+    records = Records(directory / TRIALS)
+    found = {}
+    for number, row in enumerate(records.read(), start=1):
+        try:
+            outcome = Outcome.from_json(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{str(records.path)!r} is damaged: line {number} is not a trial ({error!r})"
+            ) from None
+        found[outcome.trial] = outcome
+    return found
+
+
+class Findings:
+    """What is known of a comparison from its outcomes.
+
+    Attributes:
+        by_pair: outcomes by recipe and task.
+        references: federated averaging's, by task and seed, where its runs are finished.
+
+    """
+
+    def __init__(self, comparison: SwapIn, outcomes: Mapping[Trial, Outcome]) -> None:
+        self._tasks = {task.name: task for task in comparison.tasks}
+        self._num_seeds = comparison.seeds
+        self._ranks: dict[Trial, Rank] = {}
+        self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
+        self.references: dict[tuple[str, int], Reference] = {}
+        for trial, outcome in outcomes.items():
+            self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        for task in comparison.tasks:
+            self._refer(task)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take in one more outcome."""
+        trial = outcome.trial
+        self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        if trial.recipe == FEDAVG:
+            self._ranks = {t: found for t, found in self._ranks.items() if t.task != trial.task}
+            self._refer(self._tasks[trial.task])
+
+    def _refer(self, task: SwapTask) -> None:
+        """Find the references of a task, as far as federated averaging's runs are finished."""
+        own = self.by_pair.get((FEDAVG, task.name), {})
+        if pending_settings(FEDAVG, self.ranks(FEDAVG, task))[0]:
+            return
+        by_seed: dict[int, list[Curve]] = {}
+        for trial, outcome in own.items():
+            by_seed.setdefault(trial.seed, []).append(outcome.curve)
+        chosen = self.fedavg_settings(task)
+        for seed in range(self._num_seeds):
+            trials = [Trial(task.name, FEDAVG, setting, seed) for setting in chosen]
+            if all(trial in own for trial in trials):
+                found = make_reference(task.kind, task.config.rounds, by_seed[seed])
+                if found is not None:
+                    self.references[task.name, seed] = found
+
+    def _searched_curves(self, task: SwapTask) -> dict[Setting, Curve]:
+        own = self.by_pair.get((FEDAVG, task.name), {}).items()
+        return {trial.setting: o.curve for trial, o in own if trial.seed == SEARCH_SEED}
+
+    def _searched_reference(self, task: SwapTask) -> Reference | None:
+        """Return the reference that federated averaging's runs on seed 0 make so far."""
+        curves = self._searched_curves(task).values()
+        return make_reference(task.kind, task.config.rounds, curves)
+
+    def ranks(self, recipe: str, task: SwapTask) -> dict[Setting, Rank]:
+        """Return the ranks of the settings that were tried on seed 0."""
+        reference = self.references.get((task.name, SEARCH_SEED))
+        if reference is None and recipe != FEDAVG:
+            return {}
+        found = {}
+        for trial, outcome in self.by_pair.get((recipe, task.name), {}).items():
+            if trial.seed == SEARCH_SEED:
+                if trial not in self._ranks:
+                    self._ranks[trial] = (
+                        rank_of_fedavg(task, outcome.curve)
+                        if reference is None or recipe == FEDAVG
+                        else rank(task, outcome.curve, reference)
+                    )
+                found[trial.setting] = self._ranks[trial]
+        return found
+
+    def best(self, recipe: str, task: SwapTask) -> Setting | None:
+        """Return the best setting on seed 0; None where none was tried."""
+        ranks = self.ranks(recipe, task)
+        return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
+
+    def fedavg_settings(self, task: SwapTask) -> list[Setting]:
+        """Return federated averaging's settings for all seeds, after its search.
+
+        These are the one with the best plateau, and the one that reaches the goal first.
+        """
+        best, found = self.best(FEDAVG, task), self._searched_reference(task)
+        if best is None or found is None:
+            return [] if best is None else [best]
+        goal = found.goals[PLATEAU]
+        curves = self._searched_curves(task)
+        reached = {s: at for s, curve in curves.items() if (at := curve.reach(goal)) is not None}
+        first = min(reached, key=lambda setting: (reached[setting].rounds, str(setting)))
+        return list(dict.fromkeys((best, first)))
+
+    def lowest_cost(self, task: SwapTask) -> float:
+        """Return the bytes of the cheapest swap-in on seed 0; infinity where there is none."""
+        costs = [math.inf]
+        for recipe, name in self.by_pair:
+            if name == task.name and recipe != FEDAVG:
+                costs += [
+                    value for is_other, value in self.ranks(recipe, task).values() if not is_other
+                ]
+        return min(costs)
+
+
+def pending_trials(
+    comparison: SwapIn, recipe: str, task: SwapTask, findings: Findings
+) -> tuple[list[Trial], int]:
+    """Return the trials that the finished ones call for, and about how many may follow."""
+    own = findings.by_pair.get((recipe, task.name), {})
+    reference = findings.references.get((task.name, SEARCH_SEED))
+    if recipe != FEDAVG and reference is None:
+        settings, later = pending_settings(recipe, {}, comparison.search)
+        is_waiting = pending_trials(comparison, FEDAVG, task, findings)[0]
+        return [], (len(settings) + later + comparison.seeds - 1 if is_waiting else 0)
+    ranks = findings.ranks(recipe, task)
+    settings, later = pending_settings(recipe, ranks, comparison.search)
+    if settings:
+        trials = [Trial(task.name, recipe, setting, SEARCH_SEED) for setting in settings]
+        return trials, later + comparison.seeds - 1
+    if recipe == FEDAVG:
+        chosen, num_seeds = findings.fedavg_settings(task), comparison.seeds
+    else:
+        best = findings.best(recipe, task)
+        assert best is not None, "a search that is over has tried something"
+        chosen, num_seeds = [best], comparison.seeds
+        is_other, cost = ranks[best]
+        is_close = not is_other and cost <= CONTENDER * findings.lowest_cost(task)
+        if recipe not in OURS and not is_close:
+            num_seeds = min(num_seeds, FEWER_SEEDS)
+    wanted = [Trial(task.name, recipe, s, seed) for s in chosen for seed in range(num_seeds)]
+    missing = [trial for trial in wanted if trial not in own]
+    if recipe == FEDAVG:
+        return missing, 0
+    ready = [trial for trial in missing if (task.name, trial.seed) in findings.references]
+    return ready, len(missing) - len(ready)
+
+
+class SwapPlan:
+    """Hands out the runs of a comparison, and writes their outcomes and the targets down.
+
+    Args:
+        comparison: what is to be run now.
+        directory: of the comparison, whose lock is held.
+        device: where to compute the larger tasks.
+
+    Attributes:
+        failures: runs that ended without an outcome, by their directory.
+
+    """
+
+    def __init__(self, comparison: SwapIn, directory: Path, device: str = "cpu") -> None:
+        self._comparison = comparison
+        self._directory = directory
+        self._device = device
+        self._records = Records(directory / TRIALS)
+        self._outcomes = read_outcomes(directory)
+        self._findings = Findings(comparison, self._outcomes)
+        self._under_way: dict[Trial, float] = {}
+        self._failed: set[Trial] = set()
+        self.failures: dict[str, AqgError] = {}
+
+    @property
+    def num_finished(self) -> int:
+        """How many runs have an outcome."""
+        return len(self._outcomes)
+
+    def problems(self) -> Iterator[RunConfig]:
+        """Yield a config for every problem."""
+        for task in self._comparison.tasks:
+            yield replace(task.config, device=self._device if task.uses_device else "cpu")
+
+    def next(self) -> SwapJob | None:
+        """Return what to run now; None while everything left depends on runs under way."""
+        while (found := self._next_trial()) is not None:
+            trial, task = found
+            job = SwapJob(trial.directory, self._config(trial, task), trial)
+            summary = read_summary(self._directory / job.name)
+            if summary is not None:  # stopped between the end of the run and its record
+                self._keep(Outcome.of_run(trial, summary))
+                continue
+            self._under_way[trial] = time.monotonic()
+            return job
+        return None
+
+    def _next_trial(self) -> tuple[Trial, SwapTask] | None:
+        for recipe in self._comparison.recipes:
+            for task in self._comparison.tasks_of(recipe):
+                trials, _ = pending_trials(self._comparison, recipe, task, self._findings)
+                for trial in trials:
+                    if trial not in self._under_way and trial not in self._failed:
+                        return trial, task
+        return None
+
+    def _config(self, trial: Trial, task: SwapTask) -> RunConfig:
+        config = task.config
+        if trial.recipe != FEDAVG:
+            config = task.with_goal(self._findings.references[task.name, trial.seed].hardest)
+        setting = trial.setting
+        chosen: dict[str, Any] = {"alpha": config.alpha * setting.multiplier}
+        if setting.multiplier == SELF_SETTING:
+            chosen = {"step": "auto"}
+        return replace(
+            config,
+            recipe=setting.spec,
+            bits=setting.bits,
+            seed=trial.seed,
+            downlink=self._comparison.downlink,
+            device=self._device if task.uses_device else "cpu",
+            **chosen,
+        )
+
+    def take(self, job: SwapJob, result: Mapping[str, Any] | AqgError) -> None:
+        """Write down what came of a run."""
+        started = self._under_way.pop(job.trial)
+        if isinstance(result, AqgError):
+            self._failed.add(job.trial)
+            self.failures[job.name] = result
+        else:
+            self._keep(Outcome.of_run(job.trial, result, time.monotonic() - started))
+
+    def _keep(self, outcome: Outcome) -> None:
+        self._records.add(outcome.to_json())
+        self._outcomes[outcome.trial] = outcome
+        self._findings.add(outcome)
+        if outcome.trial.recipe == FEDAVG:
+            write_targets(self._directory, self._findings)
+
+    def note(self, job: SwapJob) -> Limits:
+        """Return the bytes beyond which a run is of no interest: those of a whole reference run.
+
+        Federated averaging itself is not stopped for its bytes.
+        """
+        if job.trial.recipe == FEDAVG:
+            return Limits()
+        reference = self._findings.references[job.trial.task, job.trial.seed]
+        return Limits(ceiling=float(reference.all_bytes))
+
+    def most_left(self) -> int:
+        """Return about how many runs have not ended yet."""
+        left, num_later = set(self._under_way), 0
+        for recipe in self._comparison.recipes:
+            for task in self._comparison.tasks_of(recipe):
+                trials, later = pending_trials(self._comparison, recipe, task, self._findings)
+                left.update(trial for trial in trials if trial not in self._failed)
+                num_later += later if self._failed.isdisjoint(trials) else 0
+        return len(left) + num_later
+
+
+def write_targets(directory: Path, findings: Findings) -> None:
+    """Write federated averaging's plateaus and goals, for people to read."""
+    rows: dict[str, dict[str, Any]] = {}
+    for (task, seed), reference in findings.references.items():
+        rows.setdefault(task, {})[f"seed {seed}"] = reference.to_json()
+    write_atomically(directory / TARGETS, (json.dumps(rows, indent=1) + "\n").encode())
+
+
+def forget(directory: Path, recipes: tuple[str, ...], tasks: tuple[str, ...]) -> int:
+    """Drop all runs of these recipes on these tasks, and return how many there were.
+
+    Where federated averaging is among the recipes, runs of all recipes are dropped: their targets
+    are.
+    """
+    stored = read_outcomes(directory)
+    every = FEDAVG in recipes
+    kept = [
+        o for t, o in stored.items() if t.task not in tasks or not (every or t.recipe in recipes)
+    ]
+    if len(kept) < len(stored):
+        Records(directory / TRIALS).replace([outcome.to_json() for outcome in kept])
+    for task in tasks:
+        if every:
+            shutil.rmtree(directory / safe(task), ignore_errors=True)
+        for recipe in recipes:
+            shutil.rmtree(directory / safe(task) / safe(recipe), ignore_errors=True)
+    return len(stored) - len(kept)

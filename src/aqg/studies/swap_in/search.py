@@ -1,0 +1,117 @@
+"""The search for every recipe's best setting on a task: the server's step, and the recipe's knobs.
+
+``grid.toml`` says what is tried, the same for everyone (`aqg.studies.compare.ladders`). Our own
+recipes have nothing to set, and are run as they are, with the step that sets itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from aqg.core.optimizers import SGD
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.step_sizes import AUTO, Fixed, resolve_step
+from aqg.errors import ConfigError
+from aqg.studies.compare.ladders import Ladder, most_points, next_points
+from aqg.studies.compare.search import knob_ladders, make_setting, read_grid
+from aqg.studies.compare.trial import SELF_SETTING, Setting
+from aqg.studies.swap_in.measure import MOST_DELAY, plateau_of, score
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aqg.studies.swap_in.measure import Curve, Reference
+    from aqg.studies.swap_in.tasks import SwapTask
+
+FEDAVG = "fedavg"
+OURS = ("auto", "swap")
+_LEFT_OUT = ("gd", "lag")
+"""With local training these sum stale updates in full precision; `fedavg` stands for them."""
+
+
+def parse_swap_recipes(text: str | None) -> tuple[str, ...]:
+    """Return recipes in the order of the search, federated averaging first; all without names.
+
+    >>> parse_swap_recipes("stc:keep=0.01,auto")
+    ('fedavg', 'auto', 'stc:keep=0.01')
+    """
+    names = [name for name in RECIPES if name not in _LEFT_OUT]
+    if text is not None and text.strip() != "all":
+        names = [name.strip() for name in text.split(",")]
+    for position, name in enumerate(names):
+        make_recipe(name)
+        if name in names[:position]:
+            raise ConfigError(f"recipe {name!r} is named twice in {text}")
+    first = [name for name in read_grid()["swap-in"]["order"] if name in names]
+    chosen = dict.fromkeys((FEDAVG, *first, *names))
+    return tuple(chosen)
+
+
+def sets_its_step(recipe: str) -> bool:
+    """Tell whether the server has a rule of its own for the step, with noisy updates."""
+    rule = resolve_step(AUTO, make_recipe(recipe), False, SGD())
+    return not isinstance(rule, Fixed)
+
+
+def ladders_of(recipe: str) -> list[Ladder]:
+    """Return what a recipe can be tried with: steps, and the values of each of its knobs."""
+    grid = read_grid()
+    steps = list(grid["swap-in"]["steps"])
+    if sets_its_step(recipe):
+        steps.append(SELF_SETTING)
+    first = Ladder("step", tuple(grid["ladders"]["step"]), tuple(steps))
+    return [first, *knob_ladders(grid["swap-in"]["knobs"].get(recipe, {}))]
+
+
+def default_setting(recipe: str) -> Setting:
+    """Return what is run without a search: the recipe as it is, and the step that sets itself.
+
+    Where the server has no rule for it, the step is that of federated averaging.
+    """
+    factor = read_grid()["swap-in"]["knobs"].get(recipe, {}).get("factor", [1.0])[0]
+    return Setting(recipe, multiplier=SELF_SETTING if sets_its_step(recipe) else factor)
+
+
+def pending_settings(
+    recipe: str, tried: Mapping[Setting, Any], searches: bool = True
+) -> tuple[list[Setting], int]:
+    """Return what a search needs next, and about how many settings may follow.
+
+    ``tried`` holds the rank of every setting that was tried on seed 0.
+    """
+    is_default = recipe in OURS or not (searches or recipe == FEDAVG)
+    if is_default:
+        setting = default_setting(recipe)
+        return ([] if setting in tried else [setting]), 0
+    ladders = ladders_of(recipe)
+    points = next_points(ladders, lambda point: tried.get(make_setting(recipe, ladders, point)))
+    settings = list(dict.fromkeys(make_setting(recipe, ladders, point) for point in points))
+    return settings, max(0, most_points(ladders) - len(tried) - len(settings)) if settings else 0
+
+
+Rank = tuple[int, float]
+
+
+def rank(task: SwapTask, curve: Curve, reference: Reference) -> Rank:
+    """Order runs of one seed: swap-ins by cost, then by delay, then by how far they came."""
+    found = score(curve, reference)
+    if found is None:
+        return 2, _shortfall(task, curve)
+    return (0, found.cost) if found.delay <= MOST_DELAY else (1, found.delay)
+
+
+def rank_of_fedavg(task: SwapTask, curve: Curve) -> Rank:
+    """Order runs of federated averaging by their plateaus; those that did not end come last."""
+    plateau = plateau_of(curve, task.config.rounds)
+    if math.isnan(plateau):
+        return 1, 0.0
+    return 0, -plateau if task.kind == "accuracy" else plateau
+
+
+def _shortfall(task: SwapTask, curve: Curve) -> float:
+    """Return the best value as a number that is smaller the better it is."""
+    values = [value for value in curve.values if math.isfinite(value)]
+    if not values:
+        return math.inf
+    return -max(values) if task.kind == "accuracy" else min(values)

@@ -1,0 +1,259 @@
+"""What a comparison found: cost, savings and delay of every recipe, for every task and goal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from aqg.runs.table import Table, format_bytes
+from aqg.studies.compare.labels import FOOTNOTE, label
+from aqg.studies.swap_in.measure import (
+    GOALS,
+    MOST_DELAY,
+    PLATEAU,
+    Mean,
+    geometric_mean,
+    score,
+)
+from aqg.studies.swap_in.plan import Findings, pending_trials
+from aqg.studies.swap_in.search import FEDAVG
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aqg.studies.compare.trial import Setting, Trial
+    from aqg.studies.swap_in.comparison import SwapIn
+    from aqg.studies.swap_in.plan import Outcome
+    from aqg.studies.swap_in.tasks import SwapTask
+
+PARTIAL = "†"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe on one task for one goal, over the seeds that were run.
+
+    Attributes:
+        task: its name.
+        recipe: its name.
+        goal: its name.
+        setting: what was run, the best on seed 0.
+        num_seeds: how many were run.
+        num_reached: how many of them reached the goal.
+        cost: total bytes, over the seeds that reached it; None where none did, as the next two.
+        savings: federated averaging's bytes over these.
+        delay: rounds over those of federated averaging.
+        test: the mean test accuracy when the goal was reached.
+        best_value: the best accuracy or loss on the validation set, over all seeds.
+        is_partial: whether runs are missing.
+        same_as: an earlier recipe whose runs were the same, to the byte.
+
+    """
+
+    task: str
+    recipe: str
+    goal: str
+    setting: Setting
+    num_seeds: int
+    num_reached: int
+    cost: Mean | None
+    savings: Mean | None
+    delay: Mean | None
+    test: float | None
+    best_value: float | None
+    is_partial: bool = False
+    same_as: str | None = None
+
+    @property
+    def is_swap_in(self) -> bool:
+        """Whether all seeds reach the goal, on average with little delay."""
+        if self.delay is None or self.num_reached < self.num_seeds:
+            return False
+        return self.delay.value <= MOST_DELAY
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object."""
+        means = {name: getattr(self, name) for name in ("cost", "savings", "delay")}
+        row = {key: value for key, value in vars(self).items() if key != "setting"}
+        row |= {name: None if mean is None else vars(mean) for name, mean in means.items()}
+        return {**vars(self.setting), **row, "is_swap_in": self.is_swap_in}
+
+
+def make_cells(comparison: SwapIn, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
+    """Return the cells of every recipe and task with at least one run, the goals in order."""
+    findings = Findings(comparison, outcomes)
+    cells: list[Cell] = []
+    for task in comparison.tasks:
+        seen: dict[tuple[Any, ...], str] = {}
+        for recipe in comparison.recipes:
+            own = findings.by_pair.get((recipe, task.name))
+            setting = findings.best(recipe, task)
+            if not own or setting is None or (task.name, 0) not in findings.references:
+                continue
+            if recipe == FEDAVG:
+                setting = findings.fedavg_settings(task)[-1]
+            runs = sorted(
+                (o for t, o in own.items() if t.setting == setting), key=lambda o: o.trial.seed
+            )
+            same = seen.setdefault(tuple(o.curve for o in runs), recipe)
+            left, later = pending_trials(comparison, recipe, task, findings)
+            for goal in GOALS:
+                cell = _make_cell(task, goal, runs, findings)
+                cells.append(
+                    replace(
+                        cell,
+                        is_partial=bool(left or later),
+                        same_as=None if same == recipe else same,
+                    )
+                )
+    return cells
+
+
+def _make_cell(task: SwapTask, goal: str, runs: Sequence[Outcome], findings: Findings) -> Cell:
+    references = [findings.references.get((task.name, o.trial.seed)) for o in runs]
+    pairs = [(o, r) for o, r in zip(runs, references, strict=True) if r is not None]
+    found = [score(outcome.curve, reference, goal) for outcome, reference in pairs]
+    scores = [one for one in found if one is not None]
+    if runs[0].trial.recipe == FEDAVG:  # of several steps, the one that gets there first
+        scores = [
+            replace(one, delay=1.0, savings=1.0, cost=r.crossings[goal].total_bytes)
+            for one, (_, r) in zip(found, pairs, strict=True)
+            if one is not None
+        ]
+    tests = [one.test for one in scores if one.test is not None]
+    values = [v for o, _ in pairs for v in o.curve.values if v == v]
+    pick = max if task.kind == "accuracy" else min
+    return Cell(
+        task=task.name,
+        recipe=runs[0].trial.recipe,
+        goal=goal,
+        setting=runs[0].trial.setting,
+        num_seeds=len(pairs),
+        num_reached=len(scores),
+        cost=geometric_mean([one.cost for one in scores]) if scores else None,
+        savings=geometric_mean([one.savings for one in scores]) if scores else None,
+        delay=geometric_mean([one.delay for one in scores]) if scores else None,
+        test=sum(tests) / len(tests) if tests else None,
+        best_value=pick(values) if values else None,
+    )
+
+
+def _order(cell: Cell) -> tuple[int, float]:
+    """Sort federated averaging first, then swap-ins by cost, others by delay, then the rest."""
+    if cell.recipe == FEDAVG:
+        return 0, 0.0
+    if cell.cost is None or cell.delay is None:
+        return 3, 0.0
+    return (1, cell.cost.value) if cell.is_swap_in else (2, cell.delay.value)
+
+
+_NOTE = (
+    "Federated averaging's bytes, sent and received by all clients until the validation accuracy "
+    "is that of its plateau less one point (a loss: plus one percent); for each recipe how many "
+    "times fewer it needs, and its delay, which is its rounds over those of federated averaging. "
+    f"Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. {PARTIAL}: runs "
+    f"are missing. {FOOTNOTE}"
+)
+_TASK_NOTE = (
+    "Geometric means over seeds, in brackets the 95 % confidence interval. Test: accuracy on the "
+    "test set when the target is reached."
+)
+_HEADER = ("recipe", "setting", "cost", "saved", "delay", "swap-in", "test", "seeds")
+
+
+def as_tables(comparison: SwapIn, cells: Sequence[Cell]) -> list[Table]:
+    """Return a table for each task, one of all tasks, and one of all goals."""
+    tables = []
+    for task in comparison.tasks:
+        own = [cell for cell in cells if (cell.task, cell.goal) == (task.name, PLATEAU)]
+        if own:
+            rows = tuple(_row(cell, task) for cell in sorted(own, key=_order))
+            tables.append(Table(f"swap-in-{task.name}", task.name, _TASK_NOTE, _HEADER, rows, 2))
+    if tables:
+        tables = [_overview(comparison, cells), *tables, _all_goals(comparison, cells)]
+    return tables
+
+
+def _row(cell: Cell, task: SwapTask) -> tuple[str, ...]:
+    name = f"`{label(cell.recipe)}`{PARTIAL if cell.is_partial else ''}"
+    setting = setting_text(cell)
+    share = f"{cell.num_reached}/{cell.num_seeds}"
+    if cell.same_as is not None:
+        return name, f"the same as `{cell.same_as}`, to the byte", *[""] * 5, share
+    if cell.cost is None or cell.savings is None or cell.delay is None:
+        return name, setting, f"– ({_value(cell.best_value, task)})", "", "", "no", "", share
+    is_swap_in = "" if cell.recipe == FEDAVG else "**yes**" if cell.is_swap_in else "no"
+    test = "" if cell.test is None else f"{cell.test:.1%}"
+    return (
+        name,
+        setting,
+        _with_interval(cell.cost, format_bytes),
+        _with_interval(cell.savings, lambda value: f"{value:,.3g}×"),
+        _with_interval(cell.delay, lambda value: f"{value:.2f}"),
+        is_swap_in,
+        test,
+        share,
+    )
+
+
+def _value(value: float | None, task: SwapTask) -> str:
+    if value is None:
+        return "diverged"
+    return f"{value:.1%}" if task.kind == "accuracy" else f"{value:.3g}"
+
+
+def _with_interval(mean: Mean, write: Any) -> str:
+    if mean.low is None or mean.high is None or mean.low == mean.high:
+        return str(write(mean.value))
+    return f"{write(mean.value)}<br>({write(mean.low)}–{write(mean.high)})"
+
+
+def setting_text(cell: Cell) -> str:
+    """Write a setting without the name of its recipe; a step that is the task's is left out."""
+    return str(cell.setting).removeprefix(cell.recipe).lstrip(":, ") or "step ×1"
+
+
+def _short(cell: Cell | None) -> str:
+    """Write a cell as what it saves and its delay; bold for a swap-in."""
+    if cell is None:
+        return ""
+    mark = PARTIAL if cell.is_partial else ""
+    if cell.recipe == FEDAVG and cell.cost is not None:
+        return f"{format_bytes(cell.cost.value)}{mark}"
+    if cell.same_as is not None:
+        return f"as `{cell.same_as}`"
+    if cell.savings is None or cell.delay is None:
+        return f"–{mark}"
+    text = f"{cell.savings.value:,.3g}×, {cell.delay.value:.2f}"
+    if cell.num_reached < cell.num_seeds:
+        text += f" ({cell.num_reached}/{cell.num_seeds})"
+    return (f"**{text}**" if cell.is_swap_in else text) + mark
+
+
+def _overview(comparison: SwapIn, cells: Sequence[Cell]) -> Table:
+    by_place = {(c.recipe, c.task): c for c in cells if c.goal == PLATEAU}
+    tasks = [task.name for task in comparison.tasks if any(t == task.name for _, t in by_place)]
+    rows = []
+    for recipe in comparison.recipes:
+        own = [by_place.get((recipe, task)) for task in tasks]
+        if any(own):
+            rows.append((f"`{label(recipe)}`", *map(_short, own)))
+    return Table(
+        "swap-in", "In the place of federated averaging", _NOTE, ("recipe", *tasks), tuple(rows), 1
+    )
+
+
+def _all_goals(comparison: SwapIn, cells: Sequence[Cell]) -> Table:
+    by_place = {(c.task, c.recipe, c.goal): c for c in cells}
+    rows = []
+    for task in comparison.tasks:
+        for recipe in comparison.recipes:
+            own = [by_place.get((task.name, recipe, goal)) for goal in GOALS]
+            if own[0] is not None and own[0].same_as is None:
+                rows.append((task.name, f"`{label(recipe)}`", *map(_short, own)))
+    note = (
+        "As above, until shares of federated averaging's plateau are reached, and the plateau less "
+        "one point, with the setting that is best for the latter."
+    )
+    header = ("task", "recipe", *(goal.replace(PLATEAU, "plateau − 1 point") for goal in GOALS))
+    return Table("swap-in-goals", "Several goals", note, header, tuple(rows), 2)

@@ -1,0 +1,50 @@
+"""The apps for Flower before and after: two lines more, and many bytes less."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def changes(example: str) -> list[str]:
+    """Return all lines of Python that differ."""
+    found = []
+    for before in sorted((EXAMPLES / example / "before").rglob("*.py")):
+        after = EXAMPLES / example / "after" / before.relative_to(EXAMPLES / example / "before")
+        one, other = (path.read_text().splitlines() for path in (before, after))
+        lines = difflib.unified_diff(one, other, lineterm="", n=0)
+        found += [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+    return found
+
+
+@pytest.mark.parametrize("example", ["flower-pytorch", "flower-lora"])
+def test_the_change_is_two_lines_and_their_imports(example):
+    assert changes(example) == [
+        "+from aqg.flower import aqg_mod",
+        "-app = ClientApp()",
+        "+app = ClientApp(mods=[aqg_mod])",
+        "+from aqg.flower import Compressed",
+        "+    strategy = Compressed(strategy)",
+    ]
+
+
+def test_adapters_learn_with_few_bytes(monkeypatch):
+    pytest.importorskip("torch")
+    from benchmarks.dropin import run_in_process
+
+    options = argparse.Namespace(rounds=4, recipe="lean")
+    monkeypatch.setenv("AQG_STATE_DIR", "")
+    monkeypatch.syspath_prepend(str(EXAMPLES / "flower-lora" / "after"))
+    accuracy, (up, down) = run_in_process("adapters", 0, options)
+    for name in [name for name in sys.modules if name.startswith("adapters")]:
+        monkeypatch.delitem(sys.modules, name)
+    whole = 3 * 4 * 68_700
+    assert up < whole / 20
+    assert down < whole / 2  # each node receives the whole of it once
+    assert accuracy > 0.3

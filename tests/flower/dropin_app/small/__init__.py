@@ -1,0 +1,1 @@
+"""An ordinary app with the two lines."""

@@ -1,0 +1,36 @@
+"""A server with one of Flower's strategies."""
+
+import time
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAdam, FedAvg
+
+from aqg.flower import Compressed
+from small.client_app import target_of
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train, and say how near the model comes to the mean of all clients' vectors."""
+    name, count = str(context.run_config["strategy"]), int(context.run_config["num-clients"])
+    options = {"min_train_nodes": count, "min_evaluate_nodes": count, "min_available_nodes": count}
+    size = int(context.run_config["size"])
+    inner = FedAvg(**options) if name == "FedAvg" else FedAdam(**options, eta=0.3, tau=0.1)
+    strategy = Compressed(inner)
+    starting = strategy if context.run_config["compressed"] else inner
+    first = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
+    rounds = int(context.run_config["rounds"])
+    result = starting.start(grid, first, num_rounds=rounds, timeout=60, evaluate_fn=tell_time)
+    optimum = np.mean([target_of(client, size) for client in range(count)], axis=0)
+    distance = np.abs(result.arrays["w"].numpy() - optimum).max()
+    refused, up = sum(strategy.counts.refused.values()), strategy.counts.train.up
+    print(f"{name}: distance {distance:.4f}, refused {refused}, up {up}", flush=True)
+
+
+def tell_time(server_round: int, arrays: ArrayRecord) -> None:
+    """Say when a round ends."""
+    print(f"round {server_round} at {time.time():.3f}", flush=True)

@@ -1,0 +1,70 @@
+"""An ordinary Flower app of NumPy, which knows nothing of aqg."""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+NUM_CLIENTS = 4
+SHAPE = (30, 10)
+TARGETS = np.random.default_rng(3).standard_normal((NUM_CLIENTS, *SHAPE)).astype(np.float32)
+SIZES = np.array([10, 20, 30, 40])
+OPTIMUM = np.average(TARGETS, axis=0, weights=SIZES)
+"""What federated averaging, weighted by examples, arrives at."""
+FROZEN = np.arange(5000, dtype=np.float32)
+
+
+def first_arrays(name: str = "layer") -> ArrayRecord:
+    """A layer that is trained, one that is not, and batch normalization."""
+    arrays = {
+        f"{name}.weight": np.zeros(SHAPE, np.float32),
+        f"{name}.frozen": FROZEN,
+        "bn.running_mean": np.zeros(6, np.float32),
+        "bn.num_batches_tracked": np.zeros((), np.int64),
+    }
+    return ArrayRecord({key: Array(value) for key, value in arrays.items()})
+
+
+def distance(arrays: ArrayRecord, target: np.ndarray = OPTIMUM) -> float:
+    return float(np.abs(arrays["layer.weight"].numpy() - target).max())
+
+
+def make_app(mods, noise: float = 0.0, seen: list | None = None) -> ClientApp:
+    app = ClientApp(mods=mods)
+    seen = [] if seen is None else seen
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        config = message.content["config"]
+        seen.append((client, dict(config), list(message.content)))
+        rate = float(config.get("lr", 0.5))
+        name, arrays = next(iter(message.content.array_records.items()))
+        values = {key: array.numpy() for key, array in arrays.items()}
+        weight = values["layer.weight"].copy()
+        mean = float(weight.mean())
+        rng = np.random.default_rng((client, int(config["server-round"])))
+        for _ in range(2):
+            weight -= rate * (weight - TARGETS[client])
+            weight += noise * rng.standard_normal(SHAPE).astype(np.float32)
+        values["layer.weight"] = weight
+        values["bn.running_mean"] = np.full(6, 1 + client, np.float32) / 3
+        values["bn.num_batches_tracked"] = values["bn.num_batches_tracked"] + 2
+        trained = ArrayRecord({key: Array(np.asarray(v)) for key, v in values.items()})
+        metrics = MetricRecord(
+            {"loss": float(np.square(weight - TARGETS[client]).mean()), "start": mean}
+            | {"num-examples": int(SIZES[client])}
+        )
+        return Message(RecordDict({name: trained, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        weight = message.content["arrays"]["layer.weight"].numpy()
+        metrics = MetricRecord(
+            {"distance": float(np.abs(weight - OPTIMUM).max()), "num-examples": int(SIZES[client])}
+        )
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app

@@ -1,0 +1,561 @@
+"""The drop-in with every kind of strategy, in memory: real messages, really serialized."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import FedAvg, Strategy
+
+from aqg.errors import ConfigError
+from aqg.flower import Compressed, aqg_mod, make_mod
+
+from tests.flower.memory_grid import MemoryGrid
+from tests.flower.small_app import (
+    FROZEN,
+    NUM_CLIENTS,
+    OPTIMUM,
+    TARGETS,
+    distance,
+    first_arrays,
+    make_app,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
+    random.seed(0)  # strategies shuffle nodes
+
+
+class Grid(MemoryGrid):
+    """Flower's own loop for those who use the grid as it is."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.rounds = Counter()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return self.pull_messages(set(self.push_messages(messages)))
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        for node in {m.metadata.dst_node_id for m in messages if _trains(m)}:
+            self.rounds[node] += 1
+        return super().push_messages(messages)
+
+
+def _trains(message):
+    return message.metadata.message_type == "train"
+
+
+def make_grid(app=None, num_clients=NUM_CLIENTS, **options):
+    nodes = {100 + m: {"partition-id": m} for m in range(num_clients)}
+    return Grid(make_app([aqg_mod]) if app is None else app, nodes, **options)
+
+
+def everyone(**options):
+    return {
+        "min_train_nodes": NUM_CLIENTS,
+        "min_available_nodes": NUM_CLIENTS,
+        "min_evaluate_nodes": NUM_CLIENTS,
+    } | options
+
+
+def run(strategy, grid=None, rounds=12, **options):
+    grid = make_grid() if grid is None else grid
+    return strategy.start(grid, first_arrays(), num_rounds=rounds, **options)
+
+
+class Own(Strategy):
+    """A strategy of one's own: a coordinate-wise mean of the middle half."""
+
+    def __init__(self):
+        self.inner = FedAvg(**everyone())
+
+    def configure_train(self, *arguments):
+        return self.inner.configure_train(*arguments)
+
+    def configure_evaluate(self, *arguments):
+        return self.inner.configure_evaluate(*arguments)
+
+    def aggregate_evaluate(self, *arguments):
+        return self.inner.aggregate_evaluate(*arguments)
+
+    def aggregate_train(self, server_round, replies):
+        contents = [reply.content for reply in replies if not reply.has_error()]
+        names = list(contents[0]["arrays"])
+        middle = {
+            n: np.sort(np.stack([c["arrays"][n].numpy() for c in contents]), 0)[1:-1].mean(0)
+            for n in names
+        }
+        arrays = ArrayRecord({n: Array(np.asarray(v)) for n, v in middle.items()})
+        return arrays, MetricRecord({"replies": len(contents)})
+
+    def summary(self):
+        pass
+
+
+MIDDLE = np.sort(TARGETS, axis=0)[1:-1].mean(axis=0)
+STRATEGIES = {
+    "FedAvg": (lambda: FedAvg(**everyone()), OPTIMUM, 0.1),
+    "FedAvgM": (
+        lambda: flower.FedAvgM(**everyone(server_momentum=0.3, server_learning_rate=0.8)),
+        OPTIMUM,
+        0.1,
+    ),
+    "FedProx": (lambda: flower.FedProx(**everyone(proximal_mu=0.1)), OPTIMUM, 0.1),
+    "FedMedian": (lambda: flower.FedMedian(**everyone()), np.median(TARGETS, axis=0), 0.1),
+    "FedTrimmedAvg": (lambda: flower.FedTrimmedAvg(**everyone(beta=0.25)), MIDDLE, 0.1),
+    "own": (Own, MIDDLE, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_end_where_they_do_without(name):
+    make, target, tolerance = STRATEGIES[name]
+    stock = run(make(), make_grid(make_app([])))
+    wrapped = Compressed(make())
+    result = run(wrapped)
+    assert distance(stock.arrays, target) < 0.02
+    assert distance(result.arrays, target) < tolerance
+    assert not wrapped.counts.refused
+    traffic = wrapped.counts.train
+    assert traffic.up < traffic.plain_up / 20
+    assert result.train_metrics_clientapp.keys() == stock.train_metrics_clientapp.keys()
+    for number, metrics in stock.evaluate_metrics_clientapp.items():
+        assert metrics.keys() == result.evaluate_metrics_clientapp[number].keys()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flower.FedAdam(**everyone(eta=0.1, tau=0.01)),
+        lambda: flower.FedYogi(**everyone(eta=0.1, tau=0.01)),
+        lambda: flower.FedAdagrad(**everyone(eta=0.3, tau=0.1)),
+        lambda: flower.MultiKrum(**everyone(num_malicious_nodes=1, num_nodes_to_select=2)),
+        lambda: flower.DifferentialPrivacyServerSideFixedClipping(
+            FedAvg(**everyone()), 0.001, 20.0, NUM_CLIENTS
+        ),
+        lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(
+            FedAvg(**everyone()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
+        ),
+    ],
+    ids=["FedAdam", "FedYogi", "FedAdagrad", "MultiKrum", "DP fixed", "DP adaptive"],
+)
+def test_strategies_come_as_near_as_they_do_without(make):
+    stock = run(make(), make_grid(make_app([])))
+    wrapped = Compressed(make())
+    result = run(wrapped)
+    assert distance(result.arrays) < distance(stock.arrays) + 0.15
+    assert not wrapped.counts.refused
+    assert wrapped.counts.train.up < wrapped.counts.train.plain_up / 20
+
+
+def test_krum_chooses_the_model_of_one_client():
+    result = run(Compressed(flower.Krum(**everyone(num_malicious_nodes=1))))
+    nearest = min(distance(result.arrays, target) for target in TARGETS)
+    assert nearest < 1.2  # whose it is may change from round to round
+
+
+@pytest.mark.parametrize("kind", ["Fixed", "Adaptive"])
+def test_clipping_on_clients(kind):
+    """Decoded updates are no longer than clients have made them."""
+    if kind == "Fixed":
+        inner_mod, options = fixedclipping_mod, (0.001, 5.0, NUM_CLIENTS)
+    else:
+        inner_mod, options = adaptiveclipping_mod, (0.01, NUM_CLIENTS)
+    wrapper = getattr(flower, f"DifferentialPrivacyClientSide{kind}Clipping")
+    norms = []
+
+    class Watching(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            self.now = arrays
+            return super().configure_train(server_round, arrays, config, grid)
+
+        def aggregate_train(self, server_round, replies):
+            replies = list(replies)
+            for reply in replies:
+                arrays = reply.content["arrays"]
+                deltas = [arrays[n].numpy() - self.now[n].numpy() for n in arrays if "num" not in n]
+                norms.append(np.sqrt(sum(np.square(d).sum() for d in deltas)))
+            return super().aggregate_train(server_round, replies)
+
+    more = {} if kind == "Fixed" else {"clipped_count_stddev": 0.1}
+    strategy = wrapper(Watching(**everyone()), *options, **more)
+    result = run(Compressed(strategy), make_grid(make_app([aqg_mod, inner_mod])))
+    assert len(norms) == 12 * NUM_CLIENTS
+    if kind == "Fixed":
+        assert max(norms) <= 5.0 * 1.0001
+    assert distance(result.arrays) < 3.0
+
+
+def test_noisy_training():
+    """Sparse replies, and what the public copy lacks of the model is not lost."""
+    wrapped = Compressed(FedAvg(**everyone()), recipe="auto")
+    results = [
+        run(strategy, make_grid(app), rounds=40, train_config=ConfigRecord({"lr": 0.1}))
+        for strategy, app in (
+            (wrapped, make_app([aqg_mod], noise=0.1)),
+            (FedAvg(**everyone()), make_app([], noise=0.1)),
+        )
+    ]
+    result, stock = results
+    assert distance(result.arrays) < distance(stock.arrays) + 0.4
+    assert wrapped.counts.train.up < wrapped.counts.train.plain_up / 20
+
+
+def test_config_metrics_and_evaluation_are_as_before():
+    seen, evaluated = [], []
+
+    def evaluate_fn(number, arrays):
+        evaluated.append((number, distance(arrays)))
+        return MetricRecord({"distance": distance(arrays)})
+
+    strategy = Compressed(FedAvg(**everyone()))
+    result = run(
+        strategy,
+        make_grid(make_app([aqg_mod], seen=seen)),
+        rounds=3,
+        train_config=ConfigRecord({"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}),
+        evaluate_config=ConfigRecord({"batches": 3}),
+        evaluate_fn=evaluate_fn,
+    )
+    assert [number for number, _ in evaluated] == [0, 1, 2, 3]
+    assert len(seen) == 3 * NUM_CLIENTS
+    for place, (_, config, names) in enumerate(seen):
+        number = 1 + place // NUM_CLIENTS
+        expected = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
+        assert config == expected | {"server-round": number}
+        assert names == ["arrays", "config"]
+        assert type(config["lr"]) is float
+    assert set(result.train_metrics_clientapp[3]) == {"loss", "start"}
+    distances = [result.evaluate_metrics_clientapp[n]["distance"] for n in (1, 2, 3)]
+    assert distances[-1] < distances[0]
+    # What clients evaluate is the public copy, which is near the server's model.
+    assert abs(distances[-1] - evaluated[-1][1]) < 0.2
+
+
+def test_what_is_not_trained():
+    """Frozen tensors and counters travel once, statistics in half precision."""
+    strategy = Compressed(FedAvg(**everyone()))
+    result = run(strategy, rounds=4)
+    arrays = result.arrays
+    # Flower's average of equal numbers is off in the last place.
+    assert np.allclose(arrays["layer.frozen"].numpy(), FROZEN, rtol=1e-6)
+    assert int(arrays["bn.num_batches_tracked"].numpy()) == 0
+    expected = np.average(np.arange(1, 5) / 3, weights=[10, 20, 30, 40])
+    assert np.allclose(arrays["bn.running_mean"].numpy(), expected, rtol=2**-10)
+    # Once the whole record of 21 kB for each node; after that next to nothing.
+    whole = sum(len(array.data) for array in first_arrays().values())
+    assert strategy.counts.train.down < NUM_CLIENTS * (whole + 6000)
+    assert strategy.counts.train.up < 4 * NUM_CLIENTS * 600
+
+
+@pytest.mark.parametrize("options", [{"exclude": "layer.*w*"}, {"include": ["*.frozen"]}])
+def test_tensors_can_be_left_out(options):
+    strategy = Compressed(FedAvg(**everyone()), **options)
+    result = run(strategy, rounds=3)
+    stock = run(FedAvg(**everyone()), make_grid(make_app([])), rounds=3)
+    same = result.arrays["layer.weight"].numpy() - stock.arrays["layer.weight"].numpy()
+    assert np.abs(same).max() < 1e-6  # as it is: nothing is lost
+
+
+def test_several_records_and_low_level_grids():
+    """Two models in one message, by a loop of the user's own over the grid."""
+    from flwr.app import Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    from aqg.flower.dropin.channel import Settings
+    from aqg.flower.dropin.grid import CompressedGrid
+
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = {}
+        for place, (name, arrays) in enumerate(message.content.array_records.items()):
+            values = arrays["w"].numpy()
+            content[name] = ArrayRecord({"w": Array(values + (1 + place) * (1 - values))})
+        content["extra"] = ArrayRecord({"other": Array(np.ones(3))})
+        return Message(RecordDict(content), reply_to=message)
+
+    grid = CompressedGrid(make_grid(app, 2), Settings(recipe="lean"))
+    models = {name: np.zeros(500, np.float32) for name in ("model", "control")}
+    for _ in range(8):
+        content = RecordDict({n: ArrayRecord({"w": Array(v)}) for n, v in models.items()})
+        messages = [Message(content, node, "train") for node in grid.get_node_ids()]
+        replies = list(grid.pull_messages(grid.push_messages(messages)))
+        assert [list(reply.content) for reply in replies] == [["model", "control", "extra"]] * 2
+        for name in models:
+            models[name] = np.mean([r.content[name]["w"].numpy() for r in replies], axis=0)
+            models[name] = models[name].astype(np.float32)
+    assert np.abs(models["model"] - 1).max() < 0.05
+
+
+def test_it_must_be_the_outermost():
+    inner = Compressed(FedAvg(**everyone()))
+    outer = flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, NUM_CLIENTS)
+    with pytest.raises(ConfigError, match="outermost"):
+        run(outer)
+    with pytest.raises(ConfigError, match="must be a Strategy"):
+        Compressed("FedAvg")
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        Compressed(FedAvg(), recipe="zip")
+    with pytest.raises(ConfigError, match="here it is 'condensed'"):
+        Compressed(FedAvg(), downlink="full")
+
+
+# What can go wrong.
+
+
+def tampering(grid, change, rounds):
+    """Change the replies of node 101 in some rounds."""
+
+    def answer(node, reply):
+        is_due = node == 101 and _trains(reply) and grid.rounds[node] in rounds
+        return change(reply) if is_due else reply
+
+    grid.answer = answer
+    return grid
+
+
+def envelope_of(reply):
+    record = reply.content["aqg"]
+    return record["bytes"]
+
+
+def with_envelope(reply, data):
+    reply.content["aqg"]["bytes"] = data
+    return reply
+
+
+def flipped(reply):
+    data = bytearray(envelope_of(reply))
+    data[len(data) // 2] ^= 16
+    return with_envelope(reply, bytes(data))
+
+
+def other_version(reply):
+    return with_envelope(reply, b"\xa2" + envelope_of(reply)[1:])
+
+
+def cut(reply):
+    return with_envelope(reply, envelope_of(reply)[:-20])
+
+
+def oversized(reply):
+    return with_envelope(reply, envelope_of(reply) + bytes(10_000_000))
+
+
+def nothing(reply):
+    del reply.content["aqg"]
+    return reply
+
+
+def forged_frame(reply):
+    from dataclasses import replace
+
+    from aqg.flower.dropin.envelope import Envelope
+    from aqg.protocol.coding import reply_from_bytes, to_bytes
+
+    envelope = Envelope.from_bytes(envelope_of(reply))
+    read = reply_from_bytes(envelope.parts[0])
+    envelope.parts = [to_bytes(replace(read, frame=bytes(8_000)))]
+    return with_envelope(reply, envelope.to_bytes())
+
+
+def other_model(reply):
+    from dataclasses import replace
+
+    from aqg.flower.dropin.envelope import Envelope
+    from aqg.protocol.coding import reply_from_bytes, to_bytes
+
+    envelope = Envelope.from_bytes(envelope_of(reply))
+    read = reply_from_bytes(envelope.parts[0])
+    envelope.parts = [to_bytes(replace(read, statistics=b"\xff" * 9))]
+    return with_envelope(reply, envelope.to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (flipped, "damaged"),
+        (other_version, "same version of aqg"),
+        (cut, "damaged"),
+        (oversized, "damaged"),
+        (nothing, "without the mod"),
+        (forged_frame, "the frame has 8000 bytes"),
+        (other_model, "tensors"),
+    ],
+)
+def test_bad_replies_are_refused_by_name(change, text, caplog):
+    """They are counted, cost one client's part of a round, and nothing is lost."""
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
+    grid = tampering(make_grid(), change, rounds={2, 5})
+    result = run(strategy, grid, rounds=16)
+    refused = strategy.counts.refused
+    assert set(refused) == {101}
+    assert refused[101] == 2
+    assert any("node 101" in line and text in line for line in caplog.messages)
+    assert distance(result.arrays) < 0.1
+
+
+def test_hostile_envelopes_do_not_end_the_run():
+    """Whatever is in an envelope with a right checksum, its node is refused and others go on."""
+    import zlib
+
+    from aqg.wire.varint import write_varint
+
+    heads = [
+        b'["1",[["arrays","f"]]]',
+        b'["1",[["arrays","a"]]]',
+        b'["1",[["arrays","x"],["arrays","x"]]]',
+        b'["1",[["metrics","m",{"num-examples":null}]]]',
+        b'["1",[["metrics","m",{"num-examples":{"bytes":"!"}}]]]',
+        b'["1",[["other","a"]]]',
+        b'["1",' + b"[" * 100_000 + b"]" * 100_000 + b"]",
+        b"[1,[[]]]",
+        b"{}",
+        b"\xff\xfe",
+    ]
+
+    def hostile(head):
+        body = b"\xa1" + write_varint(len(head)) + head + write_varint(3) + b"abc"
+        return body + zlib.crc32(body).to_bytes(4, "little")
+
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
+    grid = make_grid()
+    left = list(heads)
+
+    def answer(node, reply):
+        is_due = node == 101 and grid.rounds[node] > 1 and left
+        return with_envelope(reply, hostile(left.pop())) if is_due else reply
+
+    grid.answer = answer
+    result = run(strategy, grid, rounds=len(heads) + 8)
+    assert strategy.counts.refused == {101: len(heads)}
+    assert distance(result.arrays) < 0.2
+
+
+def test_a_node_without_the_mod(caplog):
+    """It is told from the others by name, and training goes on without it."""
+    plain_app, app = make_app([]), make_app([aqg_mod])
+
+    def either(message, context):
+        return (plain_app if context.node_id == 102 else app)(message, context)
+
+    strategy = Compressed(FedAvg(**everyone()))
+    result = run(strategy, make_grid(either), rounds=12)
+    assert set(strategy.counts.refused) == {102}
+    line = next(line for line in caplog.messages if "node 102" in line)
+    assert "ClientApp(mods=[aqg_mod])" in line
+    others = [0, 1, 3]
+    target = np.average(TARGETS[others], axis=0, weights=[10, 20, 40])
+    assert distance(result.arrays, target) < 0.1
+
+
+def test_a_server_without_the_wrapper():
+    result = run(FedAvg(**everyone()), make_grid(), rounds=8)
+    assert distance(result.arrays) < 0.01
+
+
+def test_lost_messages_and_memories(tmp_path):
+    """Lost orders and replies, nodes that forget everything, and nodes that are new."""
+    import shutil
+
+    rng = np.random.default_rng(0)
+    strategy = Compressed(FedAvg(**everyone(), fraction_evaluate=0.0), recipe="lean")
+    state, wiped = tmp_path / "state", set()
+
+    grid = make_grid()
+
+    def deliver(node, message):
+        number = grid.rounds[node]
+        if number == 6 and node not in wiped:
+            wiped.add(node)
+            shutil.rmtree(state / f"node-{node}", ignore_errors=True)
+        if number == 9 and node == 100:
+            for file in (state / "node-100").rglob("*.npz"):
+                file.write_bytes(b"rot")
+        return None if 2 < number < 12 and rng.random() < 0.2 else message
+
+    def answer(node, reply):
+        number = grid.rounds[node]
+        return None if 2 < number < 12 and rng.random() < 0.2 else reply
+
+    grid.deliver, grid.answer = deliver, answer
+    result = run(strategy, grid, rounds=24, timeout=0.05)
+    assert strategy.counts.lost >= NUM_CLIENTS - 1
+    assert not strategy.counts.refused
+    assert distance(result.arrays) < 0.2
+
+
+def test_nodes_that_come_later():
+    """A node that was not there at first gets the whole model once."""
+    strategy = Compressed(FedAvg(fraction_evaluate=0.0))
+    grid = make_grid(num_clients=2)
+
+    def deliver(node, message):
+        if grid.rounds[node] == 5:
+            grid.node_configs |= {102: {"partition-id": 2}, 103: {"partition-id": 3}}
+        return message
+
+    grid.deliver = deliver
+    result = run(strategy, grid, rounds=20)
+    assert distance(result.arrays) < 0.1
+    assert not strategy.counts.refused
+
+
+def test_training_that_fails_and_recovers(caplog):
+    """NaN is refused by name; an exception is Flower's own error."""
+
+    def troubled(message, context, call_next):
+        number = int(message.content["config"]["server-round"])
+        client = int(context.node_config["partition-id"])
+        if number == 3 and client == 0:
+            raise RuntimeError("no memory left")
+        reply = call_next(message, context)
+        if number in (4, 5) and client == 1 and message.metadata.message_type == "train":
+            name, arrays = next(iter(reply.content.array_records.items()))
+            bad = arrays["layer.weight"].numpy() * np.nan
+            reply.content[name] = ArrayRecord({**arrays, "layer.weight": Array(bad)})
+        return reply
+
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
+    result = run(strategy, make_grid(make_app([aqg_mod, troubled])), rounds=16)
+    assert strategy.counts.refused == {101: 2}
+    assert any(
+        "node 101" in line and "nothing that can be sent" in line for line in caplog.messages
+    )
+    assert distance(result.arrays) < 0.1
+
+
+def test_a_tensor_that_is_trained_later():
+    """What was frozen at first is compressed from the round on in which it is trained."""
+    from flwr.app import Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp(mods=[make_mod()])
+
+    @app.train()
+    def train(message, context):
+        values = {n: a.numpy() for n, a in message.content["arrays"].items()}
+        names = ["a", "b"] if int(message.content["config"]["server-round"]) > 3 else ["a"]
+        for name in names:
+            values[name] = values[name] + 0.2 * (1 - values[name])
+        arrays = ArrayRecord({n: Array(v) for n, v in values.items()})
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    first = ArrayRecord({n: Array(np.zeros(2000, np.float16)) for n in "ab"})
+    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe="lean")
+    result = strategy.start(make_grid(app), first, num_rounds=24)
+    for name in "ab":
+        assert np.abs(result.arrays[name].numpy() - 1).max() < 0.25
+    assert strategy.counts.train.up < 24 * NUM_CLIENTS * 2000

@@ -1,0 +1,254 @@
+"""Sessions: bytes in, bytes out, and everything that can go wrong between them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from aqg import make_recipe
+from aqg.errors import ConfigError, MessageError, RunError, WireError
+from aqg.protocol import ClientSession, ServerSession
+from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+
+NUM_PARAMS = 6
+TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))
+OPTIMUM = TARGETS.mean(axis=0)
+
+
+def train_of(client):
+    return lambda model, _round: model - TARGETS[client]
+
+
+def make_server(path=None, **options):
+    options = {"recipe": "lean", "step_size": 0.1} | options
+    return ServerSession(np.zeros(NUM_PARAMS), 3, path=path, **options)
+
+
+def run(server, clients, rounds):
+    for _ in range(rounds):
+        for number, client in enumerate(clients):
+            receipt = server.take(number, client.answer(server.order(number), train_of(number)))
+            if receipt.wants_order:
+                reply = client.answer(server.order(number), train_of(number))
+                receipt = server.take(number, reply)
+            assert receipt.is_taken, receipt.problem
+        server.step()
+
+
+def error(server):
+    return np.abs(server.parameters - OPTIMUM).max()
+
+
+@pytest.mark.parametrize("recipe", ["lean", "auto", "stc:keep=0.5", "gd", "qsgd"])
+@pytest.mark.parametrize("downlink", ["exact", "auto"])
+def test_training(recipe, downlink):
+    server = make_server(recipe=recipe, downlink=downlink)
+    clients = [ClientSession(is_exact=True) for _ in range(3)]
+    run(server, clients, 40)
+    assert error(server) < (0.05 if recipe in ("lean", "gd") else 0.8)
+
+
+def test_a_lost_reply_is_rolled_back(tmp_path):
+    """The same model as in a run in which that client was away in that round."""
+    models = []
+    for loses in (False, True):
+        server = make_server(recipe="qgd")
+        clients = [ClientSession(tmp_path / f"{loses}-{m}") for m in range(3)]
+        run(server, clients, 3)
+        if loses:
+            clients[0].answer(server.order(0), train_of(0))  # and the reply is lost
+        for m in (1, 2):
+            server.take(m, clients[m].answer(server.order(m), train_of(m)))
+        server.step()
+        if loses:
+            reply = reply_from_bytes(clients[0].answer(server.order(0), train_of(0)))
+            assert reply.rolled_back
+        run(server, clients, 60)
+        models.append(server.parameters)
+    assert np.array_equal(*models)
+    assert error(server) < 0.02
+
+
+def test_the_same_order_gets_the_same_reply(tmp_path):
+    server, trained = make_server(), []
+
+    def train(model, number):
+        trained.append(number)
+        return np.random.default_rng().standard_normal(NUM_PARAMS)
+
+    order = server.order(0)
+    first = ClientSession(tmp_path).answer(order, train)
+    again = ClientSession(tmp_path).answer(order, train)  # after a crash that lost the reply
+    assert first == again
+    assert trained == [1]
+    assert server.take(0, first).is_taken
+    assert "heard in round 1 already" in server.take(0, again).problem
+    server.step()
+    assert "round 1" in server.take(0, first).problem
+    later = server.order(0)
+    ClientSession(tmp_path).answer(later, train)
+    assert reply_from_bytes(ClientSession(tmp_path).answer(order, train)).stale
+
+
+def test_a_client_that_lost_its_memory_starts_again(tmp_path):
+    server = make_server()
+    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
+    run(server, clients, 5)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "0", copy)
+    run(server, clients, 5)
+    shutil.rmtree(tmp_path / "0")
+    shutil.copytree(copy, tmp_path / "0")  # an old backup
+    shutil.rmtree(tmp_path / "1")  # a new disk
+    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
+    run(server, clients, 60)
+    assert error(server) < 0.02
+
+
+def test_a_server_goes_on_from_its_directory(tmp_path):
+    whole = make_server()
+    run(whole, [ClientSession() for _ in range(3)], 40)
+    clients = [ClientSession() for _ in range(3)]
+    for _ in range(4):
+        server = make_server(tmp_path)
+        run(server, clients, 10)
+        clients[0].answer(server.order(0), train_of(0))  # the round in flight is lost
+    assert server.round == 41
+    assert np.array_equal(server.parameters, whole.parameters)
+
+
+def test_a_server_may_go_on_from_an_old_copy(tmp_path):
+    clients = [ClientSession() for _ in range(3)]
+    server = make_server(tmp_path / "now")
+    run(server, clients, 5)
+    shutil.copytree(tmp_path / "now", tmp_path / "old")
+    run(server, clients, 7)
+    again = make_server(tmp_path / "old")
+    assert again.round == 6
+    run(again, clients, 60)
+    assert error(again) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_goes_wrong_at_once(tmp_path, seed):
+    """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""
+    rng = np.random.default_rng(seed)
+    recipe = ["lean", "auto", "gd"][seed % 3]
+    start = np.zeros(NUM_PARAMS) if seed % 2 else None
+    server = make_server(tmp_path / "server", recipe=recipe, shares_start=True)
+    paths = [tmp_path / f"client-{m}" for m in range(3)]
+    late = []
+
+    def session(m):
+        return ClientSession(paths[m], start=start, is_exact=True)
+
+    for _ in range(20):
+        if rng.random() < 0.1:
+            server = make_server(tmp_path / "server", recipe=recipe, shares_start=True)
+        for m in rng.permutation(3).tolist():
+            if paths[m].exists() and rng.random() < 0.1:
+                shutil.copytree(paths[m], tmp_path / f"copy-{m}", dirs_exist_ok=True)
+            if (tmp_path / f"copy-{m}").exists() and rng.random() < 0.1:
+                shutil.rmtree(paths[m], ignore_errors=True)
+                shutil.copytree(tmp_path / f"copy-{m}", paths[m])
+            if rng.random() < 0.05:
+                shutil.rmtree(paths[m], ignore_errors=True)
+            if rng.random() < 0.15:
+                continue  # the order is lost
+            order = server.order(m)
+            reply = session(m).answer(order, train_of(m))
+            if rng.random() < 0.1:
+                session(m).answer(order, train_of(m))
+            if rng.random() < 0.15:
+                late.append((m, reply))
+                continue
+            if rng.random() < 0.1:
+                damaged = bytearray(reply)
+                damaged[rng.integers(len(reply))] ^= 1 << rng.integers(8)
+                assert not server.take(m, bytes(damaged)).is_taken
+            server.take(m, reply)
+            if rng.random() < 0.1:
+                assert not server.take(m, reply).is_taken
+        for m, reply in late:
+            server.take(m, reply)
+        late = late[-3:]
+        server.step()
+    run(server, [session(m) for m in range(3)], 50)
+    assert error(server) < (0.8 if recipe == "auto" else 0.05)
+    for m in range(3):  # and both ends hold the same of each other
+        order = order_from_bytes(server.order(m))
+        reply = reply_from_bytes(session(m).answer(to_bytes(order), train_of(m)))
+        assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
+
+
+def test_bad_orders_change_nothing(tmp_path):
+    server, client = make_server(), ClientSession(tmp_path)
+    order = server.order(0)
+    with pytest.raises(WireError, match="checksum"):
+        client.answer(order[:40] + b"\0\0" + order[42:], train_of(0))
+    with pytest.raises(WireError, match="too few"):
+        client.answer(b"", train_of(0))
+    with pytest.raises(WireError, match="does not begin the order"):
+        client.answer(client.answer(order, train_of(0)), train_of(0))
+    with pytest.raises(ConfigError, match="do not agree"):
+        ClientSession(recipe=make_recipe("stc")).answer(order, train_of(0))
+    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
+    with pytest.raises(ConfigError, match="same version"):
+        client.answer(other, train_of(0))
+
+
+def test_bad_replies_are_refused():
+    server, client = make_server(), ClientSession()
+    reply = client.answer(server.order(0), train_of(0))
+    read = reply_from_bytes(reply)
+    assert "bytes" in server.take(0, bytes(10_000)).problem
+    assert "digest" in server.take(0, to_bytes(replace(read, digest=bytes(16)))).problem
+    assert "epoch" in server.take(0, to_bytes(replace(read, epoch=3))).problem
+    with pytest.raises(MessageError, match="client is 3"):
+        server.take(3, reply)
+    assert server.heard == frozenset()
+    assert server.take(0, reply).is_taken
+    assert server.heard == {0}
+    rng = np.random.default_rng(0)
+    fresh = make_server()
+    for _ in range(300):
+        damaged = bytearray(reply)
+        for place in rng.integers(len(reply), size=2):
+            damaged[place] = rng.integers(256)
+        if bytes(damaged) != reply:
+            assert not fresh.take(1, bytes(damaged)).is_taken
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"downlink": "full"}, "'exact', 'condensed'"),
+        ({"recipe": "zip"}, "unknown recipe"),
+        ({"weights": [1.0, 2.0]}, "3 finite numbers"),
+    ],
+)
+def test_bad_settings(options, text):
+    with pytest.raises(ConfigError, match=text):
+        make_server(**options)
+
+
+def test_another_session_in_the_directory(tmp_path):
+    make_server(tmp_path)
+    with pytest.raises(RunError, match="another model, recipe"):
+        make_server(tmp_path, recipe="auto")
+    (tmp_path / "session.npz").write_bytes(b"nothing")
+    with pytest.raises(RunError, match="damaged"):
+        make_server(tmp_path)
+
+
+def test_no_flower_and_no_torch_needed():
+    code = (
+        "import sys, aqg.protocol as p; p.ServerSession, p.ClientSession; "
+        "sys.exit(bool({'flwr', 'torch', 'aqg.runs'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

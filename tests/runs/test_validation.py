@@ -1,0 +1,137 @@
+"""A validation set: held out from the clients, decides when a run is over, and leaves a curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from aqg.errors import ConfigError
+from aqg.runs.config import resolve
+from aqg.runs.directory import read_summary
+from aqg.runs.loop import create_run, run
+from aqg.runs.setup import build_problem, check_target, make_simulation
+from aqg.runs.stopping import Judge, Target
+from aqg.runs.validation import Validator
+from aqg.sim.record import RoundRecord
+
+from tests.problems import tiny_problem
+
+SETTINGS = {
+    "recipe": "fp16",
+    "model": "mlp:8",
+    "partition": "iid",
+    "clients": 5,
+    "rounds": 80,
+    "batch_size": 16,
+    "local_steps": 5,
+    "alpha": 0.4,
+    "target_kind": "accuracy",
+    "validation": 0.2,
+}
+
+
+def make_config(**changes):
+    return resolve(SETTINGS | changes)[0]
+
+
+def test_every_client_holds_out_its_share():
+    config = make_config()
+    whole = build_problem(replace(config, validation=0.0, target_kind="residual"))
+    problem = build_problem(config)
+    for before, after in zip(whole.clients, problem.clients, strict=True):
+        assert len(after.labels) == len(before.labels) - round(0.2 * len(before.labels))
+    count = sum(len(client.labels) for client in problem.clients)
+    assert count + len(problem.validation.labels) == 1442
+    rows = {row.tobytes() for row in problem.validation.features}
+    assert all(row.tobytes() not in rows for row in problem.test.features)
+    other = build_problem(replace(config, seed=1))
+    assert not np.array_equal(other.validation.labels, problem.validation.labels)
+
+
+def test_a_run_ends_by_its_validation_set_and_leaves_a_curve(tmp_path):
+    config = make_config(target=0.8, hold=3)
+    problem = build_problem(config)
+    check_target(config, problem, None)
+    create_run(tmp_path / "run", config)
+    run(config, problem, None, tmp_path / "run", keeps_models=False)
+    summary = read_summary(tmp_path / "run")
+    values, sizes = summary["curve"]["values"], summary["curve"]["bytes"]
+    outcome = summary["outcome"]
+    assert outcome["ending"] == "reached"
+    goal = Target("accuracy", 0.8, hold=3, is_mean=True)
+    reached = goal.first_reached(values)
+    assert outcome["rounds"] == reached
+    assert len(values) == reached + 3 == summary["rounds"] + 1
+    assert outcome["upload_bytes"] + outcome["download_bytes"] == sizes[reached]
+    assert summary["curve"]["tests"][-1] == [summary["rounds"], summary["test_accuracy"]]
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_curve(tmp_path):
+    config = make_config(rounds=12)
+    problem = build_problem(config)
+    for name in ("whole", "parts"):
+        create_run(tmp_path / name, config)
+    run(config, problem, None, tmp_path / "whole", keeps_models=False)
+
+    from aqg.runs.executor import Contact, Interrupted
+
+    class Stop(Contact):
+        count = 0
+
+        def is_stop_asked(self):
+            self.count += 1
+            return self.count == 5
+
+    with pytest.raises(Interrupted):
+        run(config, problem, None, tmp_path / "parts", Stop(), keeps_models=False)
+    run(config, problem, None, tmp_path / "parts", keeps_models=False)
+    whole, parts = (read_summary(tmp_path / name)["curve"] for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_a_noisy_curve_is_judged_by_its_mean():
+    values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
+    goal = Target("accuracy", 0.9, hold=3, is_mean=True)
+    judge = Judge(goal, 100)
+    record = RoundRecord(1, None, (4,), 7, (), 0, 0, 3)
+    endings = []
+    for value in values[:6]:
+        judge.pay(record)
+        endings.append(judge.look(value))
+    assert endings == [None] * 5 + ["reached"]
+    assert judge.costs("reached").rounds == 4 == goal.first_reached(values) + 1
+
+
+def test_what_cannot_be_validated():
+    with pytest.raises(ConfigError, match=r"validation is 1\.5; it must be at least 0 and below 1"):
+        make_config(validation=1.5)
+    with pytest.raises(ConfigError, match="with target_kind residual"):
+        make_config(target_kind="residual")
+
+
+def test_loss_on_the_validation_set():
+    from aqg.runs.validation import hold_out
+
+    problem = hold_out(tiny_problem(), 0.25, seed=0)
+    start = problem.initial_params
+    expected = float(problem.objective.losses(start, *problem.validation))
+    assert problem.validate(start, problem.validation, "loss") == pytest.approx(expected)
+    assert hold_out(problem, 0.5, seed=1) is problem
+
+
+@pytest.mark.parametrize("model", ["mlp:8", "cnn"])
+@pytest.mark.parametrize("kind", ["accuracy", "loss"])
+def test_the_validation_set_is_measured_where_the_model_is(model, kind):
+    """Torch's backend has the samples on its device; the numbers are those of NumPy."""
+    config = make_config(model=model, target_kind=kind, dtype="float32")
+    if model == "cnn":
+        config = replace(config, l2=0.0)
+    problem = build_problem(config)
+    found = [
+        Validator(make_simulation(replace(config, device=device), problem), kind)()
+        for device in ("cpu", "torch:cpu")
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert 0 < found[0] < 10

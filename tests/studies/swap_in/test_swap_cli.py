@@ -1,0 +1,107 @@
+"""``aqg compare --swap-in`` as a user meets it, and the problems with natural clients."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.runs.setup import build_problem
+from aqg.studies.swap_in.plan import TRIALS
+from aqg.studies.swap_in.tasks import SWAP_TASKS
+
+FILES = {"compare.json", "trials.jsonl", "targets.json", "results.json", "tables.md"}
+
+
+def need(name, data_dir):
+    missing = SWAP_TASKS[name].missing_file(data_dir)
+    if missing is not None:
+        pytest.skip(f"needs {missing.name} in the data directory")
+
+
+def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
+    need("heart", data_dir)
+    directory, options = tmp_path / "c", ["--data-dir", str(data_dir), "--jobs", "1"]
+    named = ["compare", "stc", "--swap-in", "--task", "heart", "--seeds", "1"]
+    assert run_app([*named, *options, "--out", str(directory)]) == 0
+    assert {path.name for path in directory.iterdir()} == FILES | {"frontier.png", "heart"}
+    cells = json.loads((directory / "results.json").read_text())["cells"]
+    found = {(cell["recipe"], cell["goal"]): cell for cell in cells}
+    assert found["fedavg", "plateau"]["delay"]["value"] == 1
+    assert found["stc", "plateau"]["savings"]["value"] > 1
+    lines = (directory / TRIALS).read_text().splitlines()
+    capsys.readouterr()
+
+    (directory / TRIALS).write_text("".join(line + "\n" for line in lines[:-1]) + lines[-1][:40])
+    assert run_app(["compare", "topk", "--resume", str(directory), *options]) == 0
+    said = capsys.readouterr().out
+    assert f"{len(lines) - 1} finished before" in said
+    assert "topk" in said
+    assert run_app(["compare", "--resume", str(directory), *options]) == 0
+    assert len((directory / TRIALS).read_text().splitlines()) == len(lines) + 1
+    capsys.readouterr()
+    assert run_app(["compare", "--from", str(directory), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["cells"]
+    assert {cell["recipe"] for cell in shown} == {"fedavg", "stc", "topk"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--swap-in", "--target", "0.3"], "--swap-in has tasks and targets of its own"),
+        (["--swap-in", "--task", "softmax-iid"], "unknown task 'softmax-iid'"),
+        (["--swap-in", "--seeds", "0"], "seeds is 0; it must be at least 1"),
+        (["nothing", "--swap-in"], "unknown recipe 'nothing'"),
+        (["--swap-in", "--quick", "--search"], "--quick leaves the search out"),
+        (["--resume", "x", "--swap-in"], "it excludes --swap-in"),
+        (["--swap-in", "--task", "cifar10", "--data-dir", "nowhere"], "task cifar10 is left out"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, reason, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["compare", *arguments]) != 0
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_hospitals_hold_out_a_fifth(data_dir):
+    need("heart", data_dir)
+    problem = build_problem(SWAP_TASKS["heart"].config, data_dir)
+    assert [len(client.labels) for client in problem.clients] == [194, 189, 79, 128]
+    assert (len(problem.validation.labels), len(problem.test.labels)) == (148, 182)
+
+
+def test_no_window_of_a_watch_overlaps_with_one_that_is_held_out(data_dir):
+    need("watch", data_dir)
+    problem = build_problem(SWAP_TASKS["watch"].config, data_dir)
+    assert problem.num_clients == 8
+    # The second half of a window is the first half of the next.
+    trained = {w[50:].tobytes() for client in problem.clients for w in client.features}
+    assert not any(window[:50].tobytes() in trained for window in problem.validation.features)
+    assert len(problem.validation.labels) > 600
+
+
+def test_cifar10_from_its_file(tmp_path):
+    random = np.random.default_rng(0)
+    arrays = {}
+    for part, count in (("train", 600), ("test", 200)):
+        arrays[f"x_{part}"] = random.integers(0, 256, (count, 32, 32, 3), np.uint8)
+        arrays[f"y_{part}"] = np.arange(count) % 10
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    for name, norm in (("cifar10", "group"), ("cifar10-batchnorm", "batch")):
+        task = SWAP_TASKS[name]
+        assert task.missing_file(tmp_path) is None
+        file = task.config.problem.partition(".py:")[0]
+        problem = f"{file}.py:cifar10:clients=3:images=300:norm={norm}"
+        made = build_problem(replace(task.config, problem=problem, clients=3), tmp_path)
+        sizes = [len(client.labels) for client in made.clients]
+        assert sum(sizes) + len(made.validation.labels) == 300
+        assert len(made.test.labels) == 100
+        assert np.isfinite(made.validate(made.initial_params, made.validation, "accuracy"))
+        if norm == "group":
+            assert len(made.initial_params) == 355_658
