@@ -62,14 +62,20 @@ def deployed(**options: Any) -> Iterator[Deployment]:
 
 def run(deployment: Deployment, app: Path, config: dict[str, Any]) -> str:
     """Run an app, and return what its server printed."""
-    before = len(deployment.processes.read_log("superlink-worker"))
+    before = len(server_log(deployment))
     number = deployment.run(app, config)
     while not (status := deployment.status(number)).startswith("finished"):
         time.sleep(3)
-    log = deployment.processes.read_log("superlink-worker")
+    log = server_log(deployment)
     if status != "finished:completed":
         raise SystemExit(f"run {status}\n{log[-4000:]}")
     return log[before:]
+
+
+def server_log(deployment: Deployment) -> str:
+    """Return what the ServerApp has printed, in a process of the worker's or of the SuperLink's."""
+    name = "superlink-worker" if deployment.options.worker else "superlink"
+    return deployment.processes.read_log(name)
 
 
 def moved(deployment: Deployment) -> np.ndarray:

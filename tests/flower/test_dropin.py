@@ -67,6 +67,10 @@ def everyone(**options):
     } | options
 
 
+def unevaluated(**options):
+    return everyone(fraction_evaluate=0.0, **options)
+
+
 def run(strategy, grid=None, rounds=12, **options):
     grid = make_grid() if grid is None else grid
     return strategy.start(grid, first_arrays(), num_rounds=rounds, **options)
@@ -135,15 +139,15 @@ def test_strategies_end_where_they_do_without(name):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: flower.FedAdam(**everyone(eta=0.1, tau=0.01)),
-        lambda: flower.FedYogi(**everyone(eta=0.1, tau=0.01)),
-        lambda: flower.FedAdagrad(**everyone(eta=0.3, tau=0.1)),
-        lambda: flower.MultiKrum(**everyone(num_malicious_nodes=1, num_nodes_to_select=2)),
+        lambda: flower.FedAdam(**unevaluated(eta=0.1, tau=0.01)),
+        lambda: flower.FedYogi(**unevaluated(eta=0.1, tau=0.01)),
+        lambda: flower.FedAdagrad(**unevaluated(eta=0.3, tau=0.1)),
+        lambda: flower.MultiKrum(**unevaluated(num_malicious_nodes=1, num_nodes_to_select=2)),
         lambda: flower.DifferentialPrivacyServerSideFixedClipping(
-            FedAvg(**everyone()), 0.001, 20.0, NUM_CLIENTS
+            FedAvg(**unevaluated()), 0.001, 20.0, NUM_CLIENTS
         ),
         lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(
-            FedAvg(**everyone()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
+            FedAvg(**unevaluated()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
         ),
     ],
     ids=["FedAdam", "FedYogi", "FedAdagrad", "MultiKrum", "DP fixed", "DP adaptive"],
@@ -158,7 +162,7 @@ def test_strategies_come_as_near_as_they_do_without(make):
 
 
 def test_krum_chooses_the_model_of_one_client():
-    result = run(Compressed(flower.Krum(**everyone(num_malicious_nodes=1))))
+    result = run(Compressed(flower.Krum(**unevaluated(num_malicious_nodes=1))))
     nearest = min(distance(result.arrays, target) for target in TARGETS)
     assert nearest < 1.2  # whose it is may change from round to round
 
@@ -187,7 +191,7 @@ def test_clipping_on_clients(kind):
             return super().aggregate_train(server_round, replies)
 
     more = {} if kind == "Fixed" else {"clipped_count_stddev": 0.1}
-    strategy = wrapper(Watching(**everyone()), *options, **more)
+    strategy = wrapper(Watching(**unevaluated()), *options, **more)
     result = run(Compressed(strategy), make_grid(make_app([aqg_mod, inner_mod])))
     assert len(norms) == 12 * NUM_CLIENTS
     if kind == "Fixed":
@@ -197,12 +201,12 @@ def test_clipping_on_clients(kind):
 
 def test_noisy_training():
     """Sparse replies, and what the public copy lacks of the model is not lost."""
-    wrapped = Compressed(FedAvg(**everyone()), recipe="auto")
+    wrapped = Compressed(FedAvg(**unevaluated()), recipe="auto")
     results = [
-        run(strategy, make_grid(app), rounds=40, train_config=ConfigRecord({"lr": 0.1}))
+        run(strategy, make_grid(app), rounds=30, train_config=ConfigRecord({"lr": 0.1}))
         for strategy, app in (
             (wrapped, make_app([aqg_mod], noise=0.1)),
-            (FedAvg(**everyone()), make_app([], noise=0.1)),
+            (FedAvg(**unevaluated()), make_app([], noise=0.1)),
         )
     ]
     result, stock = results
