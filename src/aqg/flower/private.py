@@ -1,7 +1,8 @@
 """All that touches private parts of Flower: shorter waits, two repairs, and names of messages.
 
-Each is switched on only in versions of Flower in which it was tried, and only where the parts look
-as expected; everything else works without. Rounds then take some seconds longer, and a node can get
+Waits and repairs are switched on only in versions of Flower in which they were tried, and only
+where the parts look as expected; everything else works without. Names of messages are set in any
+version. Without waits and repairs, rounds take some seconds longer, and a node can get
 stuck as follows.
 
 When a run is stopped in the moment in which a node confirms one of its orders, Flower's SuperNode
