@@ -13,8 +13,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
 
+# One thread each: tests run side by side. One more of them than cores, as many wait for processes.
 test: check  ## every check: format, lint, types, tests
-	$(BIN)/python -m pytest --numprocesses=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)
