@@ -15,7 +15,7 @@ run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what th
 
 # One thread each: tests run side by side. One more of them than cores, as many wait for processes.
 test: check  ## every check: format, lint, types, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)

@@ -302,7 +302,7 @@ def test_numbers_and_tokens_are_learned(folder):
 @pytest.mark.parametrize("model", ["cnn", "resnet8:norm=batch:width=4", "resnet8:width=4"])
 def test_built_in_models_learn_images(model, folder):
     run("--dataset", "digits", "--model", model, *LOCAL, "--clients", "4", "--partition", "iid",
-        "--rounds", "2", "--out", "out")  # fmt: skip
+        "--rounds", "8", "--out", "out")  # fmt: skip
     lines = [json.loads(line) for line in (folder / "out/auto" / ROUNDS).read_text().splitlines()]
     summary = json.loads((folder / "out/auto" / SUMMARY).read_text())
     assert summary["final_loss"] < lines[0]["loss"]

@@ -189,7 +189,7 @@ def test_every_recipe_ends_with_the_simulators_model(
     federation = Federation(
         tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="", downlink=downlink
     )
-    simulation = reference(recipe, 4, downlink=make_downlink(downlink))
+    simulation = reference(recipe, 4, downlink=resolve_downlink(downlink, make_recipe(recipe)))
     assert np.array_equal(federation.run(), simulation.parameters)
 
 

@@ -30,6 +30,7 @@ def test_every_strategy_in_flowers_simulation(tmp_path: Path) -> None:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": "local",  # not a cluster that happens to run here
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
