@@ -183,7 +183,9 @@ def test_the_other_machine_has_every_logistic_run(stored):
 def test_the_readmes_bytes_are_medians_of_the_data(stored):
     """The README names the recipes, the number of seeds and the length of the runs."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = text[text.index("**Exact gradients") : text.index("Recipes of the field with minibatches")]
+    part = text[
+        text.index("**Exact gradients") : text.index("Recipes of the field with minibatches")
+    ]
     rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
     assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
     assert "median of five seeds" in part
