@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import signal
@@ -132,6 +133,20 @@ def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster,
     assert process.returncode == 0, errors
     assert contents(directory) == contents(local / "local")
     assert f"on the Ray cluster at {cluster.address}" in output
+
+
+def test_an_idle_worker_gives_its_place_to_one_that_waits(cluster):
+    """Two places were counted just before a node died; there is one."""
+    with RayCluster(cluster.address) as place:
+        place._counted = time.monotonic(), 2
+        for index in range(2):
+            place.start(index, operator.attrgetter("__class__.__name__"))
+        events = []
+        deadline = time.monotonic() + 120
+        while len(events) < 2:
+            assert time.monotonic() < deadline
+            place.wait(0.2, events.append)
+    assert {event.index for event in events} == {0, 1}
 
 
 def test_without_a_cluster_there_is_one_line():

@@ -145,6 +145,7 @@ class RayCluster:
 
     def wait(self, seconds: float, receive: Handle) -> None:
         """Take what actors say; files are written down, and the dead are reported."""
+        self._make_room()
         ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=seconds)
         for stream in ready:
             index, actor, task = self._busy[stream]
@@ -164,6 +165,11 @@ class RayCluster:
                 del self._busy[stream]
                 self._idle.append(actor)
             receive(event)
+
+    def _make_room(self) -> None:
+        """Let idle actors go that take the place of others, which a node that died has left."""
+        while self._idle and len(self._idle) + len(self._busy) > self.jobs:
+            self._ray.kill(self._idle.pop())
 
     def pass_on(self, index: int, note: Any) -> None:
         """Send a note to the actor that does the task."""
