@@ -317,9 +317,8 @@ def _go_on(
 
 def _run(console: Console, work: _Work, where: Where, tuned: Tuned, device: str) -> int:
     """Run what is left; return the exit code."""
-    from aqg.cli.overview import Overview
-    from aqg.cli.study import report_failures, run_study
-    from aqg.studies.compare.comparison import PLAN, create_comparison, write_comparison
+    from aqg.cli.study import run_comparison
+    from aqg.studies.compare.comparison import create_comparison, write_comparison
     from aqg.studies.compare.plan import ComparePlan, forget
 
     part, directory = work.part, work.directory
@@ -327,41 +326,11 @@ def _run(console: Console, work: _Work, where: Where, tuned: Tuned, device: str)
         num_dropped = forget(directory, work.again, [task.name for task in part.tasks])
         console.print(f"Forgotten: {num_dropped} runs of {', '.join(work.again)}", highlight=False)
     plan = ComparePlan(part, directory, tuned, device)
-    num_before, most = plan.num_finished, plan.most_left()
-    console.print(
-        f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs, "
-        f"{num_before} finished before, {where.describe(most)}, in {directory}",
-        highlight=False,
-        soft_wrap=True,
+    write = create_comparison if work.is_new else write_comparison
+    size = f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}"
+    return run_comparison(
+        console, plan, directory, where, size, lambda: write(directory, work.comparison)
     )
-
-    def create() -> None:
-        if work.is_new:
-            create_comparison(directory, work.comparison)
-        else:
-            write_comparison(directory, work.comparison)
-
-    def how_to_go_on() -> str:
-        if not (directory / PLAN).exists():
-            return "stopped before the first run; nothing was written"
-        again = f"aqg compare --resume {directory}"
-        return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
-
-    if most:
-        run_study(
-            console,
-            plan,
-            directory,
-            where,
-            lambda: Overview(console, plan, "compare"),
-            create,
-            how_to_go_on,
-            keeps_models=False,
-        )
-    else:
-        create()
-    total = plan.num_finished - num_before + len(plan.failures)
-    return report_failures(plan, total, f"try them again with: aqg compare --resume {directory}")
 
 
 def _show(console: Console, comparison: Comparison, directory: Path, as_json: bool) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aqg.errors import AqgError
     from aqg.runs.config import RunConfig
     from aqg.runs.executor import Place
+    from aqg.studies.trials import TrialPlan
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,59 @@ def run_study(
             carry_out(plan, make_task, place, shown.show)
         except Interrupted:
             raise Interrupted(how_to_go_on()) from None
+
+
+def run_comparison(
+    console: Console,
+    plan: TrialPlan[Any],
+    directory: Path,
+    where: Where,
+    size: str,
+    create: Callable[[], None],
+) -> int:
+    """Run what is left of a comparison; return the exit code.
+
+    Args:
+        console: where to show what happens.
+        plan: asked what comes next.
+        directory: of the comparison.
+        where: to run.
+        size: how many recipes and tasks there are, in words.
+        create: makes the directory, or writes down what was added to the comparison.
+
+    """
+    from aqg.cli.overview import Overview
+    from aqg.studies.compare.comparison import PLAN
+
+    num_before, most = plan.num_finished, plan.most_left()
+    console.print(
+        f"{size}, up to {most} runs, {num_before} finished before, {where.describe(most)}, "
+        f"in {directory}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    again = f"aqg compare --resume {directory}"
+
+    def how_to_go_on() -> str:
+        if not (directory / PLAN).exists():
+            return "stopped before the first run; nothing was written"
+        return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
+
+    if most:
+        run_study(
+            console,
+            plan,
+            directory,
+            where,
+            lambda: Overview(console, plan, "compare"),
+            create,
+            how_to_go_on,
+            keeps_models=False,
+        )
+    else:
+        create()
+    total = plan.num_finished - num_before + len(plan.failures)
+    return report_failures(plan, total, f"try them again with: {again}")
 
 
 def report_failures(plan: StudyPlan[Any], total: int, how_to_try_again: str) -> int:

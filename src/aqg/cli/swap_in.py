@@ -7,10 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aqg.cli.study import lock, report_failures, run_study
+from aqg.cli.study import lock, run_comparison
 from aqg.errors import ConfigError
 from aqg.runs.directory import output_directory
-from aqg.studies.compare.comparison import PLAN
 from aqg.studies.swap_in.comparison import (
     SwapIn,
     create_swap_in,
@@ -103,44 +102,12 @@ def _run(
     is_new: bool,
 ) -> int:
     """Run what is left of the part; return the exit code."""
-    from aqg.cli.overview import Overview
-
     plan = SwapPlan(part, directory, device)
-    num_before, most = plan.num_finished, plan.most_left()
-    console.print(
-        f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, about {most} runs, "
-        f"{num_before} finished before, {where.describe(most)}, in {directory}",
-        highlight=False,
-        soft_wrap=True,
+    write = create_swap_in if is_new else write_swap_in
+    size = f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}"
+    return run_comparison(
+        console, plan, directory, where, size, lambda: write(directory, comparison)
     )
-
-    def create() -> None:
-        if is_new:
-            create_swap_in(directory, comparison)
-        else:
-            write_swap_in(directory, comparison)
-
-    def how_to_go_on() -> str:
-        if not (directory / PLAN).exists():
-            return "stopped before the first run; nothing was written"
-        again = f"aqg compare --resume {directory}"
-        return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
-
-    if most:
-        run_study(
-            console,
-            plan,
-            directory,
-            where,
-            lambda: Overview(console, plan, "compare"),
-            create,
-            how_to_go_on,
-            keeps_models=False,
-        )
-    else:
-        create()
-    total = plan.num_finished - num_before + len(plan.failures)
-    return report_failures(plan, total, f"try them again with: aqg compare --resume {directory}")
 
 
 def show(console: Console, comparison: SwapIn, directory: Path, as_json: bool) -> None:

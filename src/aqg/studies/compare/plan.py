@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aqg.errors import AqgError, RunError
-from aqg.runs.directory import read_summary
 from aqg.runs.files import Records
-from aqg.runs.plan import Job
 from aqg.runs.stopping import Limits
 from aqg.studies.compare.search import (
     CONTENDER,
@@ -36,6 +32,7 @@ from aqg.studies.compare.search import (
     pending_settings,
 )
 from aqg.studies.compare.trial import CEILING, Outcome, Trial, safe
+from aqg.studies.trials import TRIALS, TrialJob, TrialPlan, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -46,15 +43,6 @@ if TYPE_CHECKING:
     from aqg.studies.compare.search import Tuned
     from aqg.studies.compare.tasks import Task
     from aqg.studies.compare.trial import Setting
-
-TRIALS = "trials.jsonl"
-
-
-@dataclass(frozen=True)
-class TrialJob(Job):
-    """The run of a trial."""
-
-    trial: Trial
 
 
 class Finished:
@@ -118,18 +106,8 @@ def pending_trials(
 
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
-    """Return all outcomes on record by trial; of one trial, the last counts."""
-    records = Records(directory / TRIALS)
-    found = {}
-    for number, row in enumerate(records.read(), start=1):
-        try:
-            outcome = Outcome.from_json(row)
-        except (KeyError, TypeError) as error:
-            raise RunError(
-                f"{str(records.path)!r} is damaged: line {number} is not a trial ({error!r})"
-            ) from None
-        found[outcome.trial] = outcome
-    return found
+    """Return all outcomes on record by trial, the last one of each."""
+    return read_records(directory, Outcome.from_json)
 
 
 def comparable(outcomes: Mapping[Trial, Outcome]) -> dict[Trial, Outcome]:
@@ -143,7 +121,7 @@ def comparable(outcomes: Mapping[Trial, Outcome]) -> dict[Trial, Outcome]:
     return {trial: replace(o, download_bytes=None) for trial, o in outcomes.items()}
 
 
-class ComparePlan:
+class ComparePlan(TrialPlan["Task"]):
     """Hands out the trials of a comparison, and writes their outcomes down.
 
     Args:
@@ -152,28 +130,20 @@ class ComparePlan:
         tuned: settings that a search found before.
         device: where to compute the larger tasks.
 
-    Attributes:
-        failures: trials that ended without an outcome, by their directory; they are not handed out
-            again, and a search that needs one of them does not go on.
-
     """
 
     def __init__(
         self, comparison: Comparison, directory: Path, tuned: Tuned, device: str = "cpu"
     ) -> None:
+        super().__init__(directory)
         self._comparison = comparison
         self._tasks: dict[str, list[Task]] = {}
         for recipe, task in comparison.pairs():
             self._tasks.setdefault(recipe, []).append(task)
-        self._directory = directory
-        self._records = Records(directory / TRIALS)
         self._tuned = tuned
         self._device = device
         self._stored = read_outcomes(directory)
         self._outcomes = comparable(self._stored)
-        self._under_way: dict[Trial, float] = {}
-        self._failed: set[Trial] = set()
-        self.failures: dict[str, AqgError] = {}
 
     @property
     def num_finished(self) -> int:
@@ -193,30 +163,19 @@ class ComparePlan:
                     device = self._device if task.uses_device else "cpu"
                     yield replace(task.config, seed=seed, device=device)
 
-    def next(self) -> TrialJob | None:
-        """Return what to run now; None while everything left depends on trials under way."""
-        while (found := self._next_trial()) is not None:
-            trial, task = found
-            config = trial.config(task, self._device, self._comparison.downlink)
-            job = TrialJob(trial.directory, config, trial)
-            place = self._directory / job.name
-            if trial in self._outcomes:  # too dear then, wanted now
-                shutil.rmtree(place, ignore_errors=True)
-            summary = read_summary(place)
-            if summary is not None:  # stopped between the end of the run and its record
-                self._keep(Outcome.of_run(trial, summary))
-                continue
-            self._under_way[trial] = time.monotonic()
-            return job
-        return None
+    def _config(self, trial: Trial, task: Task) -> RunConfig:
+        return trial.config(task, self._device, self._comparison.downlink)
+
+    def _clear(self, trial: Trial, place: Path) -> None:
+        if trial in self._outcomes:  # too dear then, wanted now
+            shutil.rmtree(place, ignore_errors=True)
 
     def _next_trial(self) -> tuple[Trial, Task] | None:
         finished = Finished(self._outcomes, self._comparison.seeds)
         for recipe, tasks in self._tasks.items():
             ready: dict[str, tuple[Trial, Task]] = {}
             for task in tasks:
-                trials, _ = self._pending(recipe, task, finished)
-                left = [t for t in trials if t not in self._under_way and t not in self._failed]
+                left = self._ready(self._pending(recipe, task, finished)[0])
                 if left:
                     ready[task.name] = left[0], task
             if ready:
@@ -225,18 +184,10 @@ class ComparePlan:
                 return ready[min(ready, key=at_work.count)]
         return None
 
-    def take(self, job: TrialJob, result: Mapping[str, Any] | AqgError) -> None:
-        """Write down what came of a trial."""
-        started = self._under_way.pop(job.trial)
-        if isinstance(result, AqgError):
-            self._failed.add(job.trial)
-            self.failures[job.name] = result
-        else:
-            self._keep(Outcome.of_run(job.trial, result, time.monotonic() - started))
-
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
+        outcome = Outcome.of_run(trial, summary, seconds)
         self._records.add(outcome.to_json())
-        self._stored[outcome.trial] = outcome
+        self._stored[trial] = outcome
         self._outcomes = comparable(self._stored)
 
     def note(self, job: TrialJob) -> Limits:
@@ -263,17 +214,11 @@ class ComparePlan:
         uploads_only = any(o.download_bytes is None for o in self._outcomes.values())
         return Limits(own if is_search else math.inf, CEILING * every, uploads_only)
 
-    def most_left(self) -> int:
-        """Return how many trials have not ended yet, at most: some of them may prove needless."""
+    def _all_pending(self) -> Iterator[tuple[list[Trial], int]]:
         finished = Finished(self._outcomes, self._comparison.seeds)
-        left = set(self._under_way)
-        num_later = 0
         for recipe, tasks in self._tasks.items():
             for task in tasks:
-                trials, most_later = self._pending(recipe, task, finished)
-                left.update(trial for trial in trials if trial not in self._failed)
-                num_later += most_later if self._failed.isdisjoint(trials) else 0
-        return len(left) + num_later
+                yield self._pending(recipe, task, finished)
 
     def _pending(self, recipe: str, task: Task, finished: Finished) -> tuple[list[Trial], int]:
         return pending_trials(self._comparison, recipe, task, finished, self._tuned)

@@ -14,14 +14,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from aqg.errors import AqgError, RunError
-from aqg.runs.directory import read_summary
 from aqg.runs.files import Records, write_atomically
-from aqg.runs.plan import Job
 from aqg.runs.stopping import Limits
 from aqg.studies.compare.search import CONTENDER, SEARCH_SEED
 from aqg.studies.compare.trial import SELF_SETTING, Setting, Trial, safe
@@ -34,6 +30,7 @@ from aqg.studies.swap_in.search import (
     rank,
     rank_of_fedavg,
 )
+from aqg.studies.trials import TRIALS, TrialPlan, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,18 +40,11 @@ if TYPE_CHECKING:
     from aqg.studies.swap_in.comparison import SwapIn
     from aqg.studies.swap_in.measure import Reference
     from aqg.studies.swap_in.tasks import SwapTask
+    from aqg.studies.trials import TrialJob
 
-TRIALS = "trials.jsonl"
 TARGETS = "targets.json"
 FEWER_SEEDS = 3
 """For a recipe that is far from the best."""
-
-
-@dataclass(frozen=True)
-class SwapJob(Job):
-    """The run of a trial."""
-
-    trial: Trial
 
 
 @dataclass(frozen=True)
@@ -90,17 +80,7 @@ class Outcome:
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
     """Return all outcomes on record by trial."""
-    records = Records(directory / TRIALS)
-    found = {}
-    for number, row in enumerate(records.read(), start=1):
-        try:
-            outcome = Outcome.from_json(row)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunError(
-                f"{str(records.path)!r} is damaged: line {number} is not a trial ({error!r})"
-            ) from None
-        found[outcome.trial] = outcome
-    return found
+    return read_records(directory, Outcome.from_json)
 
 
 class Findings:
@@ -236,7 +216,7 @@ def pending_trials(
     return ready, len(missing) - len(ready)
 
 
-class SwapPlan:
+class SwapPlan(TrialPlan["SwapTask"]):
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
     Args:
@@ -244,21 +224,14 @@ class SwapPlan:
         directory: of the comparison, whose lock is held.
         device: where to compute the larger tasks.
 
-    Attributes:
-        failures: runs that ended without an outcome, by their directory.
-
     """
 
     def __init__(self, comparison: SwapIn, directory: Path, device: str = "cpu") -> None:
+        super().__init__(directory)
         self._comparison = comparison
-        self._directory = directory
         self._device = device
-        self._records = Records(directory / TRIALS)
         self._outcomes = read_outcomes(directory)
         self._findings = Findings(comparison, self._outcomes)
-        self._under_way: dict[Trial, float] = {}
-        self._failed: set[Trial] = set()
-        self.failures: dict[str, AqgError] = {}
 
     @property
     def num_finished(self) -> int:
@@ -270,26 +243,12 @@ class SwapPlan:
         for task in self._comparison.tasks:
             yield replace(task.config, device=self._device if task.uses_device else "cpu")
 
-    def next(self) -> SwapJob | None:
-        """Return what to run now; None while everything left depends on runs under way."""
-        while (found := self._next_trial()) is not None:
-            trial, task = found
-            job = SwapJob(trial.directory, self._config(trial, task), trial)
-            summary = read_summary(self._directory / job.name)
-            if summary is not None:  # stopped between the end of the run and its record
-                self._keep(Outcome.of_run(trial, summary))
-                continue
-            self._under_way[trial] = time.monotonic()
-            return job
-        return None
-
     def _next_trial(self) -> tuple[Trial, SwapTask] | None:
         for recipe in self._comparison.recipes:
             for task in self._comparison.tasks_of(recipe):
                 trials, _ = pending_trials(self._comparison, recipe, task, self._findings)
-                for trial in trials:
-                    if trial not in self._under_way and trial not in self._failed:
-                        return trial, task
+                for trial in self._ready(trials):
+                    return trial, task
         return None
 
     def _config(self, trial: Trial, task: SwapTask) -> RunConfig:
@@ -310,23 +269,15 @@ class SwapPlan:
             **chosen,
         )
 
-    def take(self, job: SwapJob, result: Mapping[str, Any] | AqgError) -> None:
-        """Write down what came of a run."""
-        started = self._under_way.pop(job.trial)
-        if isinstance(result, AqgError):
-            self._failed.add(job.trial)
-            self.failures[job.name] = result
-        else:
-            self._keep(Outcome.of_run(job.trial, result, time.monotonic() - started))
-
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
+        outcome = Outcome.of_run(trial, summary, seconds)
         self._records.add(outcome.to_json())
-        self._outcomes[outcome.trial] = outcome
+        self._outcomes[trial] = outcome
         self._findings.add(outcome)
-        if outcome.trial.recipe == FEDAVG:
+        if trial.recipe == FEDAVG:
             write_targets(self._directory, self._findings)
 
-    def note(self, job: SwapJob) -> Limits:
+    def note(self, job: TrialJob) -> Limits:
         """Return the bytes beyond which a run is of no interest: those of a whole reference run.
 
         Federated averaging itself is not stopped for its bytes.
@@ -336,15 +287,10 @@ class SwapPlan:
         reference = self._findings.references[job.trial.task, job.trial.seed]
         return Limits(ceiling=float(reference.all_bytes))
 
-    def most_left(self) -> int:
-        """Return about how many runs have not ended yet."""
-        left, num_later = set(self._under_way), 0
+    def _all_pending(self) -> Iterator[tuple[list[Trial], int]]:
         for recipe in self._comparison.recipes:
             for task in self._comparison.tasks_of(recipe):
-                trials, later = pending_trials(self._comparison, recipe, task, self._findings)
-                left.update(trial for trial in trials if trial not in self._failed)
-                num_later += later if self._failed.isdisjoint(trials) else 0
-        return len(left) + num_later
+                yield pending_trials(self._comparison, recipe, task, self._findings)
 
 
 def write_targets(directory: Path, findings: Findings) -> None:
