@@ -12,7 +12,8 @@ oscillates, as at the edge of stability, makes it zero. Its running mean over th
 ``‖g‖²`` is the noise ratio ``ν``.
 
 The meter also notes how much updates change, noise or not, and every how many rounds the client is
-asked: what changes much is not worth remembering, and what is asked for seldom not worth owing.
+asked: what changes much is not worth remembering, and where a client is asked seldom, residuals are
+out of date before they are sent.
 
 Inner products are those of sketches: coordinates are added up, with random signs, into a few
 thousand buckets, which keeps them up to a few percent.
