@@ -1,4 +1,4 @@
-"""What README, docs/swap-in.md and docs/measure.md say is what the stored runs say."""
+"""What README, docs/explanation/swap-in.md and docs/explanation/measure.md say is what the stored runs say."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def megabytes(text: str) -> float:
 
 def test_swap_is_what_its_runs_say() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs/swap-in.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/explanation/swap-in.md").read_text(encoding="utf-8")
     short = rows_of(readme, "| task | averaging: rounds, bytes | `swap`")
     long = rows_of(page, "| task | averaging: rounds, bytes | rounds")
     for task, (_, averaging, delay, cost, saving), row in zip(TASKS, short, long, strict=True):
@@ -59,7 +59,7 @@ def test_swap_is_what_its_runs_say() -> None:
 
 
 def test_the_measures_tables_are_those_of_its_runs(tmp_path: Path) -> None:
-    text = (ROOT / "docs/measure.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/explanation/measure.md").read_text(encoding="utf-8")
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
     main([str(tmp_path / "page.md"), str(ROOT / "results/swap-in-compare")])
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == text

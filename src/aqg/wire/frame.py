@@ -8,7 +8,7 @@
     then        payload, as the mode says
     last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
 
-A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/wire-format.md``
+A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/reference/frame-format.md``
 describes each byte.
 """
 

@@ -59,7 +59,7 @@ def stored():
 
 
 def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
     tables, passages = all_tables(stored), all_passages(stored)
     # What the table of claims says, the passage of verdicts says at the top of the page.
     shown = {table.name for table in tables} - {"claims"}
@@ -69,7 +69,7 @@ def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
 
 
 def test_the_documents_pictures_exist_and_are_small():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
     names = [part.split(")")[0] for part in text.split("](images/")[1:]]
     numbers = {name.split("-")[1] for name in names if name.startswith("figure-")}
     assert numbers == {"5", "6", "7", "8", "9", "10"}  # the paper's own
@@ -88,7 +88,7 @@ def test_the_stored_results_say_what_is_missing(stored):
     seeds = {p.run.config.seed for p in missing}
     cells = {(p.run.config.partition, p.run.config.dropout, p.run.config.recipe) for p in missing}
     assert len(missing) == len(seeds) * len(cells)
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
     done, planned = stored.about["finished"]["dropouts"]
     assert f"dropouts: {done} runs" in text
     assert (f"of {planned} runs that the command plans" in text) == bool(missing)

@@ -1,6 +1,6 @@
 """Write the tables and passages of a document anew, from the results in a directory.
 
-python -m aqg.studies.paper.markdown docs/results.md results
+python -m aqg.studies.paper.markdown docs/explanation/reproduction.md results
 """
 
 from __future__ import annotations
