@@ -51,6 +51,8 @@ from tests.studies.paper.samples import make_outcome
 
 ROOT = Path(__file__).parents[3]
 STORED = ROOT / "results"
+PAGE = ROOT / "docs" / "explanation" / "reproduction.md"
+DATA = STORED / "paper.md"
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +61,22 @@ def stored():
 
 
 def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
-    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
+    texts = [path.read_text(encoding="utf-8") for path in (PAGE, DATA)]
     tables, passages = all_tables(stored), all_passages(stored)
-    # What the table of claims says, the passage of verdicts says at the top of the page.
+    # What the table of claims says, the passage of verdicts says as a list.
     shown = {table.name for table in tables} - {"claims"}
-    assert set(re.findall("<!-- table: ([a-z0-9-]+) -->", text)) == shown
-    assert text.count("<!-- text: ") == len(passages)
-    assert refresh(text, tables, passages) == text
+    both = "".join(texts)
+    assert sorted(re.findall("<!-- table: ([a-z0-9-]+) -->", both)) == sorted(shown)
+    assert sorted(re.findall("<!-- text: ([a-z0-9-]+) -->", both)) == sorted(
+        p.name for p in passages
+    )
+    for text in texts:
+        assert refresh(text, tables, passages) == text
 
 
 def test_the_documents_pictures_exist_and_are_small():
-    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
-    names = [part.split(")")[0] for part in text.split("](images/")[1:]]
+    text = PAGE.read_text(encoding="utf-8")
+    names = [part.split(")")[0] for part in text.split("](../images/")[1:]]
     numbers = {name.split("-")[1] for name in names if name.startswith("figure-")}
     assert numbers == {"5", "6", "7", "8", "9", "10"}  # the paper's own
     for name in names:
@@ -88,11 +94,11 @@ def test_the_stored_results_say_what_is_missing(stored):
     seeds = {p.run.config.seed for p in missing}
     cells = {(p.run.config.partition, p.run.config.dropout, p.run.config.recipe) for p in missing}
     assert len(missing) == len(seeds) * len(cells)
-    text = (ROOT / "docs" / "explanation" / "reproduction.md").read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     done, planned = stored.about["finished"]["dropouts"]
     assert f"dropouts: {done} runs" in text
     assert (f"of {planned} runs that the command plans" in text) == bool(missing)
-    first_page = text[: text.index("<!-- text: verdicts -->")]
+    first_page = text[: text.index("<!-- text: conclusions -->")]
     here = {o.seed for o in stored.select(section="dropouts")}
     goal = stored.about["dropout_seeds"]
     assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
