@@ -186,28 +186,6 @@ def test_the_other_machine_has_every_logistic_run(stored):
     assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
 
 
-def test_the_readmes_bytes_are_medians_of_the_data(stored):
-    """The README names the recipes, the number of seeds and the length of the runs."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = text[
-        text.index("**Exact gradients") : text.index("Recipes of the field with minibatches")
-    ]
-    rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
-    assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
-    assert "median of five seeds" in part
-    for recipe, *cells in rows:
-        for partition, cell in zip(("iid", "label"), cells, strict=True):
-            runs = stored.select(section="softmax", partition=partition, recipe=recipe)
-            assert len({o.seed for o in runs}) == len(runs) == 5
-            costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
-            if costs:
-                assert len(costs) == len(runs)
-                assert cell.strip("*") == format_bytes(median(costs))
-            else:
-                assert {o.total.rounds for o in runs} == {4000}
-                assert cell == "on no seed within 4000 rounds"
-
-
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
