@@ -8,7 +8,6 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 from rich.console import Console
@@ -19,7 +18,6 @@ from aqg.cli.study import Where
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.runs.table import format_bytes
 from aqg.studies.document import refresh
 from aqg.studies.paper.claims import VERDICTS, find
 from aqg.studies.paper.execute import (
