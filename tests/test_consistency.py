@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -210,3 +211,29 @@ def test_rows_fit_on_a_screen(page):
     text = re.sub(r"<!-- (?:table|text): .*?<!-- end -->", "", TEXTS[page], flags=re.DOTALL)
     wide = [line for line in _FENCED.sub("", text).splitlines() if len(line) > 160]
     assert not wide, f"{name_of(page)}: {wide[0]}"
+
+
+_PREFIXES = ("", "aqg.core.")
+
+
+def is_there(name):
+    """Tell whether a dotted name is a module or something in one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None) or getattr(found, "__annotations__", {}).get(part)
+        return found is not None
+    return False
+
+
+def test_the_equations_are_where_the_page_says():
+    text = TEXTS[ROOT / "docs/explanation/algorithm.md"]
+    rows = re.findall(r"^\| .* \| .* \| (.*) \|$", text[: text.index("## Grids")], re.MULTILINE)
+    names = [name for cell in rows for name in re.findall(r"`([A-Za-z_.]+)`", cell)]
+    assert len(names) > 20
+    missing = [n for n in names if not any(is_there(prefix + n) for prefix in _PREFIXES)]
+    assert set(missing) <= {"losses_and_gradients", "largest_step_size"}  # named after a module
