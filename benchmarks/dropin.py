@@ -154,7 +154,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     from flwr.app import Context, RecordDict
 
     from aqg.flower.dropin import strategy
-    from aqg.flower.dropin.envelope import num_bytes
+    from aqg.flower.envelope import num_bytes
 
     from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
 

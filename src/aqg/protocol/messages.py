@@ -93,6 +93,7 @@ class Order(_Fields):
             comes with the order.
         log: the entries that lead there, as a frame.
         snapshot: where they start, as a frame; empty where they start from what the client holds.
+        statistics: of the server's module, as a frame; empty where none have changed.
 
     """
 
@@ -118,6 +119,7 @@ class Order(_Fields):
     public: bytes = b""
     log: bytes = b""
     snapshot: bytes = b""
+    statistics: bytes = b""
 
     def __post_init__(self) -> None:
         _require_digest("digest", self.digest)

@@ -19,7 +19,8 @@ from flwr.serverapp import Grid
 
 from aqg.errors import AqgError, MessageError
 from aqg.flower.dropin.channel import Channel, LostError, Settings
-from aqg.flower.dropin.envelope import (
+from aqg.flower.dropin.tensors import Schema
+from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
     FULL,
@@ -29,7 +30,6 @@ from aqg.flower.dropin.envelope import (
     pack,
     unpack,
 )
-from aqg.flower.dropin.tensors import Schema
 from aqg.flower.private import answer_to, bounded_pulls, name_message
 from aqg.flower.records import plain
 
