@@ -23,6 +23,7 @@ from aqg import make_recipe
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES
+from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
 from aqg.flower import records as flower_records
@@ -1040,3 +1041,58 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path) -> None:
     assert all(
         noisy.meter.is_noisy(notes) for notes in simulation.state().clients.stages["noise"]["notes"]
     )
+
+
+LOCAL = LocalTraining(batch_size=2, steps=3)
+
+
+def local_federation(path: Path, **config: Any) -> Federation:
+    """Return clients that train as the simulator's do, on noisy mini-batches."""
+
+    def make_task(context: Context) -> FlowerTask:
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        return FlowerTask.from_objective(
+            PROBLEM.objective, *samples, LOCAL, start=PROBLEM.initial_params
+        )
+
+    federation = Federation(path, rounds=12, **config)
+    federation.grid.client_app = make_client_app(make_task)
+    return federation
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+@pytest.mark.parametrize("recipe", ["swap", "qsgd"])
+def test_steps_that_set_themselves_are_the_simulators(
+    tmp_path: Path, recipe: str, participation: float
+) -> None:
+    config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "participation": participation}
+    federation = local_federation(tmp_path, **config)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(7)])
+    final = federation.run()
+    chosen = make_recipe(recipe)
+    rule = resolve_step("auto", chosen, False, make_optimizer("sgd"))
+    assert not isinstance(rule, Fixed)
+    training = Training(
+        LOCAL,
+        participation=participation,
+        downlink=resolve_downlink("auto", chosen, participation),
+        step=rule,
+    )
+    if chosen.switch is not None:
+        chosen = chosen.for_transport(12_000)
+    simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
+    for _ in range(12):
+        simulation.run_round()
+    assert np.array_equal(final, simulation.parameters)
+    fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
+    assert not np.array_equal(fixed, final)
+
+
+def test_a_run_does_not_go_on_with_other_steps(tmp_path: Path) -> None:
+    federation = local_federation(tmp_path, recipe="swap", alpha=0.0, step="dog")
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(3)])
+    federation.config["step"] = "fixed"
+    with pytest.raises(ConfigError, match=r"step dog:first=1.* and step is fixed"):
+        federation.run()

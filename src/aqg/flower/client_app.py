@@ -29,6 +29,7 @@ from aqg.protocol.client import (
     intact_base,
     key_of,
     log_reply,
+    own_recipe,
     terms_of,
 )
 from aqg.protocol.client import follow_log as follow_model
@@ -111,7 +112,7 @@ def make_client_app(
         order = records.unpack_order(message.content)
         task = task_of(context)
         agreed = agree(order, recipe)
-        chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
+        chosen = own_recipe(agreed, order, task.is_exact, _MESSAGE_BYTES)
         memory = Memory(context, follows_node=False)
         store = memory.clients(key_of(order))
         if order.serial <= store.answered:

@@ -335,6 +335,7 @@ class Coordinator:
             layout=b"" if self._model is None else self._model.signature,
             constants=b"" if self._model is None else self._model.constants,
             statistics=self._broadcast(),
+            asked=settings.asked,
         )
         if parcel is not None:
             order = replace(

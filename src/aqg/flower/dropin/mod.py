@@ -42,7 +42,7 @@ from aqg.flower.envelope import (
 )
 from aqg.flower.envelope import answer as reply_with
 from aqg.flower.memory import Memory
-from aqg.protocol.client import intact_base, log_reply
+from aqg.protocol.client import intact_base, log_reply, own_recipe
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
@@ -259,7 +259,7 @@ def _respond(
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
-    own = recipe.for_updates(are_exact=False).for_transport(MESSAGE_BYTES)
+    own = own_recipe(recipe, order, False, MESSAGE_BYTES)
     mirror, reply = answer(own, intact_base(own, store, order), order, update)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
