@@ -70,6 +70,7 @@ class Federation:
             "alpha": ALPHA,
             "recipe": "qgd",
             "downlink": "exact",
+            "weighting": "equal",
             "trust-partition-id": True,
             "round-timeout": 0.4,
             "start-timeout": 2.0,
@@ -947,6 +948,41 @@ def test_tensorboard_shows_every_round(tmp_path: Path) -> None:
     assert "aqg/incidents/resyncs" in events.Tags()["scalars"]
     widths = events.Scalars("aqg/client-1/width")
     assert [event.value for event in widths] == [row["widths"][1] for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, within MLflow
+def test_mlflow_has_every_round_and_goes_on(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    federation = Federation(tmp_path, mlflow=uri, metrics_every=1)
+    values = iter([0.5, math.nan, *[0.75] * 20])
+
+    def measure(params: np.ndarray) -> dict[str, float]:
+        return {"own": next(values), "size": float(len(params))}
+
+    client = MlflowClient(tracking_uri=uri)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(4)], evaluate=measure)
+    experiment = client.get_experiment_by_name("aqg")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.params["recipe"] == "qgd"
+    federation.run(evaluate=measure)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    rows = federation.rows()
+    losses = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "loss")}
+    assert losses == pytest.approx({row["round"]: row["loss"] for row in rows})
+    own = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "test_own")}
+    assert math.isnan(own[2])
+    assert (own[1], own[8]) == (0.5, 0.75)
+    assert rows[1]["test_own"] is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert run.data.metrics["summary/final_loss"] == pytest.approx(summary["final_loss"])
+    with pytest.raises(ConfigError, match="mlflow is 'gopher://nowhere', which cannot be used"):
+        Federation(tmp_path / "other", mlflow="gopher://nowhere").run()
 
 
 @pytest.mark.parametrize(

@@ -376,11 +376,12 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
     loss = "   -    " if record.loss is None else f"{record.loss:.6f}"
     answered = sum(width != DROPPED for width in record.widths)
     _logger.info(
-        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+        "round %d/%d: loss %s%s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
         "(%.2f s overhead)%s",
         record.round,
         settings.rounds,
         loss,
+        "".join(f", {name} {value:.4g}" for name, value in report.line.metrics.items()),
         answered,
         settings.num_clients,
         record.num_uploads,

@@ -23,7 +23,7 @@ from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_chec
 from aqg.flower.coordinator import Coordinator
 from aqg.flower.endings import ending
 from aqg.flower.exchange import Exchange
-from aqg.flower.loggers import RunDirectory, RunLogger, TensorBoard, config_of
+from aqg.flower.loggers import MLflow, RunDirectory, RunLogger, TensorBoard, config_of
 from aqg.flower.presence import Presence
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
@@ -287,6 +287,8 @@ class _Run:
             own.append(RunDirectory(self.directory))
             if self.settings.tensorboard:
                 own.append(TensorBoard(self.directory / "tensorboard"))
+        if self.settings.mlflow:
+            own.append(MLflow(self.settings.mlflow, self.directory))
         return own
 
     def _earlier_lines(self, book: MirrorBook) -> list[Line]:

@@ -49,7 +49,8 @@ class Settings:
             given, and otherwise what suits the recipe.
         seed: makes every random draw of the run.
         optimizer: of the server: ``sgd``, ``momentum`` or ``adam``, with options.
-        weighting: ``equal``, or by the clients' number of ``samples``.
+        weighting: by the clients' number of ``samples``, as federated averaging does, or
+            ``equal``.
         max_share: with weighting by ``samples``, the largest share of all weights that one client
             can have; 0 stands for 0.9 among two clients, 0.6 among three and 0.5 among more.
         participation: the fraction of clients asked in a round.
@@ -75,6 +76,7 @@ class Settings:
         trust_partition_id: know clients by the ``partition-id`` that their nodes claim, for
             demonstrations and simulations where nodes are not authenticated.
         tensorboard: write TensorBoard events into the run directory.
+        mlflow: tracking URI of MLflow, such as ``sqlite:///mlflow.db``; empty: do not use it.
 
     """
 
@@ -87,7 +89,7 @@ class Settings:
     step: str = AUTO_STEP
     seed: int = 0
     optimizer: str = "sgd"
-    weighting: str = "equal"
+    weighting: str = "samples"
     max_share: float = 0.0
     participation: float = 1.0
     dropout: float = 0.0
@@ -106,6 +108,7 @@ class Settings:
     checkpoint_every: int = 1
     trust_partition_id: bool = False
     tensorboard: bool = False
+    mlflow: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "rounds", "eval_every", "checkpoint_every"):
