@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("accuracy", "example", "line", "overhead"))
     parser.add_argument("--example", choices=EXAMPLES, action="append")
+    parser.add_argument("--app", choices=("before", "after"), action="append", help="of accuracy")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--recipe", default="lean", help="of accuracy")
@@ -130,7 +131,7 @@ def measure_accuracy(options: argparse.Namespace) -> None:
     print("| app | accuracy, last 5 rounds, each run | mean | handed up | handed down |")
     print("|---|---|---|---|---|", flush=True)
     for example in options.example or EXAMPLES:
-        for half in ("before", "after"):
+        for half in options.app or ("before", "after"):
             for name in [name for name in sys.modules if name.startswith(names[example])]:
                 del sys.modules[name]
             sys.path.insert(0, str(ROOT / "examples" / example / half))
