@@ -68,7 +68,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
 
 @pytest.mark.parametrize(
     ("recipe", "share"),
-    [("laq", 1.0), ("lean", 0.4), ("gd", 0.05), ("onebit", 0.1), ("auto", 0.15), ("swap", 0.1)],
+    [("laq", 0.6), ("lean", 0.3), ("gd", 0.05), ("onebit", 0.1), ("auto", 0.15), ("swap", 0.1)],
 )
 def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) -> None:
     seen = play(int(NUM_SCHEDULES * share), recipe)
@@ -91,7 +91,7 @@ def test_schedules_find_a_protocol_without_digests() -> None:
         return find_base(recipe, mirror, order, draw)
 
     with pytest.raises(AssertionError, match="not noticed at contact"):
-        play(500, find=by_number_alone)
+        play(200, find=by_number_alone)
 
 
 def test_schedules_find_a_server_that_leaves_old_mirrors_in_its_sum() -> None:
