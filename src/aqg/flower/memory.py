@@ -1,4 +1,4 @@
-"""What a node remembers of a model: its public copy, and the mirror of its updates.
+"""What a node remembers of a model: its copy of it, and the mirror of its updates.
 
 Both are found out to be old, damaged or missing by their digests, and repaired: nothing here needs
 to be in step with anything else.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqg.errors import RunError
+from aqg.errors import ConfigError, RunError
 from aqg.flower.dropin.copies import PublicCopy
 from aqg.flower.dropin.tensors import Schema, Spec
 from aqg.flower.store import ContextVault
@@ -30,7 +30,13 @@ _logger = logging.getLogger("flwr.aqg")
 
 STATE_DIR = "aqg-state-dir"
 """Key of a node's own configuration: the directory in which it remembers."""
+SHARED_STATE_DIR = "client-state-dir"
+"""Key of the run-config: a directory in which every node has one of its own."""
+STATE_DAYS = "aqg-state-days"
+"""Key of a node's own configuration: for how many days it remembers runs that do not go on."""
 ENVIRONMENT = "AQG_STATE_DIR"
+IN_CONTEXT = "context"
+"""In place of a directory: remember in Flower's context, for as long as the node lives."""
 _DAYS = 30
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -41,19 +47,36 @@ class Memory:
     Args:
         context: Flower's.
         directory: where to remember; None to choose (see `state_directory`).
+        follows_node: whether the memory belongs to Flower's node id, as the drop-in's does. Our own
+            server knows clients by partition as well: one that comes back under another id
+            finds what it knew.
+
+    Attributes:
+        directory: this node's own; None where Flower's context remembers.
 
     """
 
-    def __init__(self, context: Context, directory: Path | None) -> None:
+    def __init__(
+        self, context: Context, directory: Path | None = None, follows_node: bool = True
+    ) -> None:
         self._context = context
-        found = directory if directory is not None else state_directory(context)
-        self._directory = None if found is None else found / f"node-{context.node_id}"
+        found, is_own = (directory, False) if directory else state_directory(context)
+        if found is not None and (follows_node or not is_own):
+            found /= _name(context, follows_node)
+        self.directory = found
+
+    def clients(self, key: str) -> ClientStore:
+        """Return the place for a client's mirror and model of a run of our own server."""
+        if self.directory is not None and not (self.directory / key).exists():
+            forget_old_runs(self.directory, days_to_keep(self._context))
+            return ClientStore(DirectoryVault(self.directory / key), key)
+        return ClientStore(self._vault(key, "aqg"), key)
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the public copy of a model."""
-        if self._directory is not None and not (self._directory / run).exists():
-            for node in self._directory.parent.glob("node-*"):  # also of nodes that are gone
-                forget_old_runs(node, _DAYS)
+        if self.directory is not None and not (self.directory / run).exists():
+            for node in self.directory.parent.glob("node-*"):  # also of nodes that are gone
+                forget_old_runs(node, days_to_keep(self._context))
         return CopyStore(self._vault(run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
@@ -62,27 +85,50 @@ class Memory:
         key = f"{run}-{choice.hexdigest()}"
         return ClientStore(self._vault(key), key)
 
-    def _vault(self, name: str) -> Vault:
-        if self._directory is None:
-            return ContextVault(self._context.state, f"aqg-{name}")
-        return DirectoryVault(self._directory / name)
+    def _vault(self, name: str, prefix: str = "") -> Vault:
+        if self.directory is None:
+            return ContextVault(self._context.state, prefix or f"aqg-{name}")
+        return DirectoryVault(self.directory / name)
 
 
-def state_directory(context: Context) -> Path | None:
-    """Return where a node remembers; None for Flower's own context.
+def state_directory(context: Context) -> tuple[Path | None, bool]:
+    """Return where nodes remember, None for Flower's own context; and whether one node owns it.
 
-    That is the directory in the node's configuration (``aqg-state-dir``), that in the environment
-    (``AQG_STATE_DIR``), Flower's context in a simulation, and otherwise ``~/.local/state/aqg``, or
-    ``aqg`` in ``XDG_STATE_HOME``.
+    That is the directory in the node's configuration (``aqg-state-dir``), in the run-config
+    (``client-state-dir``), in the environment (``AQG_STATE_DIR``), Flower's context in a
+    simulation, and otherwise ``~/.local/state/aqg``, or ``aqg`` in ``XDG_STATE_HOME``. Only the
+    first is one node's own. ``context`` as a directory stands for Flower's context.
     """
-    named = context.node_config.get(STATE_DIR) or os.environ.get(ENVIRONMENT)
+    own = context.node_config.get(STATE_DIR)
+    named = own or context.run_config.get(SHARED_STATE_DIR) or os.environ.get(ENVIRONMENT)
+    if named == IN_CONTEXT:
+        return None, False
     if named:
-        return Path(os.path.expandvars(str(named))).expanduser()
+        return Path(os.path.expandvars(str(named))).expanduser(), bool(own)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        return None
+        return None, False
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "aqg"
+    return Path(home).expanduser() / "aqg", False
+
+
+def partition_of(context: Context) -> int | None:
+    """Return the partition that a node's configuration names; None where it names none."""
+    partition = context.node_config.get("partition-id")
+    return partition if type(partition) is int else None
+
+
+def days_to_keep(context: Context) -> float:
+    """Return for how many days a node remembers runs that do not go on."""
+    days = context.node_config.get(STATE_DAYS, _DAYS)
+    if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
+        raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
+    return float(days)
+
+
+def _name(context: Context, follows_node: bool) -> str:
+    partition = None if follows_node else partition_of(context)
+    return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
 
 
 class CopyStore:

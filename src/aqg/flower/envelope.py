@@ -12,32 +12,39 @@ parts                  for every array record that is compressed: number of byte
 last four bytes        CRC-32 of all before
 ====================== =====================================================================
 
-The kinds are ``c`` (ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord that is compressed),
-``f`` (one that is beside the envelope and has an order in it) and ``x`` (one that is beside it).
+Messages of our own app and of the drop-in are alike: a model is one part. The kinds are ``c``
+(ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord that is compressed), ``f`` (one that is
+beside the envelope and has an order in it) and ``x`` (one that is beside it).
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from aqg import __version__
 from aqg.errors import MessageError, WireError
-from aqg.flower.records import pack_payload
 from aqg.wire.varint import read_varint, write_varint
 
 RECORD = "aqg"
 """The name of our record."""
+LARGE_BYTES = 4 << 20
+"""Payloads above this length are sent as arrays, which Flower sends in pieces."""
 _MARK = 0xA1
 _CRC_BYTES = 4
 _BYTES = "bytes"
 _SMALL = ("c", "m")
 COMPRESSED, FULL, BESIDE = "a", "f", "x"
+_MOST_BYTES = 1 << 40
+_FAILED = 6
+"""Flower's code for a mod whose conditions are not met."""
+_logger = logging.getLogger("flwr.aqg")
 
 
 @dataclass
@@ -110,19 +117,59 @@ class Envelope:
             raise MessageError(f"a record of the message cannot be read: {error}") from None
 
 
-def pack(envelope: Envelope) -> ConfigRecord | ArrayRecord:
+Payload = ConfigRecord | ArrayRecord
+
+
+def pack_payload(data: bytes) -> Payload:
+    """Return the record that carries ``data``."""
+    if len(data) <= LARGE_BYTES:
+        return ConfigRecord({_BYTES: data})
+    return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
+
+
+def unpack_payload(content: RecordDict, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of the record called ``name``; more than ``max_bytes`` are refused."""
+    record = content.get(name)
+    if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
+        raise MessageError(f"the message has no record {name!r} with bytes alone")
+    value: Any = record[_BYTES]
+    data = value.data if isinstance(value, Array) else value
+    if not isinstance(data, bytes):
+        raise MessageError(f"record {name!r} holds {type(data).__name__}, not bytes")
+    if len(data) > max_bytes:
+        raise MessageError(f"record {name!r} has {len(data)} bytes; {max_bytes} are the most")
+    return data
+
+
+def pack(envelope: Envelope) -> Payload:
     """Return the record of an envelope."""
     return pack_payload(envelope.to_bytes())
 
 
-def unpack(content: RecordDict) -> Envelope:
-    """Return the envelope in a message; raise `MessageError` or `WireError` where there is none."""
-    record = content.get(RECORD)
-    value: Any = record[_BYTES] if isinstance(record, ConfigRecord | ArrayRecord) else None
-    data = value.data if isinstance(value, Array) else value
-    if not isinstance(data, bytes):
-        raise MessageError(f"record {RECORD!r} holds no bytes")
-    return Envelope.from_bytes(data)
+def unpack(content: RecordDict, max_bytes: int = _MOST_BYTES) -> Envelope:
+    """Return the envelope in a message.
+
+    Raises `MessageError` or `WireError` where there is none, where it is longer than ``max_bytes``,
+    and where another version of ``aqg`` wrote it.
+    """
+    envelope = Envelope.from_bytes(unpack_payload(content, RECORD, max_bytes))
+    if envelope.version != __version__:
+        raise MessageError(
+            f"the other side has aqg {envelope.version}, this one {__version__}; both need the "
+            "same version of aqg"
+        )
+    return envelope
+
+
+def answer(message: Message, envelope: Envelope) -> Message:
+    """Return the reply that is an envelope alone."""
+    return Message(RecordDict({RECORD: pack(envelope)}), reply_to=message)
+
+
+def refusal(message: Message, error: Exception) -> Message:
+    """Return a node's reply to what it cannot use: it says what is wrong."""
+    _logger.error("%s", error)
+    return Message(Error(_FAILED, f"aqg {__version__}: {error}"), reply_to=message)
 
 
 def num_bytes(content: RecordDict) -> int:
