@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_every_recipe_has_its_formula_and_every_name_is_a_recipe():
     assert named == set(RECIPES)
 
 
-OF_FLOWER = {"--isolation", "--database", "--run-config"}
+OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address"}
 """Options of Flower's commands that pages name by themselves."""
 
 
@@ -243,3 +244,12 @@ def test_the_equations_are_where_the_page_says():
     assert len(names) > 20
     missing = [n for n in names if not any(is_there(prefix + n) for prefix in _PREFIXES)]
     assert set(missing) <= {"losses_and_gradients", "largest_step_size"}  # named after a module
+
+
+def test_settings_of_a_deployment_are_in_the_reference():
+    settings = pytest.importorskip("aqg.flower.settings")
+    text = TEXTS[ROOT / "docs/reference/flower.md"]
+    section = text[text.index("## Settings") : text.index("## What is kept")]
+    listed = re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^- (.*?) \(", section, re.MULTILINE)))
+    names = [field.name.replace("_", "-") for field in fields(settings.Settings)]
+    assert sorted(listed) == sorted(names)
