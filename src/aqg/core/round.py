@@ -376,7 +376,7 @@ def who_speaks(
     """
     places = np.empty((3, len(wanting)), np.int64)
     num_sending, num_silent, num_faulty = _sort(
-        wanting, in_range, silent_rounds, max_staleness, places
+        np.ascontiguousarray(wanting), in_range, silent_rounds, max_staleness, places
     )
     return places[0, :num_sending], places[1, :num_silent], places[2, :num_faulty]
 
