@@ -120,6 +120,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return _share_minima(runs)
 
 
+def holds_runs(path: Path) -> bool:
+    """Tell whether there is any run in a directory."""
+    return path.is_dir() and bool(_find_below(path, _MAX_DEPTH))
+
+
 def find_runs(path: Path) -> list[Path]:
     """Return the run directories in ``path``: itself, or those below it.
 
