@@ -25,7 +25,7 @@ LIBRARY = """
 import numpy as np
 import aqg
 
-recipe = aqg.make_recipe("lean")
+recipe = aqg.make_recipe("gd")
 server = aqg.init_server(recipe, np.zeros(3), num_clients=1)
 client = aqg.init_client(recipe, 3, "float64")
 for _ in range(60):

@@ -323,8 +323,8 @@ class Report {
       item.append(text);
     };
     for (const width of this.data.widths) add(widthColor(width, this.data.widths), width === 1 ? "1 bit" : `${width} bits`);
-    add(ramp.silent, "silent", true);
-    if (this.data.runs.some((run) => run.activity.away.some((n) => n > 0))) add(ramp.away, "away");
+    add(ramp.silent, "skipped", true);
+    if (this.data.runs.some((run) => run.activity.away.some((n) => n > 0))) add(ramp.away, "dropped out");
   }
 
   // ------------------------------------------------------------ incidents, settings

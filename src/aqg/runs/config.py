@@ -187,7 +187,7 @@ class RunConfig:
         return code.path.stem if code is not None else Path(self.dataset).name
 
     def dropout_schedule(self) -> Dropout:
-        """Return who is away when."""
+        """Return who drops out when."""
         random = BernoulliDropout(self.dropout, self.seed)
         if not self.absences:
             return random
@@ -196,7 +196,7 @@ class RunConfig:
         return ScriptedDropout(tuple(Absence(*absence) for absence in self.absences), random)
 
     def training(self) -> Training:
-        """Return what clients compute, who is asked, how they count, and the server's step."""
+        """Return what clients compute, who is sampled, how they count, and the server's step."""
         local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
         optimizer = make_optimizer(self.optimizer)

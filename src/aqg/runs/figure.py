@@ -1,4 +1,4 @@
-"""The picture of a comparison: the same curves against rounds, uploads and bytes of both ways."""
+"""The picture of a comparison: curves against rounds, uploads and bytes in both directions."""
 
 from __future__ import annotations
 
