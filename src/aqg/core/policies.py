@@ -1,4 +1,4 @@
-"""Rules that decide whether a client speaks, and with how many bits.
+"""Rules that decide whether a client uploads, and with how many bits.
 
 Every rule is a pure function of the innovation's statistics and one number from the server, with
 any leading client axes: the same code decides for one client and for a thousand.
