@@ -118,8 +118,7 @@ class Environment:
         self.bin = folder / "bin"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self.packages = folder / "lib" / version / "site-packages"
-        # Kernels are compiled here once more; how fast they are does not matter.
-        self.settings = {"MPLCONFIGDIR": str(folder), "NUMBA_OPT": "0", "cwd": str(folder)}
+        self.settings = {"MPLCONFIGDIR": str(folder), "cwd": str(folder)}
 
     def install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
