@@ -125,8 +125,8 @@ class Switch(Stage, Protocol):
     """A stage that puts every client into one of several modes.
 
     Its state has a field ``branch``, the mode each client was in last: 0 for the recipe's own
-    policy, quantizer and stages, ``i`` for ``branches[i - 1]``. `before` sets it. A client that enters a
-    branch begins with its stages as new.
+    policy, quantizer and stages, ``i`` for ``branches[i - 1]``. `before` sets it. A client that
+    enters a branch begins with its stages as new.
     """
 
     @property
