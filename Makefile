@@ -8,7 +8,7 @@ SOURCES := conftest.py src tests benchmarks examples fuzz tools
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test check format docs clean
+.PHONY: run test quick check format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
@@ -16,6 +16,15 @@ run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what th
 # One thread each: tests run side by side. One more of them than cores, as many wait for processes.
 test: check  ## every check: format, lint, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
+
+# What most changes break first: the algorithm, the frames, both simulators, and their examples.
+QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine_rounds.py \
+	tests/objectives/test_gradients.py tests/runs/test_config.py tests/runs/test_directory.py \
+	tests/test_public_names.py src/aqg/core src/aqg/wire src/aqg/runs \
+	--ignore=tests/wire/test_hostile.py --ignore=tests/wire/test_warm_up.py
+
+quick: check  ## an answer within two minutes: format, lint, types and the tests of the core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal -q $(QUICK)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)

@@ -20,6 +20,7 @@ from aqg.cli.display import (
 )
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import (
     RunConfig,
@@ -41,8 +42,8 @@ from aqg.runs.executor import Interrupted, Reported, ThisProcess, run_tasks
 from aqg.runs.figure import draw_comparison
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import find_minimum, load_problem, try_out
+from aqg.runs.tasks import Compiling
 from aqg.sim.backends import check_device
-from aqg.warmup import warm_up
 from aqg.weights import BEST
 
 if TYPE_CHECKING:
@@ -102,16 +103,18 @@ class _Run:
 
 def run_command(options: RunOptions) -> None:
     """Run the recipes one after the other, then show and save the comparison."""
-    with _planned(options) as plan:
+    with _planned(options) as plan, when_compiling(_say_so):
         _carry_out(plan, options)
+
+
+def _say_so() -> None:
+    print(Compiling.text, file=sys.stderr, flush=True)
 
 
 def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console = Console(stderr=options.as_json)
     config = plan.runs[0][0]
     check_device(config.device)
-    with console.status("Preparing kernels (compiled once, then cached) ..."):
-        warm_up()
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
         try_out(config, problem)
