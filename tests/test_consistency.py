@@ -16,7 +16,7 @@ import pytest
 import typer
 
 import aqg
-from aqg.cli.app import app
+from aqg.cli.app import app, run_app
 from aqg.core.recipes import RECIPES
 from aqg.runs.config import SETTINGS, resolve
 from aqg.studies.compare.comparison import open_comparison
@@ -57,6 +57,37 @@ def test_what_aqg_run_trains_is_what_pages_say():
     assert re.findall(r"^\| `([a-z0-9-]+)`", table, re.MULTILINE) == DEFAULTS
     printed = re.findall(r"^ ([a-z0-9-]+) +\d\.\d{6}", TEXTS[ROOT / "README.md"], re.MULTILINE)
     assert printed == DEFAULTS
+
+
+_SIZE = {"B": 1, "kB": 1e3, "MB": 1e6}
+
+
+def printed_rows(text):
+    """Return loss, uploads and bytes up and down of each recipe in what ``aqg run`` prints."""
+    row = r"^ ([a-z0-9-]+) +(\d\.\d{6}) .*? ([\d,]+) +[\d,]+ +([\d.]+) (k?M?B) +([\d.]+) (k?M?B) "
+    return {
+        name: (
+            float(loss),
+            int(uploads.replace(",", "")),
+            float(up) * _SIZE[up_unit],
+            float(down) * _SIZE[down_unit],
+        )
+        for name, loss, uploads, up, up_unit, down, down_unit in re.findall(row, text, re.MULTILINE)
+    }
+
+
+def test_the_readme_shows_what_aqg_run_prints(tmp_path, capsys):
+    assert run_app(["run", "--out", str(tmp_path / "out")]) == 0
+    printed, shown = capsys.readouterr().out, TEXTS[ROOT / "README.md"]
+    ours, theirs = printed_rows(printed), printed_rows(shown)
+    assert list(ours) == list(theirs) == DEFAULTS
+    for name, values in theirs.items():
+        assert ours[name] == pytest.approx(values, rel=0.05), name  # machines round differently
+    sentence = (
+        r"after 500 rounds: test acc ([\d.]+)% \(gd: ([\d.]+)%\); (\d+) times fewer bytes up, (\d+)"
+    )
+    (mine,), (said,) = re.findall(sentence, printed), re.findall(sentence, shown)
+    assert [float(x) for x in mine] == pytest.approx([float(x) for x in said], rel=0.05)
 
 
 def test_one_recipe_is_called_the_default():
