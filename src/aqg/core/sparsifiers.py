@@ -91,8 +91,9 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
-    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r``,
-    and for that no more than ``n/10``: training that goes on as fast as with whole updates.
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r``
+    and ``2r√n``, and for that no more than ``n/10``: training that goes on as fast as with whole
+    updates. Small models need a larger part of their coordinates, and it costs them little.
 
     Attributes:
         overhead: the transport's bytes.
@@ -123,11 +124,14 @@ class AdaptiveTernary(NormOnly):
         [3000, 785]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 6360, 15901]
+        >>> [AdaptiveTernary(keep=0.005).num_kept(n) for n in (2410, 6871, 355_658)]
+        [98, 166, 1778]
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
+        share = max(self.keep, 2.0 / math.sqrt(num_params)) if self.keep else 0.0
         fitting = min(
-            max(self.overhead / 4.0, self.keep * pause * num_params), _LARGEST_PART * num_params
+            max(self.overhead / 4.0, share * pause * num_params), _LARGEST_PART * num_params
         )
         return min(num_params, round(max(wanted, fitting)))
 
