@@ -34,8 +34,8 @@ def differences_table(results: Results) -> Table:
         "Every difference from Table 2",
         "Ratios are ours over the paper's, median and range over the seeds that reach it "
         "(logistic: converge): that much is measured. The last two columns say where a "
-        "difference may come from: a *definition*, a *reading* of ours where the paper says nothing, or a *conjecture* "
-        "that nothing here decides.",
+        "difference may come from: a *definition*, a *reading* of ours where the paper says "
+        "nothing, or a *conjecture* that nothing here decides.",
         ("setting", "recipe", "ours over the paper's", "known by", "why"),
         tuple(rows),
     )
