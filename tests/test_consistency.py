@@ -284,3 +284,11 @@ def test_settings_of_a_deployment_are_in_the_reference():
     listed = re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^- (.*?) \(", section, re.MULTILINE)))
     names = [field.name.replace("_", "-") for field in fields(settings.Settings)]
     assert sorted(listed) == sorted([*names, "client-state-dir"])  # the last is the clients'
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_bar_stands_within_code_in_a_table(page):
+    """GitHub and the site read an escaped bar within code differently."""
+    for line in _FENCED.sub("", TEXTS[page]).splitlines():
+        if line.startswith("|"):
+            assert not [code for code in re.findall(r"`([^`]*)`", line) if "|" in code], line
