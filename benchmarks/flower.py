@@ -190,9 +190,11 @@ def measure_bytes(options: argparse.Namespace) -> None:
         settings["downlink"] = options.downlink
         deployment.run(APP, settings)
         wait_for_round(directory, 2)  # the app itself has been sent to the nodes by then
-        begin = now()
+        begin, requests = now(), Requests()
+        deployment.meter.watch = requests.hear
         rows = wait_for_round(directory, options.rounds)
         spent = now() - begin
+        deployment.meter.watch = None
     messages = (options.rounds - 2) * options.nodes
     payloads = [sum(row[name] for row in rows[2:]) for name in ("upload_bytes", "download_bytes")]
     cpu, *moved = spent[1:] - rates * spent[0]
@@ -205,6 +207,12 @@ def measure_bytes(options: argparse.Namespace) -> None:
             f"{moved[place] / messages:,.0f}" for place in range(index, len(moved), 2)
         )
         print(f"| {name} | {frame} | {cells} |")
+    print("\n| sent by a node, per message | requests | bytes | of them payload |")
+    print("|---|---|---|---|")
+    for path in sorted(requests.counts):
+        count, size, body = requests.counts[path], requests.sizes[path], requests.bodies[path]
+        per = [f"{count / messages:.1f}", *(f"{x / messages:,.0f}" for x in (size, body))]
+        print(f"| {path} | {' | '.join(per)} |")
     print(f"\nCPU of the SuperLink: {1e3 * cpu / messages:.0f} ms per message and its reply")
     idling = ", ".join(f"{rate / options.nodes:.0f}" for rate in rates[1:])
     print(
@@ -212,6 +220,26 @@ def measure_bytes(options: argparse.Namespace) -> None:
         f"{1e3 * rates[0] / options.nodes:.1f} ms of that CPU and {idling} bytes "
         "(up and down; connection, then interface)"
     )
+
+
+class Requests:
+    """Counts the requests of all nodes, and their bytes, by what they ask for."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
+        self.bodies: Counter[str] = Counter()
+        self._current: dict[int, str] = {}
+
+    def hear(self, _name: str, connection: int, data: bytes) -> None:
+        """Take note of what a node sends on a connection: heads of requests, or bodies."""
+        for found in re.finditer(rb"POST (\S+) HTTP.*?\r\n\r\n", data, re.DOTALL):
+            path = found[1].decode().rpartition("/")[2]
+            self._current[connection] = path
+            self.counts[path] += 1
+            length = re.search(rb"content-length: (\d+)", found[0], re.IGNORECASE)
+            self.bodies[path] += int(length[1]) if length else 0
+        self.sizes[self._current.get(connection, "other")] += len(data)
 
 
 def cpu_seconds(process: int | None) -> float:

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 _MESSAGE_BYTES = 12_000
-"""What Flower adds to a reply, up to a few hundred bytes: ``benchmarks/flower.py bytes``."""
+"""What Flower adds to an order and its reply, to within a few hundred bytes:
+``benchmarks/flower.py bytes``."""
 _TASKS_KEPT = 8
 _NO_PARTITION = -1
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 _CHUNK_BYTES = 1 << 16
@@ -40,11 +41,15 @@ class Meter:
         host: where to listen, and where the target is.
         target: the port to pass connections on to.
 
+    Attributes:
+        watch: is told the name, a number for the connection, and what a node sends; None: nobody.
+
     """
 
     def __init__(self, host: str, target: int) -> None:
         self.host = host
         self.target = target
+        self.watch: Callable[[str, int, bytes], None] | None = None
         self._counts: dict[str, list[int]] = {}
         self._cut: set[str] = set()
         self._open: dict[str, set[asyncio.StreamWriter]] = {}
@@ -125,22 +130,24 @@ class Meter:
         self._open[name] |= ends
         try:
             await asyncio.gather(
-                self._pump(self._counts[name], 0, reader, there_writer),
-                self._pump(self._counts[name], 1, there_reader, writer),
+                self._pump(name, 0, reader, there_writer),
+                self._pump(name, 1, there_reader, writer),
             )
         finally:
             self._open[name] -= ends
             there_writer.transport.abort()
 
-    @staticmethod
     async def _pump(
-        counts: list[int],
+        self,
+        name: str,
         direction: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         while data := await reader.read(_CHUNK_BYTES):
-            counts[direction] += len(data)
+            self._counts[name][direction] += len(data)
+            if direction == 0 and self.watch is not None:
+                self.watch(name, id(reader), data)
             writer.write(data)
             await writer.drain()
         if writer.can_write_eof():
