@@ -17,7 +17,7 @@ import typer
 
 import aqg
 from aqg.cli.app import app, run_app
-from aqg.core.recipes import RECIPES
+from aqg.core.recipes import RECIPES, make_recipe
 from aqg.runs.config import SETTINGS, resolve
 from aqg.studies.compare.comparison import open_comparison
 from aqg.studies.compare.plan import comparable, read_outcomes
@@ -111,6 +111,13 @@ def test_every_recipe_has_its_formula_and_every_name_is_a_recipe():
 
 OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address"}
 """Options of Flower's commands that pages name by themselves."""
+
+
+def test_swap_is_what_pages_say():
+    swap = make_recipe("swap")
+    said = {keep for text in TEXTS.values() for keep in re.findall(r"`auto:(keep=[\d.]+)`", text)}
+    assert len(said) == 1, said
+    assert make_recipe(f"auto:{said.pop()}") == swap
 
 
 def options(command):
