@@ -299,3 +299,9 @@ def test_no_bar_stands_within_code_in_a_table(page):
     for line in _FENCED.sub("", TEXTS[page]).splitlines():
         if line.startswith("|"):
             assert not [code for code in re.findall(r"`([^`]*)`", line) if "|" in code], line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_nothing_is_left_to_fill_in(page):
+    prose = re.sub(r"`[^`\n]*`", "", _FENCED.sub("", TEXTS[page]))
+    assert not re.findall(r"\b(?:TODO|TBD|FIXME|XXX)\b|\| [A-Z]{4,} \|", prose)
