@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := conftest.py src tests benchmarks examples fuzz
+SOURCES := conftest.py src tests benchmarks examples fuzz tools
 
 # Every install, build tools included, takes the tested versions.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test check format clean
+.PHONY: run test quick check format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
@@ -16,6 +16,15 @@ run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what th
 # One thread each: tests run side by side. One more of them than cores, as many wait for processes.
 test: check  ## every check: format, lint, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
+
+# What most changes break first: the algorithm, the frames, both simulators, and their examples.
+QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine_rounds.py \
+	tests/objectives/test_gradients.py tests/runs/test_config.py tests/runs/test_directory.py \
+	tests/test_public_names.py src/aqg/core src/aqg/wire src/aqg/runs \
+	--ignore=tests/wire/test_hostile.py --ignore=tests/wire/test_warm_up.py
+
+quick: check  ## an answer within two minutes: format, lint, types and the tests of the core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal -q $(QUICK)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)
@@ -26,8 +35,13 @@ format: $(VENV)/.ready-test  ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+docs: $(VENV)/.ready-test  ## build the pages in docs/ into site/, offline; broken links are errors
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/site.py
+	@echo "Open site/index.html; for the search: $(BIN)/python -m http.server -d site"
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf site $(VENV) .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"aqg needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}; try make PYTHON=python3.11")'
@@ -39,7 +53,7 @@ $(VENV)/.ready-run: $(BIN)/python pyproject.toml constraints.txt
 
 # CI looks at reports in a browser; elsewhere that test is skipped where there is none.
 $(VENV)/.ready-test: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --editable '.[all,dev]'
+	$(BIN)/pip install --quiet --editable '.[all,dev,docs]'
 	@if [ -n "$$CI" ] && ! command -v chromium > /dev/null && command -v apt-get > /dev/null; then \
 		apt-get update -qq && apt-get install -y -qq chromium > /dev/null || true; fi
 	touch $@ $(VENV)/.ready-run

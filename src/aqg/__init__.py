@@ -32,7 +32,7 @@ from aqg.exchange import client_step, receive
 from aqg.weights import load_model
 from aqg.wire import decode, encode
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SGD",

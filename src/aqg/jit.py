@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -18,7 +19,11 @@ else:
 
 
 def njit(**options: Any) -> Callable[[Function], Function]:
-    """Compile a function with numba: cached on disk, without the interpreter lock.
+    """Compile a function with numba when it is first called: without the interpreter lock, cached.
+
+    Numba keeps the result in ``NUMBA_CACHE_DIR`` if that is set, else beside the source, else,
+    where that cannot be written, in the user's cache directory. Where nothing can be written, every
+    process compiles for itself.
 
     Never decorate one function in two ways: numba's cache does not tell the results apart.
     """
@@ -26,7 +31,52 @@ def njit(**options: Any) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         if not HAVE_NUMBA:
             return function
-        compiled: Function = numba.njit(cache=True, nogil=True, **options)(function)
+        compiled: Function
+        try:
+            compiled = numba.njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError:  # no directory for the cache
+            compiled = numba.njit(nogil=True, **options)(function)
         return compiled
 
     return decorate
+
+
+def part(**options: Any) -> Callable[[Function], Function]:
+    """Compile a function that only compiled functions of the same file call.
+
+    It becomes a part of each of its callers. Without a file in the cache and a way in from Python
+    it compiles faster. Numba compiles it again for every literal argument: pass constants
+    as ``np.int64(…)``.
+    """
+
+    def decorate(function: Function) -> Function:
+        if not HAVE_NUMBA:
+            return function
+        inner: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **options}
+        compiled: Function = numba.njit(**inner)(function)
+        return compiled
+
+    return decorate
+
+
+@contextmanager
+def when_compiling(notify: Callable[[], None]) -> Iterator[None]:
+    """Call ``notify`` once, before the first kernel that is compiled and not found in the cache."""
+    if not HAVE_NUMBA:
+        yield
+        return
+    from numba.core import event
+
+    class Listener(event.Listener):  # type: ignore[misc, unused-ignore]
+        is_first = True
+
+        def on_start(self, event: Any) -> None:  # noqa: ARG002
+            if self.is_first:
+                self.is_first = False
+                notify()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        yield

@@ -31,7 +31,21 @@ def aqg(*arguments, cwd, env=None, check=True):
     return done
 
 
-def test_the_first_run(tmp_path):
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """Return a function that runs a command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments, code=0):
+        capsys.readouterr()
+        assert run_app(list(map(str, arguments))) == code
+        return capsys.readouterr()
+
+    return run
+
+
+def test_the_first_run(tmp_path, here):
     done = aqg("run", *QUICK, cwd=tmp_path)
     assert "Traceback" not in done.stderr
     words = ("auto", "gd", "laq", "final loss", "test acc", "uploads", "bits/param", "up", "down")
@@ -49,13 +63,13 @@ def test_the_first_run(tmp_path):
         records = {"config.toml", "rounds.jsonl", "summary.json", "checkpoint.npz"}
         assert files == models | records
     # The run repeats from its own directory, to the last byte.
-    aqg("run", "--config", directory / "config.toml", "--out", tmp_path / "again", cwd=tmp_path)
+    here("run", "--config", directory / "config.toml", "--out", tmp_path / "again")
     for recipe in ("auto", "gd", "laq"):
         first = (directory / recipe / "rounds.jsonl").read_text()
         assert (tmp_path / "again" / recipe / "rounds.jsonl").read_text() == first
 
 
-def test_json_is_one_object_on_stdout(tmp_path):
+def test_json_is_one_object_on_stdout(tmp_path, here):
     options = ("--recipe", "lean,gd", "--target", "0.6", "--dropout", "0.1", "--out", "x")
     done = aqg("run", *QUICK, *options, "--json", cwd=tmp_path)
     runs = json.loads(done.stdout)["runs"]
@@ -72,26 +86,26 @@ def test_json_is_one_object_on_stdout(tmp_path):
         assert target["total_bytes"] == target["upload_bytes"] + target["download_bytes"]
         assert target["upload_bytes"] < target["total_bytes"] < run["total_bytes"]
         assert target["uploads"] * 32 >= target["bits_per_param"]
-    unreached = aqg("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json", cwd=tmp_path)
-    assert set(json.loads(unreached.stdout)["runs"][0]["target"].values()) == {1e-9, None}
-    plain = aqg("run", *QUICK, "--recipe", "gd", "--model", "mlp:4", "--json", cwd=tmp_path)
-    (run,) = json.loads(plain.stdout)["runs"]
+    unreached = here("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json")
+    assert set(json.loads(unreached.out)["runs"][0]["target"].values()) == {1e-9, None}
+    plain = here("run", *QUICK, "--recipe", "gd", "--model", "mlp:4", "--json")
+    (run,) = json.loads(plain.out)["runs"]
     assert run["residual"] is None
     assert "target" not in run
 
 
-def test_engines_and_options_agree(tmp_path):
+def test_engines_and_options_agree(here):
     options = ("--recipe", "aqg-2", "--partition", "dirichlet:0.5", "--bits", 3, "--l2", 0.05)
-    fast = aqg("run", *QUICK, *options, "--json", cwd=tmp_path)
-    reference = aqg("run", *QUICK, *options, "--engine", "reference", "--json", cwd=tmp_path)
-    assert fast.stdout == reference.stdout
+    fast = here("run", *QUICK, *options, "--json")
+    reference = here("run", *QUICK, *options, "--engine", "reference", "--json")
+    assert fast.out == reference.out
 
 
-def test_listings(tmp_path):
-    recipes = aqg("recipes", cwd=tmp_path).stdout
+def test_listings(tmp_path, here):
+    recipes = here("recipes").out
     assert all(name in recipes for name in RECIPES)
     assert "[xi=1] [eta=0.5]" in recipes
-    datasets = aqg("datasets", cwd=tmp_path).stdout
+    datasets = here("datasets").out
     assert all(name in datasets for name in ("digits", "mnist", "heterogeneous"))
     assert aqg("--version", cwd=tmp_path).stdout.startswith("aqg ")
 
@@ -157,9 +171,9 @@ def test_an_occupied_directory_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path):
-    options = ("--recipe", "lean,laq", "--rounds", "1500", "--dropout", "0.2")
-    aqg("run", *options, "--out", "whole", cwd=tmp_path)
+def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
+    options = ("--recipe", "lean,laq", "--rounds", "600", "--dropout", "0.2")
+    here("run", *options, "--out", "whole")
     command = [sys.executable, "-m", "aqg", "run", *options, "--out", "cut"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
@@ -177,10 +191,9 @@ def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path):
     assert "aqg run --resume cut" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "cut" / "lean" / "summary.json").exists()
-    changed = aqg("run", "--resume", "cut", "--alpha", "0.01", cwd=tmp_path, check=False)
-    assert changed.returncode == 2
-    assert "cannot resume 'cut' with alpha 0.01: the run has alpha 0.1" in changed.stderr
-    aqg("run", "--resume", "cut", cwd=tmp_path)
+    changed = here("run", "--resume", "cut", "--alpha", "0.01", code=2)
+    assert "cannot resume 'cut' with alpha 0.01: the run has alpha 0.1" in changed.err
+    here("run", "--resume", "cut")
     for recipe in ("lean", "laq"):
         for name in ("rounds.jsonl", "summary.json"):
             expected = (tmp_path / "whole" / recipe / name).read_text()

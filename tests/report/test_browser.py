@@ -88,7 +88,7 @@ def chip(page, name):
 
 
 def test_every_plot_and_table_is_drawn(page):
-    assert page.locator(".plot svg").count() == len(PLOTS) + 8
+    assert page.locator(".plot svg").count() == len(PLOTS) + 8 + 3
     for plot in CURVES:
         assert recipes_drawn(page, plot) == ["0", "1", "2", "3"], plot
         assert page.locator(f"{plot} .band").count() == 3, plot  # all but the run without company
@@ -106,6 +106,25 @@ def test_every_plot_and_table_is_drawn(page):
     assert "not finished" in page.locator("#results-table").inner_text()
     assert "late" in page.locator("#incidents-note").inner_text()
     assert page.locator("#versions").inner_text().startswith("this report")
+
+
+def test_cost_and_delay_have_a_point_for_each_recipe_that_gets_there(page):
+    panels = page.locator("#frontier figure")
+    assert panels.count() == 3  # the loss and two metrics
+    assert "within 0.5 of its minimum" in panels.first.inner_text()
+    first = page.locator(".frontier-plot").first
+    assert first.locator("circle").count() == 4
+    assert first.locator("path.frontier").get_attribute("d").startswith("M")
+    first.evaluate("node => node.scrollIntoView({ block: 'center' })")
+    first.locator("circle").last.hover()
+    told = page.locator("#tooltip").inner_text()
+    assert "rounds" in told
+    assert "bytes uploaded and downloaded" in told
+    chip(page, "laq").click()
+    assert first.locator("circle").count() == 3
+    page.wait_for_timeout(600)
+    chip(page, "laq").click()
+    page.mouse.move(1, 1)
 
 
 def test_text_from_runs_is_shown_as_text(page):

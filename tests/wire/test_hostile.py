@@ -40,11 +40,14 @@ def test_a_hundred_thousand_damaged_frames(seed: int) -> None:
     assert 500 < outcomes["accepted"] < 10_000
 
 
-def test_with_bounds_checks_and_resident_memory(tmp_path: Path) -> None:
+def test_with_bounds_checks_and_resident_memory(pytestconfig: pytest.Config) -> None:
+    cache = pytestconfig.cache
+    assert cache is not None
     environment = dict(
         os.environ,
         NUMBA_BOUNDSCHECK="1",
-        NUMBA_CACHE_DIR=str(tmp_path),  # the cache does not know compiled code with checks apart
+        # Apart from other kernels: numba does not know compiled code with checks from that without.
+        NUMBA_CACHE_DIR=str(cache.mkdir("kernels-with-bounds-checks")),
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "src")]),
     )
     result = subprocess.run(

@@ -159,13 +159,13 @@ def run(
     max_staleness: Annotated[
         int | None,
         typer.Option(
-            help="Force an upload after this many silent rounds.", rich_help_panel=_ALGORITHM
+            help="Force an upload after this many skipped rounds.", rich_help_panel=_ALGORITHM
         ),
     ] = None,
     dropout: Annotated[
         float | None,
         typer.Option(
-            help="Chance that a client is away in a round, from 0 to below 1.",
+            help="Probability that a client drops out of a round, from 0 to below 1.",
             rich_help_panel=_ALGORITHM,
         ),
     ] = None,
@@ -222,7 +222,7 @@ def run(
     participation: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of clients asked in a round, above 0 to 1.", rich_help_panel=_TRAINING
+            help="Fraction of clients sampled in a round, above 0 to 1.", rich_help_panel=_TRAINING
         ),
     ] = None,
     optimizer: Annotated[

@@ -161,8 +161,8 @@ def compare(
         bool,
         typer.Option(
             "--search",
-            help="Find every recipe's best step size and knob first, on seed 0; those close to the "
-            "best have a final, with two seeds more.",
+            help="Find every recipe's best step size and parameters first, on seed 0; those close "
+            "to the best have a final, with two seeds more.",
         ),
     ] = False,
     quick: Annotated[
@@ -172,9 +172,9 @@ def compare(
         bool,
         typer.Option(
             "--swap-in",
-            help="Compare by another measure: the bytes, both ways, until a recipe is as good as "
-            "federated averaging in full precision, and by how many rounds it is later. Other "
-            "tasks; all of them, and all recipes, by default.",
+            help="Compare by another measure: the bytes in both directions until a recipe is as "
+            "good as federated averaging in full precision, and by how many rounds it is later. "
+            "Other tasks; all of them, and all recipes, by default.",
         ),
     ] = False,
     saved: Annotated[
@@ -204,8 +204,8 @@ def compare(
     """Compare recipes by the bytes that clients send and receive until a target is reached.
 
     A run ends when its model has the loss or test accuracy that the task asks for. Every recipe is
-    run with the best step size and knob that the same search found for each. Ctrl-C keeps what is
-    finished; --resume goes on.
+    run with the best step size and parameters that the same search found for each. Ctrl-C keeps
+    what is finished; --resume goes on.
     """
     from rich.console import Console
 

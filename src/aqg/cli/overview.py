@@ -23,6 +23,7 @@ from aqg.cli.live import LiveDisplay
 from aqg.runs.cost import add_bytes
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.table import format_bytes
+from aqg.runs.tasks import Compiling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +68,7 @@ class Overview(LiveDisplay):
         self._num_ended = 0
         self._bytes_before = bytes_before
         self._started = time.monotonic()
+        self._compiles = False
         self._bytes: dict[int, int | None] = {}
         self._names: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
@@ -104,6 +106,10 @@ class Overview(LiveDisplay):
                 self._lines[index] = self._run_lines.add_task(
                     job.name, total=job.config.rounds, loss="-", size="-"
                 )
+            case Reported(_, Compiling()):
+                if not self._compiles:
+                    self._compiles = True
+                    self._say(Compiling.text)
             case Reported(index, progress):
                 loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
                 size = both_directions(progress)

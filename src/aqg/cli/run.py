@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from aqg.cli.display import DIRECTIONS_NOTE, progress_bars, result_table, target_table
+from aqg.cli.display import (
+    BASELINES,
+    DIRECTIONS_NOTE,
+    headline,
+    progress_bars,
+    result_table,
+    target_table,
+)
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import (
     RunConfig,
@@ -34,8 +42,8 @@ from aqg.runs.executor import Interrupted, Reported, ThisProcess, run_tasks
 from aqg.runs.figure import draw_comparison
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import find_minimum, load_problem, try_out
+from aqg.runs.tasks import Compiling
 from aqg.sim.backends import check_device
-from aqg.warmup import warm_up
 from aqg.weights import BEST
 
 if TYPE_CHECKING:
@@ -95,16 +103,18 @@ class _Run:
 
 def run_command(options: RunOptions) -> None:
     """Run the recipes one after the other, then show and save the comparison."""
-    with _planned(options) as plan:
+    with _planned(options) as plan, when_compiling(_say_so):
         _carry_out(plan, options)
+
+
+def _say_so() -> None:
+    print(Compiling.text, file=sys.stderr, flush=True)
 
 
 def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console = Console(stderr=options.as_json)
     config = plan.runs[0][0]
     check_device(config.device)
-    with console.status("Preparing kernels (compiled once, then cached) ..."):
-        warm_up()
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
         try_out(config, problem)
@@ -142,10 +152,13 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         console.width = max(console.width, 120)  # a file has no edge to wrap at
     console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
-    if any(summary.recipe in ("gd", "laq") for summary in summaries):
+    if any(summary.recipe in BASELINES for summary in summaries):
         counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
         note += f" vs: how many times fewer, {counted}."
     console.print(f"{note}\n", style="dim")
+    sentence = headline(summaries)
+    if sentence is not None:
+        console.print(f"{sentence}\n", highlight=False, soft_wrap=True)
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries).to_terminal())

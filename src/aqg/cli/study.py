@@ -113,7 +113,7 @@ def run_study(
 
     """
     problems = list(plan.problems())
-    text = "Preparing kernels, data and the minimum of each loss (cached for next time) ..."
+    text = "Preparing data and the minimum of each loss (cached for next time) ..."
     with ExitStack() as stack:
         try:
             place: Place = stack.enter_context(where.processes(problems))

@@ -1,4 +1,4 @@
-"""AQUILA's rule: the width from the shape of the innovation, and when to stay silent.
+"""AQUILA's rule: the width from the shape of the innovation, and when to skip.
 
 Zhao et al., AQUILA: Communication Efficient Federated Learning with Adaptive Quantization in Device
 Selection Strategy. With ``R = ‖Δ‖_∞`` and ``d`` coordinates, the width is
@@ -7,7 +7,7 @@ Selection Strategy. With ``R = ‖Δ‖_∞`` and ``d`` coordinates, the width i
 
 at least 1 since ``R·√d ≥ ‖Δ‖₂``; peaked innovations get more bits. On LAQ's grid the error is at
 most ``√d·R/(2^b - 1)``, which this width keeps below ``‖Δ‖₂``: that is why it is rounded up. A
-client is silent while ``‖Q_b(Δ)‖² + ‖ε_b‖² ≤ β·‖θ^k - θ^{k-1}‖²/α²``, where the paper's server
+client skips while ``‖Q_b(Δ)‖² + ‖ε_b‖² ≤ β·‖θ^k - θ^{k-1}‖²/α²``, where the paper's server
 takes ``α/M`` times the sum: that is ``β`` times the movement of one step here.
 """
 

@@ -42,7 +42,7 @@ _FEWEST = 32
 
 
 _SHARE = 1.2
-"""Coordinates of an entry, in those that an average client sends per round, asked or not."""
+"""Coordinates of an entry, in those that an average client sends per round, sampled or not."""
 LARGEST_SHORT = 2.0**127
 """Stands for all movements beyond it, and for those of a diverging run that are no numbers."""
 
@@ -79,7 +79,7 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class Full:
-    """Every client asked receives the whole model."""
+    """Every sampled client receives the whole model."""
 
     name = "full"
 
@@ -203,7 +203,7 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
-    clients receive whole models. A recipe that condenses both ways has its own share.
+    clients receive whole models. A recipe that condenses both directions has its own share.
     """
     if spec != AUTO:
         downlink = make_downlink(spec)

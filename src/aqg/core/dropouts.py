@@ -1,4 +1,4 @@
-"""Which clients are away in a round.
+"""Which clients drop out of a round.
 
 A client that dropped computes nothing and sends nothing; its clock stops and its ``ref_m`` is
 reused. Every schedule is a pure function of the round.
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from aqg.core.types import BoolArray
 
 _STREAM = 0xD209
-"""Keeps the dropout draws apart from others that use the same seed."""
+"""Keeps dropouts apart from other random numbers of the same seed."""
 
 
 class Dropout(Protocol):
-    """Says who is away."""
+    """Says who drops out."""
 
     @property
     def rate(self) -> float:
         """The dropping probability ``p`` that Algorithm 2 amplifies by."""
 
     def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        """Return, for each client, whether it is away in this round."""
+        """Return, for each client, whether it drops out of this round."""
 
 
 @dataclass(frozen=True)
 class BernoulliDropout:
-    """Each client is away with probability ``rate``, independently in every round.
+    """Each client drops out with probability ``rate``, independently in every round.
 
     >>> BernoulliDropout(0.5, seed=3).dropped(round_number=1, num_clients=6).tolist()
     [False, False, True, True, True, True]
@@ -57,7 +57,7 @@ class BernoulliDropout:
 
 @dataclass(frozen=True)
 class Absence:
-    """Client ``client`` is away from round ``first`` to round ``last``, both included."""
+    """Client ``client`` takes no part from round ``first`` to round ``last``, both included."""
 
     client: int
     first: int
@@ -89,7 +89,7 @@ class ScriptedDropout:
         return self.random.rate
 
     def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        """Return who is scripted or drawn to be away."""
+        """Return who drops out, by the script or by chance."""
         away = self.random.dropped(round_number, num_clients)
         for absence in self.absences:
             if absence.client < num_clients and absence.first <= round_number <= absence.last:

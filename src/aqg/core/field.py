@@ -1,6 +1,6 @@
 """The field: published compressors as recipes, to compare with.
 
-Each maker takes the knobs that its paper has. ``docs/recipes.md`` lists the
+Each maker takes the parameters that its paper has. ``docs/reference/recipes.md`` lists the
 formulas, and where a reading of a paper had to be chosen.
 """
 
@@ -122,7 +122,7 @@ FIELD = (
     ("topk", "the largest coordinates in half precision, with error feedback", topk),
     ("ef21", "EF21: the largest coordinates of every innovation", ef21),
     ("ef21-m", "EF21 on a running average of the client's gradients", ef21_momentum),
-    ("clag", "CLAG: EF21, silent while the gap is small against its own movement", clag),
+    ("clag", "CLAG: EF21, skips while the gap is small against its own movement", clag),
     ("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory", fedpaq),
     ("eden", "EDEN: the signs of the randomly rotated gradient, no memory", eden),
     ("aquila", "AQUILA: a width from the innovation's shape, or nothing", aquila),

@@ -23,7 +23,7 @@ from aqg.core.grids import (
     level_dtype,
     value_table,
 )
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.jit import HAVE_NUMBA, njit, part
 
 if TYPE_CHECKING:
     from aqg.core.grids import Affine
@@ -59,7 +59,11 @@ def measure_rows(
     if not HAVE_NUMBA:
         return _measure_rows_numpy(rows, grid, max_width)
     sums = np.empty((len(rows), 3 + 2 * max_width))
-    _measure_rows(rows, rows.view(_BIT_TYPES[rows.itemsize]), grid is Grid.MIDRISE, max_width, sums)
+    bits = rows.view(_BIT_TYPES[rows.itemsize])
+    scratch = np.empty(_BLOCK + 2 * max_width + 1, rows.dtype)
+    _measure_rows(
+        rows, bits, grid is Grid.MIDRISE, max_width, sums, scratch, scratch[:1].view(bits.dtype)
+    )
     return (
         sums[:, 0],
         sums[:, 3 : 3 + max_width],
@@ -111,16 +115,21 @@ def move_mirror(
 
 
 @njit(fastmath=_SUMS)
-def _measure_rows(rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any) -> None:
-    """Write radius, ``‖Q_bmax(Δ)‖²``, ``‖Δ‖²``, all steps and all ``‖ε_b‖²`` of every row."""
+def _measure_rows(
+    rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any, scratch: Any, first_bits: Any
+) -> None:
+    """Write radius, ``‖Q_bmax(Δ)‖²``, ``‖Δ‖²``, all steps and all ``‖ε_b‖²`` of every row.
+
+    ``first_bits`` is the first number of ``scratch`` as an integer.
+    """
     num_rows, n = rows.shape
     kind = rows.dtype.type
-    scaled = np.empty(min(n, _BLOCK), rows.dtype)
-    inverses = np.empty(max_width, rows.dtype)
-    steps = np.empty(max_width, rows.dtype)
-    largest = np.zeros(1, bits.dtype)
+    scaled = scratch[1 : 1 + _BLOCK]
+    inverses = scratch[1 + _BLOCK : 1 + _BLOCK + max_width]
+    steps = scratch[1 + _BLOCK + max_width :]
     for r in range(num_rows):
-        radius, mean_abs = _scan_row(rows[r], bits[r], largest)
+        mean_abs = _scan_row(rows[r], bits[r], first_bits)
+        radius = np.float64(scratch[0])
         for i in range(1, 3 + 2 * max_width):
             sums[r, i] = 0.0
         sums[r, 0] = radius
@@ -155,9 +164,9 @@ def _measure_rows(rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any)
                 sums[r, i] = math.ldexp(sums[r, i], 2 * exponent)
 
 
-@njit(fastmath=_SUMS)
+@part(fastmath=_SUMS)
 def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
-    """Return ``‖Δ‖_∞`` and the mean of ``|Δ|``."""
+    """Write the bits of ``‖Δ‖_∞``; return the mean of ``|Δ|``."""
     # Without its sign bit, a float's bit pattern orders as its magnitude does, with infinity above
     # every number and NaN above infinity: one integer maximum finds the radius and any bad value.
     n = len(row)
@@ -175,10 +184,10 @@ def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
         for i in range(block.size):
             block_sum += abs(block[i])
         total += block_sum
-    return np.float64(largest.view(row.dtype)[0]), total / max(n, 1)
+    return total / max(n, 1)
 
 
-@njit()
+@part()
 def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
     """Compute `aqg.core.grids.grid_step`."""
     if midrise:
@@ -195,7 +204,7 @@ def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
     return math.ldexp(math.ceil(math.ldexp(mantissa, 8)), exponent - 8)
 
 
-@njit()
+@part()
 def _inverse_below(step: Any, zero: Any) -> Any:
     """Compute `inverses_below` in the precision of ``zero``."""
     if step == 0.0:
@@ -203,7 +212,7 @@ def _inverse_below(step: Any, zero: Any) -> Any:
     return np.nextafter(type(zero)(1.0 / step), zero)
 
 
-@njit(fastmath=_SUMS)
+@part(fastmath=_SUMS)
 def _add_block(
     block: Any, midrise: Any, steps: Any, inverses: Any, norms: Any, errors: Any
 ) -> None:
@@ -224,7 +233,7 @@ def _add_block(
     norms[0] += value_sum
 
 
-@njit(fastmath=_SUMS)
+@part(fastmath=_SUMS)
 def _error_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
     half = block.dtype.type(0.5)
     error_sum = block.dtype.type(0)
@@ -243,7 +252,7 @@ def _error_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) ->
     return error_sum
 
 
-@njit(fastmath=_SUMS)
+@part(fastmath=_SUMS)
 def _error_and_value_sums(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
     if not midrise and width == 1:
         values = step * step * block.dtype.type(block.size)

@@ -1,19 +1,19 @@
 """Telling updates that repeat themselves from updates that are mostly noise.
 
-A memory of the last gradient pays while the next one is nearly the same. Where every round brings
-fresh noise (minibatches, local epochs), what was remembered is out of date at once, and error
-feedback, which lets noise cancel and signal add up, pays instead. `NoiseMeter` tells which, from
-the client's own updates and a few thousand numbers of state.
+A mirror of the last gradient saves bytes while the next gradient is nearly the same. Where every
+round brings new noise (minibatches, local epochs), the mirror is out of date at once, and error
+feedback saves more: in its residual noise cancels and signal adds up. `NoiseMeter` estimates which
+of the two holds, from the client's own updates and a few thousand numbers of state.
 
 With differences ``d^k = g^k - g^{k-1}``, independent noise of energy ``σ²`` in every ``g`` makes
 ``-2⟨d^k, d^{k-1} + d^{k-2}⟩`` equal ``2σ²`` on average, the part of ``‖d‖²`` that is noise. A
-gradient that drifts makes it negative, however long ago the client was last asked, and one that
+gradient that drifts makes it negative, however long ago the client was last sampled, and one that
 oscillates, as at the edge of stability, makes it zero. Its running mean over that of
 ``‖g‖²`` is the noise ratio ``ν``.
 
-The meter also notes how much updates change, noise or not, and every how many rounds the client is
-asked: what changes much is not worth remembering, and where a client is asked seldom, residuals are
-out of date before they are sent.
+The estimate also covers how much updates change, noise or not, and every how many rounds the client
+is sampled: a mirror of updates that change much saves nothing, and the residuals of a client that
+is rarely sampled are out of date before they are sent.
 
 Inner products are those of sketches: coordinates are added up, with random signs, into a few
 thousand buckets, which keeps them up to a few percent.
@@ -39,15 +39,15 @@ _SMALL_MODEL = 1024
 _FIRST_RATIO = 4
 """Updates it takes to have three differences."""
 _FIRST_VERDICT = 5
-"""Updates seen before the meter may change its mind."""
+"""Updates seen before the verdict may change."""
 
 
 @dataclass(frozen=True)
 class NoiseMeter:
     """Follows ``ν`` with two thresholds, so that it does not waver between them.
 
-    A client starts as noisy: until the meter knows better, little is sent. With a small model it
-    starts as calm, since there a memory costs little, too.
+    A client's updates count as noisy at the start, so that little is sent until they are known.
+    With a small model they count as low-noise, since there whole uploads cost little, too.
 
     Attributes:
         calm_below: updates count as repeating once ``ν`` is below this,
@@ -121,7 +121,7 @@ class NoiseMeter:
         return min(1.0, self.ratio(notes) / 2.0) if notes[_COUNT] >= _FIRST_RATIO else 1.0
 
     def mean_pause(self, notes: Float64Array) -> float:
-        """Return every how many rounds the client is asked; 1 before it was."""
+        """Return every how many rounds the client is sampled; 1 before it was."""
         return max(1.0, float(notes[_PAUSE]))
 
     def is_noisy(self, notes: Float64Array) -> bool:

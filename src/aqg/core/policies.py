@@ -1,4 +1,4 @@
-"""Rules that decide whether a client speaks, and with how many bits.
+"""Rules that decide whether a client uploads, and with how many bits.
 
 Every rule is a pure function of the innovation's statistics and one number from the server, with
 any leading client axes: the same code decides for one client and for a thousand.
@@ -71,7 +71,11 @@ def _passes(case: Case) -> BoolArray:
         passes = np.empty(innovation.errors.shape, np.bool_)
         movements = np.array(case.movement, ndmin=1, copy=None)
         _compare(
-            innovation.quantized_norm, movements, case.stored_errors, innovation.errors, passes
+            np.ascontiguousarray(innovation.quantized_norm),
+            movements,
+            case.stored_errors,
+            np.ascontiguousarray(innovation.errors),
+            passes,
         )
         return passes
     result: BoolArray = innovation.quantized_norm[..., None] >= thresholds(case)
@@ -186,6 +190,7 @@ class Tolerance:
             squared_norms = squared_norms.reshape(-1)
             errors = errors.reshape(-1, errors.shape[-1])
             tolerances = tolerances.reshape(-1)
+        squared_norms, errors = map(np.ascontiguousarray, (squared_norms, errors))
         send = np.empty(len(squared_norms), np.bool_)
         widths = np.empty(len(squared_norms), np.int64)
         _tolerate(squared_norms, errors, tolerances, self.eta, send, widths)

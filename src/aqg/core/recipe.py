@@ -31,9 +31,9 @@ class Recipe:
         quantizer: measures and encodes.
         memory: what an upload stands for, and what both ends remember of it.
         stages: what a client's vector goes through before it is measured, in order.
-        switch: sends clients other ways, with a policy, quantizer and stages of their own.
+        switch: puts clients into other modes, with a policy, quantizer and stages of their own.
         movement: the weights ``ξ_d`` behind the number that the server broadcasts.
-        max_staleness: an upload is forced after this many silent rounds in a row.
+        max_staleness: an upload is forced after this many skipped rounds in a row.
         amplify_dropouts: multiply the server's sum by ``1/(1-p)`` (Algorithm 2).
         averages: in the simulators, the server takes the mean over the clients that took part in
             the round, however many there were, times the number of clients.
@@ -65,14 +65,14 @@ class Recipe:
 
     @cached_property
     def ways(self) -> tuple[Recipe, ...]:
-        """Every way a client can go: the recipe's own, and the branches of its switch."""
+        """Every mode a client can be in: the recipe's own, and the branches of its switch."""
         return (self,) if self.switch is None else (self, *self.switch.branches)
 
     @cached_property
     def all_stages(self) -> dict[str, Stage]:
         """Every stage that a client keeps a state of, by name.
 
-        A stage on several ways is one and the same, and so is its state.
+        A stage in several modes is one and the same, and so is its state.
         """
         stages = {stage.name: stage for way in self.ways for stage in way.stages}
         return stages if self.switch is None else {self.switch.name: self.switch, **stages}
@@ -89,8 +89,8 @@ class Recipe:
 
         Args:
             weights: ``w_m`` of all clients, with mean 1.
-            takes_part: the clients that were asked and are not away.
-            sampled: the fraction that is asked, by which the server divides the sum.
+            takes_part: the clients that were sampled and have not dropped out.
+            sampled: the fraction that is sampled, by which the server divides the sum.
 
         """
         if not self.averages or not len(takes_part):
@@ -121,5 +121,5 @@ class Recipe:
 
     @property
     def sends_by_pause(self) -> bool:
-        """Whether clients send in proportion to the rounds that they were not asked in."""
+        """Whether clients send in proportion to the rounds that they were not sampled in."""
         return getattr(self.switch, "keep", 0.0) > 0

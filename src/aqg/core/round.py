@@ -1,4 +1,4 @@
-"""A client's round: measure, decide, speak, settle. Written once, over a leading axis of clients.
+"""A client's round: measure, decide, upload, settle. Written once, over a leading axis of clients.
 
 One client is an axis of length one (`aqg.core.client`); the simulator hands in blocks of many. What
 differs between them is the `aqg.core.space.Space` in which vectors live.
@@ -74,7 +74,7 @@ class News(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What the clients that went one way have decided; all arrays have a row for each."""
+    """What the clients in one mode have decided; all arrays have a row for each."""
 
     way: Recipe
     clients: IntArray
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """What a block of clients said in a round.
+    """What a block of clients uploads in a round.
 
     Attributes:
         clients: who sent something, increasing.
@@ -277,7 +277,7 @@ def _join(
     switched: tuple[StageState, StageState] | None,
     asked: IntArray,
 ) -> Spoken:
-    """Put together what the clients of all ways have to say, in the clients' order."""
+    """Put together what the clients in all modes upload, in the clients' order."""
     for part in parts:
         if len(part.faulty):
             faults += _describe(space, part.clients, part.vectors, part.faulty)
@@ -362,9 +362,9 @@ def _settle_switch(
 def who_speaks(
     wanting: BoolArray, in_range: BoolArray, silent_rounds: IntArray, max_staleness: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the places of those who send, who stay silent, and whose vectors are out of range.
+    """Return the places of those who upload, who skip, and whose vectors are out of range.
 
-    A client sends if it wants to, or if it was silent for ``max_staleness`` rounds in a row, which
+    A client uploads if it wants to, or if it skipped ``max_staleness`` rounds in a row, which
     ``silent_rounds`` counts; it is brought up to date. All arrays are ``(M,)``.
 
     >>> silent_rounds = np.array([0, 7, 2, 3])
@@ -376,7 +376,7 @@ def who_speaks(
     """
     places = np.empty((3, len(wanting)), np.int64)
     num_sending, num_silent, num_faulty = _sort(
-        wanting, in_range, silent_rounds, max_staleness, places
+        np.ascontiguousarray(wanting), in_range, silent_rounds, max_staleness, places
     )
     return places[0, :num_sending], places[1, :num_silent], places[2, :num_faulty]
 

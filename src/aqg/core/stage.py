@@ -122,22 +122,22 @@ class Stage(Protocol):
 
 
 class Switch(Stage, Protocol):
-    """A stage that sends every client one of several ways.
+    """A stage that puts every client into one of several modes.
 
-    Its state has a field ``branch``, the way each client went last: 0 for the recipe's own policy,
-    quantizer and stages, ``i`` for ``branches[i - 1]``. `before` sets it. A client that enters a
-    branch begins with its stages as new.
+    Its state has a field ``branch``, the mode each client was in last: 0 for the recipe's own
+    policy, quantizer and stages, ``i`` for ``branches[i - 1]``. `before` sets it. A client that
+    enters a branch begins with its stages as new.
     """
 
     @property
     def branches(self) -> tuple[Recipe, ...]:
-        """The other ways: recipes without a mirror, whose uploads count in their round alone."""
+        """The other modes: recipes without a mirror, whose uploads count in their round alone."""
 
     def for_transport(self, overhead: float) -> Switch:
         """Return the switch for a transport that adds so many bytes to every message."""
 
     def for_participation(self, asked: float) -> Switch:
-        """Return the switch for clients that are asked in this part of all rounds."""
+        """Return the switch for clients that are sampled in this part of all rounds."""
 
 
 class Plain:

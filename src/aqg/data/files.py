@@ -8,7 +8,7 @@ A file ``FILE.npz`` holds these arrays:
             targets of any shape ``(N, ...)``
 ``x_test``  and ``y_test``, the same for the test set; optional
 ``client``  ``(N,)``: whose sample it is, as a number or a text; optional. With it the partition is
-            ``natural`` unless another is asked for
+            ``natural`` unless another is named
 =========== ====================================================================================
 
 Pixels, that is unsigned bytes with at least two axes per sample, are divided by 255. Other

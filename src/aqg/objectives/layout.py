@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -23,11 +22,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from aqg.errors import ConfigError
+from aqg.objectives.tensors import (
+    TensorSpec,
+    dtype_name,
+    lay_out,
+    read_specs,
+    tensors_of,
+    to_numpy,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from aqg.core.types import Float64Array, FloatArray, IntArray
@@ -41,36 +48,6 @@ _VALUES_LOOKED_AT = 4096
 """Of a tensor that never travels, so many values make up its digest."""
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of a module.
-
-    Attributes:
-        name: as in ``named_parameters`` or ``named_buffers``.
-        shape: of the tensor.
-        dtype: of the module's own tensor, such as ``"float32"``.
-        offset: where its first value lies in the flat vector.
-
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-
-    @property
-    def size(self) -> int:
-        """How many values it has."""
-        return math.prod(self.shape)
-
-    @property
-    def place(self) -> slice:
-        """Where its values lie in the flat vector."""
-        return slice(self.offset, self.offset + self.size)
-
-    def __str__(self) -> str:
-        return f"{self.name!r} {self.shape} {self.dtype}"
 
 
 class Buffers(NamedTuple):
@@ -172,9 +149,9 @@ class ModelLayout:
         known = _normalization_buffers(module)
         return cls(
             model=model,
-            parameters=_specs(chosen),
-            statistics=_specs(floats),
-            counters=_specs(integers),
+            parameters=lay_out(chosen),
+            statistics=lay_out(floats),
+            counters=lay_out(integers),
             tracked=tuple(name in known for name, _ in (*floats, *integers)),
             policy=statistics,
             left_out=tuple(sorted({n for n, _ in trainable} - {n for n, _ in chosen})),
@@ -243,9 +220,9 @@ class ModelLayout:
             row = json.loads(text)
             return cls(
                 model=str(row["model"]),
-                parameters=_read_specs(row["parameters"]),
-                statistics=_read_specs(row["statistics"]),
-                counters=_read_specs(row["counters"]),
+                parameters=read_specs(row["parameters"]),
+                statistics=read_specs(row["statistics"]),
+                counters=read_specs(row["counters"]),
                 tracked=tuple(bool(flag) for flag in row["tracked"]),
                 policy=str(row["policy"]),
                 left_out=tuple(str(name) for name in row["left_out"]),
@@ -276,14 +253,14 @@ class ModelLayout:
 
     def check(self, module: nn.Module) -> None:
         """Raise unless every tensor of the layout is in the module, with its shape and dtype."""
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         for spec in (*self.parameters, *self.statistics, *self.counters):
             tensor = tensors.get(spec.name)
             if tensor is None:
                 raise ConfigError(
                     f"{type(module).__name__} has no tensor {spec.name!r}, which {self.model} has"
                 )
-            found = (tuple(tensor.shape), _dtype_name(tensor))
+            found = (tuple(tensor.shape), dtype_name(tensor))
             if found != (spec.shape, spec.dtype):
                 raise ConfigError(
                     f"tensor {spec.name!r} of {type(module).__name__} is {found[0]} {found[1]}; "
@@ -300,10 +277,10 @@ class ModelLayout:
     def flatten(self, module: nn.Module, *, finite: bool = True) -> FloatArray:
         """Return the module's parameters as ``θ``; with ``finite``, NaN and infinity raise."""
         self.check(module)
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         flat = np.empty(self.num_params, self.dtype)
         for spec in self.parameters:
-            flat[spec.place] = _numpy(tensors[spec.name]).reshape(-1)
+            flat[spec.place] = to_numpy(tensors[spec.name]).reshape(-1)
         if finite:
             self.require_finite(flat)
         return flat
@@ -315,7 +292,7 @@ class ModelLayout:
                 f"parameters have shape {params.shape}; {self.model} needs ({self.num_params},)"
             )
         self.check(module)
-        _write(module, self.parameters, params)
+        write_tensors(module, self.parameters, params)
 
     def require_finite(self, params: FloatArray) -> None:
         """Raise an error that names the first tensor of ``θ`` with NaN or infinity."""
@@ -338,18 +315,18 @@ class ModelLayout:
         buffers = zip((*self.statistics, *self.counters), self.tracked, strict=True)
         names = [name for name, value in module.named_parameters() if not value.requires_grad]
         names += [s.name for s, tracked in buffers if self.policy == "frozen" or not tracked]
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         for name in names:
             tensor = tensors[name]
             flat = tensor.detach().reshape(-1)
             sample = flat[:: max(1, len(flat) // _VALUES_LOOKED_AT)]
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            digest.update(np.ascontiguousarray(_numpy(sample)).tobytes())
+            digest.update(np.ascontiguousarray(to_numpy(sample)).tobytes())
         return digest.digest()
 
     def read_buffers(self, module: nn.Module) -> Buffers:
         """Return the values of the module's buffers."""
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         values = np.empty(self.num_statistics)
         counts = np.empty(self.num_counters, np.int64)
         for target, specs in ((values, self.statistics), (counts, self.counters)):
@@ -361,13 +338,13 @@ class ModelLayout:
                         f"buffer {spec.name!r} of {self.model} has shape {shape} now and had "
                         f"{spec.shape}; exclude it, or keep its shape"
                     )
-                target[spec.place] = _numpy(tensor).reshape(-1)
+                target[spec.place] = to_numpy(tensor).reshape(-1)
         return Buffers(values, counts)
 
     def write_buffers(self, module: nn.Module, buffers: Buffers) -> None:
         """Write values that `read_buffers` returned into a module of this layout."""
-        _write(module, self.statistics, buffers.values)
-        _write(module, self.counters, buffers.counts)
+        write_tensors(module, self.statistics, buffers.values)
+        write_tensors(module, self.counters, buffers.counts)
 
 
 def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -404,10 +381,10 @@ def _check_parameters(parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse what a flat vector of floats cannot stand for."""
     owners: dict[int, str] = {}
     for name, value in parameters:
-        if _dtype_name(value) not in _FLOATS:
+        if dtype_name(value) not in _FLOATS:
             choices = ", ".join(_FLOATS)
             raise ConfigError(
-                f"parameter {name!r} is {_dtype_name(value)}; it must be one of {choices}"
+                f"parameter {name!r} is {dtype_name(value)}; it must be one of {choices}"
             )
         if value.numel():
             first = owners.setdefault(value.data_ptr(), name)
@@ -426,50 +403,3 @@ def _normalization_buffers(module: nn.Module) -> set[str]:
             prefix = f"{path}." if path else ""
             names |= {prefix + name for name, _ in layer.named_buffers(recurse=False)}
     return names
-
-
-def _specs(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, tensor in tensors:
-        specs.append(TensorSpec(name, tuple(tensor.shape), _dtype_name(tensor), offset))
-        offset += specs[-1].size
-    return tuple(specs)
-
-
-def _read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, shape, dtype in rows:
-        if not all(type(length) is int and length >= 0 for length in shape):
-            raise ValueError(f"shape {shape!r} of {name!r}")
-        specs.append(TensorSpec(str(name), tuple(shape), str(dtype), offset))
-        offset += specs[-1].size
-    return tuple(specs)
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's values; half precision becomes float32, which holds them all."""
-    found = tensor.detach().cpu()
-    if _dtype_name(found) in ("float16", "bfloat16"):
-        found = found.float()
-    values: NDArray[Any] = found.numpy()
-    return values
-
-
-def _write(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:
-    import torch
-
-    tensors = _tensors(module)
-    with torch.no_grad():
-        for spec in specs:
-            part = np.array(flat[spec.place]).reshape(spec.shape)  # torch wants it writable
-            tensors[spec.name].copy_(torch.from_numpy(part))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aqg.objectives.layout import ModelLayout
 
 _STREAM = 0xD20F
-"""Keeps torch's draws apart from others that use the same seed."""
+"""Keeps torch's random numbers apart from others of the same seed."""
 
 
 class Carrier(Protocol):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.types import BoolArray
-    from aqg.objectives.layout import ModelLayout, TensorSpec
+    from aqg.objectives.layout import ModelLayout
+    from aqg.objectives.tensors import TensorSpec
 
 Number = TypeVar("Number", np.float64, np.int64)
 

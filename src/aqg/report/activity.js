@@ -138,7 +138,7 @@ class ActivityChart {
       const who = clientsText(clients, row);
       const lines = [{ label: "uploads", value: FORMATS.count(uploads[i]) }];
       if (uploads[i]) lines.push({ label: "bits per parameter, each", value: FORMATS.number(bits[i] / uploads[i]) });
-      if (away[i]) lines.push({ color: ramp.away, label: "rounds away", value: FORMATS.count(away[i]) });
+      if (away[i]) lines.push({ color: ramp.away, label: "rounds dropped out", value: FORMATS.count(away[i]) });
       tooltip.show(event, `${who}, ${roundsText(run, edges[column], edges[column + 1])}`, lines);
     });
   }
@@ -198,8 +198,8 @@ class ActivityChart {
     }
   }
 
-  // Color: bits per upload. Strength: how often the client spoke. Where there is room, a strip
-  // below each row tells how often it was away; a cell with nothing but absence is filled.
+  // Color: bits per upload. Strength: how often the client uploaded. Where there is room, a strip
+  // below each row tells how often it had dropped out; a cell with nothing else is filled.
   paint(canvas, run, columns, rows) {
     const { edges, clients, uploads, bits, away } = run.activity;
     const context = canvas.getContext("2d");

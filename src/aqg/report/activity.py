@@ -40,9 +40,9 @@ class Activity:
         edges: bins of rounds, as in `WidthHistogram`.
         client_edges: row ``i`` holds the clients from ``client_edges[i]`` up to, not including,
             ``client_edges[i + 1]``; one client per row unless there are very many.
-        uploads: how many times they spoke.
+        uploads: how many times they uploaded.
         bits: the sum of the widths they sent.
-        away: how many times they were away.
+        away: how many times they had dropped out.
 
     """
 

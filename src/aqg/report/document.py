@@ -11,7 +11,8 @@ import aqg
 from aqg.objectives.metrics import named_metric
 from aqg.report.activity import count_widths, watch_clients
 from aqg.report.curves import AXES, LOSSES, combine, extra_points, run_points, thin
-from aqg.report.groups import COLORS, setting_text
+from aqg.report.frontier import of_runs
+from aqg.report.groups import COLORS, assign_colors, setting_text
 from aqg.report.results import metric_names, result_of
 from aqg.report.words import common, facts, headline, join_words, spread, spread_of, title
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.report.curves import Band
+    from aqg.report.frontier import Panel
     from aqg.report.groups import Comparison, Group
     from aqg.report.packing import Packer
     from aqg.report.results import Result
@@ -49,15 +51,22 @@ _SPREAD = (
 )
 
 
-def make_document(comparison: Comparison, packer: Packer) -> dict[str, Any]:
+def make_document(
+    comparison: Comparison, packer: Packer, studies: Sequence[Panel] = ()
+) -> dict[str, Any]:
     """Describe a comparison; arrays go into ``packer``."""
     groups, runs = comparison.groups, comparison.runs
+    panels = [*studies, *of_runs(comparison)]
+    colors = {group.recipe: group.color for group in groups}
+    others = [point.recipe for panel in studies for point in panel.points]
+    if not colors:
+        colors = assign_colors(list(dict.fromkeys(others)))
     extras = _telling_extras(runs)
     position = {id(run): index for index, run in enumerate(runs)}
     widths = sorted({int(width) for run in runs for width in np.unique(run.widths) if width > 0})
     return {
-        "title": title(comparison),
-        "facts": facts(comparison),
+        "title": title(comparison) or "Recipes in the place of federated averaging",
+        "facts": facts(comparison) if runs else [f"{len(panels)} tasks", f"{len(colors)} recipes"],
         "headline": headline(comparison),
         "versions": _versions(runs),
         "recipes": [
@@ -82,6 +91,7 @@ def make_document(comparison: Comparison, packer: Packer) -> dict[str, Any]:
         ],
         "faults": _faults(runs),
         "settings": _settings(groups),
+        "frontiers": [panel.to_json(colors) for panel in panels],
     }
 
 

@@ -12,20 +12,27 @@ from aqg.report.document import make_document
 from aqg.report.packing import Packer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.report.frontier import Panel
     from aqg.report.groups import Comparison
 
 _STYLE = "style.css"
-_SCRIPTS = ("data.js", "charts.js", "activity.js", "tables.js", "report.js")
+_SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "report.js")
 
 
-def make_page(comparison: Comparison, created: datetime | None = None) -> str:
+def make_page(
+    comparison: Comparison, studies: Sequence[Panel] = (), created: datetime | None = None
+) -> str:
     """Return the report as one HTML text; ``created`` is now unless given.
+
+    ``studies`` are the panels of comparisons that were measured already.
 
     Whatever comes from run directories reaches the page as packed data, which the scripts show as
     text only, or escaped.
     """
     packer = Packer()
-    document = make_document(comparison, packer)
+    document = make_document(comparison, packer, studies)
     created = created or datetime.now(UTC)
     document["created"] = created.strftime("%Y-%m-%d %H:%M UTC")
     return Template(_read("template.html")).substitute(

@@ -170,7 +170,7 @@ def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
         )
         panel.set_ylabel("client", fontsize=8)
     patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
-    patches += [Patch(color=_SILENT, label="silent"), Patch(color=_AWAY, label="away")]
+    patches += [Patch(color=_SILENT, label="skipped"), Patch(color=_AWAY, label="dropped out")]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return _png(figure)
 

@@ -35,10 +35,14 @@ class Report {
     this.buildControls();
     this.buildMetricSections();
     this.buildResults();
+    this.buildFrontiers();
     this.buildCurves();
     this.buildActivity();
     this.buildIncidents();
     this.buildSettings();
+    if (!data.groups.length) { // only results of a study, without its runs
+      for (const name of ["toolbar", "results", "losses", "activity", "settings"]) document.getElementById(name).hidden = true;
+    }
   }
 
   isVisible(group) {
@@ -100,7 +104,7 @@ class Report {
   // Let the curves that match stand out, unless none of them is there.
   focus(matches) {
     const curves = [...document.querySelectorAll(".series")];
-    const chosen = matches ? curves.filter((node) => matches(this.data.groups[node.dataset.group])) : [];
+    const chosen = matches ? curves.filter((node) => node.dataset.group !== "" && matches(this.data.groups[node.dataset.group])) : [];
     document.body.classList.toggle("focusing", chosen.length > 0);
     for (const node of curves) node.classList.toggle("focus", chosen.includes(node));
   }
@@ -182,6 +186,24 @@ class Report {
   }
 
   // ------------------------------------------------------------ plots
+
+  buildFrontiers() {
+    const { frontiers, groups } = this.data;
+    document.getElementById("frontier").hidden = !frontiers.length;
+    if (frontiers.some(({ limit }) => limit)) {
+      document.getElementById("frontier-note").textContent =
+        "What lies left of the dotted line can take the place of federated averaging.";
+    }
+    for (const panel of frontiers) {
+      const figure = element("figure", {}, document.getElementById("frontier-panels"));
+      const caption = element("figcaption", {}, figure, panel.title ? `${panel.title}: ${panel.goal}` : `until the ${panel.goal}`);
+      const host = element("div", { class: "plot frontier-plot" }, figure);
+      if (panel.never.length) element("p", { class: "note" }, figure, `Not reached: ${panel.never.join(", ")}.`);
+      this.charts.push(new FrontierChart(host, panel,
+        (point) => point.group === null || this.isVisible(groups[point.group])));
+      caption.title = panel.goal;
+    }
+  }
 
   buildCurves() {
     for (const panels of document.querySelectorAll(".panels")) {
@@ -301,8 +323,8 @@ class Report {
       item.append(text);
     };
     for (const width of this.data.widths) add(widthColor(width, this.data.widths), width === 1 ? "1 bit" : `${width} bits`);
-    add(ramp.silent, "silent", true);
-    if (this.data.runs.some((run) => run.activity.away.some((n) => n > 0))) add(ramp.away, "away");
+    add(ramp.silent, "skipped", true);
+    if (this.data.runs.some((run) => run.activity.away.some((n) => n > 0))) add(ramp.away, "dropped out");
   }
 
   // ------------------------------------------------------------ incidents, settings

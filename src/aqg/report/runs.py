@@ -59,7 +59,7 @@ class Run:
         bits: the sum of their widths.
         upload_bytes: what they sent, in bytes.
         download_bytes: what clients received, in bytes; NaN where it is not on record.
-        widths: bits per parameter, rounds × clients; 0 for a skip, `DROPPED` for away.
+        widths: bits per parameter, rounds × clients; 0 for a skip, `DROPPED` for a dropout.
         faults: what went wrong.
         extras: every other number that the rounds hold, by name; NaN where one is missing.
         summary: the results, or None while the run is not finished.
@@ -118,6 +118,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             found.setdefault(place, name)
     runs = [read_run(place, name) for place, name in found.items()]
     return _share_minima(runs)
+
+
+def holds_runs(path: Path) -> bool:
+    """Tell whether there is any run in a directory."""
+    return path.is_dir() and bool(_find_below(path, _MAX_DEPTH))
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -273,7 +278,7 @@ def _counts(
 
 
 def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-    """Stack the widths; a client that a round does not know yet counts as away."""
+    """Stack the widths; a client that a round does not know yet counts as dropped out."""
     num_clients = max(map(len, rows), default=0)
     if all(len(row) == num_clients for row in rows):
         return np.array(rows, np.int16).reshape(len(rows), num_clients)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aqg.errors import RunError
+from aqg.report.frontier import find_studies, of_study
 from aqg.report.groups import compare
 from aqg.report.page import make_page
 from aqg.report.results import clients_csv, curves_csv, summary_csv
-from aqg.report.runs import read_runs
+from aqg.report.runs import holds_runs, read_runs
 from aqg.runs.files import write_atomically
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ def check_outputs(outputs: Outputs) -> None:
 
 def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
     """Read all runs in ``directories`` and write what is asked for."""
-    comparison = compare(read_runs(directories))
-    contents = {outputs.html: make_page(comparison).encode()}
+    studies = find_studies(directories)
+    # What was published of a comparison has no runs beside it.
+    with_runs = [path for path in directories if path not in studies or holds_runs(path)]
+    comparison = compare(read_runs(with_runs))
+    panels = [panel for directory in studies for panel in of_study(directory)]
+    contents = {outputs.html: make_page(comparison, panels).encode()}
     if outputs.png is not None:
         from aqg.report.pictures import draw_pictures  # needs matplotlib
 

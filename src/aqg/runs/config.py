@@ -1,4 +1,4 @@
-"""Settings of a run: defaults, checks, TOML in and out.
+"""From settings to configs: defaults, files, TOML in and out.
 
 Settings come from four places, the later winning: the dataset's defaults, a TOML file,
 ``--set key=value``, and the command line's own flags.
@@ -7,224 +7,49 @@ Settings come from four places, the later winning: the dataset's defaults, a TOM
 from __future__ import annotations
 
 import json
-import math
 import tomllib
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from aqg.core.downlink import AUTO, resolve_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
-from aqg.core.optimizers import Adam, make_optimizer
-from aqg.core.recipes import make_recipe
-from aqg.core.step_sizes import AUTO as AUTO_STEP
-from aqg.core.step_sizes import Fixed, resolve_step
-from aqg.data import DATASETS, is_dataset_file, parse_partition
+from aqg.core.downlink import AUTO
+from aqg.data import is_dataset_file
 from aqg.errors import ConfigError
-from aqg.models import is_module
 from aqg.runs.code import Code, file_digest
-from aqg.runs.own import file_facts, problem_facts, problem_settings
-from aqg.runs.stopping import KINDS, Kind, Target
-from aqg.sim.local import LocalTraining
-from aqg.sim.training import Training
+from aqg.runs.defaults import (
+    DATASET_DEFAULTS,
+    OWN,
+    STEP_SIZES,
+    dataset_defaults,
+    problem_defaults,
+)
+from aqg.runs.own import problem_settings
+from aqg.runs.run_config import SETTINGS, RunConfig, read_stored, typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
-    "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
-    "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
-}
-STEP_SIZES: dict[tuple[str, str], float] = {
-    ("digits", "mean"): 0.1,
-    ("digits", "sum"): 0.0007,
-    ("mnist", "mean"): 0.02,
-    ("mnist", "sum"): 3e-6,
-    ("heterogeneous", "mean"): 0.008,
-    ("heterogeneous", "sum"): 0.0015,
-}
-"""For the default number of clients."""
-_NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
-"""Training samples of the datasets by name."""
-OWN = "custom"
-"""Stands for dataset, partition and model where a function makes the whole problem."""
-_OWN_ROUNDS = 100
-_OWN_CLIENTS = 10
-ADAM_STEP_SIZE = 0.01
-"""Adam's steps have this length per coordinate, whatever the data and the number of clients."""
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything that determines one run of one recipe."""
-
-    recipe: str
-    dataset: str
-    partition: str
-    model: str
-    clients: int
-    rounds: int
-    alpha: float
-    l2: float = 0.01
-    scaling: str = "mean"
-    bits: int = 4
-    max_staleness: int = 100
-    dropout: float = 0.0
-    absences: tuple[tuple[int, int, int], ...] = ()
-    target: float | None = None
-    target_kind: str = "residual"
-    hold: int = 0
-    seed: int = 0
-    dtype: str = "float64"
-    engine: str = "fast"
-    device: str = "cpu"
-    eval_every: int = 1
-    plugins: tuple[str, ...] = ()
-    batch_size: int | None = None
-    local_steps: int = 1
-    local_epochs: int | None = None
-    local_rate: float = 0.1
-    weighting: str = "equal"
-    participation: float = 1.0
-    optimizer: str = "sgd"
-    downlink: str = "full"
-    step: str = "fixed"
-    problem: str | None = None
-    init: str | None = None
-    files: tuple[tuple[str, str], ...] = ()
-    perturbation: int = 0
-    samples: int | None = None
-    reset: bool = False
-    validation: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.problem is None and not is_dataset_file(self.dataset):
-            _require_choice("dataset", self.dataset, DATASETS)
-        _require_choice("scaling", self.scaling, ("mean", "sum"))
-        _require_choice("dtype", self.dtype, ("float32", "float64"))
-        _require_choice("engine", self.engine, ("fast", "reference"))
-        if self.engine == "reference" and self.device != "cpu":
-            raise ConfigError(f"device is {self.device!r}; the reference engine runs on cpu only")
-        for name in ("clients", "rounds", "max_staleness", "eval_every"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _require("alpha", self.alpha, math.isfinite(self.alpha) and self.alpha > 0, "above 0")
-        _require("l2", self.l2, math.isfinite(self.l2) and self.l2 >= 0, "at least 0")
-        _require("dropout", self.dropout, 0 <= self.dropout < 1, "at least 0 and below 1")
-        _require("seed", self.seed, self.seed >= 0, "at least 0")
-        _require("perturbation", self.perturbation, self.perturbation >= 0, "at least 0")
-        if self.samples is not None:
-            _require("samples", self.samples, self.samples >= 1, "at least 1")
-        _require("validation", self.validation, 0 <= self.validation < 1, "at least 0 and below 1")
-        self._check_target()
-        make_recipe(self.recipe, self.bits, self.max_staleness)
-        if self.problem is None:
-            parse_partition(self.partition)
-        self.dropout_schedule()
-        self.training()
-        if self.scaling == "sum" and self.batch_size is not None:
-            raise ConfigError(
-                f"batch_size is {self.batch_size} with scaling sum: a sum over a batch does not "
-                "estimate the sum over all samples; use scaling mean"
-            )
-        if self.scaling == "sum" and self.weighting == "samples":
-            raise ConfigError(
-                "weighting is samples with scaling sum, which weights clients by their samples "
-                "already; use scaling mean or weighting equal"
-            )
-
-    def _check_target(self) -> None:
-        goal = self.goal
-        if self.validation and self.target_kind == "residual":
-            raise ConfigError(
-                f"validation is {self.validation} with target_kind residual, which is measured on "
-                "what the clients train on; use accuracy or loss"
-            )
-        if goal is None:
-            _require("hold", self.hold, self.hold == 0, "0 without a target")
-            return
-        if goal.hold and self.rounds <= goal.hold:
-            raise ConfigError(
-                f"rounds is {self.rounds}; a target counts once it is met {goal.hold} rounds in a "
-                f"row, so there must be more than {goal.hold}"
-            )
-        is_followed = goal.kind == "accuracy" or self.validation > 0
-        if goal.hold and not is_followed and self.eval_every > 1:
-            raise ConfigError(
-                f"eval_every is {self.eval_every} with hold {goal.hold}; a {goal.kind} that ends "
-                "the run must be measured in every round"
-            )
-
-    @property
-    def goal(self) -> Target | None:
-        """When the model is good enough."""
-        if self.target is None:
-            return None
-        _require_choice("target_kind", self.target_kind, KINDS)
-        kind = cast("Kind", self.target_kind)
-        return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
-
-    @property
-    def title(self) -> str:
-        """What is learned by whom, in a few words.
-
-        >>> resolve({})[0].title
-        'softmax on digits, 10 clients, label split'
-        """
-        if self.problem is not None:
-            code = Code.parse(self.problem)
-            name = self.problem if code is None else code.short
-            return f"{name}, {self.clients} clients"
-        code = Code.parse(self.model)
-        model = self.model if code is None else code.short
-        return f"{model} on {self.data_name}, {self.clients} clients, {self.partition} split"
-
-    @property
-    def data_name(self) -> str:
-        """The dataset's name, or that of the file it comes from."""
-        code = None if self.problem is None else Code.parse(self.problem)
-        return code.path.stem if code is not None else Path(self.dataset).name
-
-    def dropout_schedule(self) -> Dropout:
-        """Return who is away when."""
-        random = BernoulliDropout(self.dropout, self.seed)
-        if not self.absences:
-            return random
-        for client, _, _ in self.absences:
-            _require("absent client", client, client < self.clients, f"below {self.clients}")
-        return ScriptedDropout(tuple(Absence(*absence) for absence in self.absences), random)
-
-    def training(self) -> Training:
-        """Return what clients compute, who is asked, how they count, and the server's step."""
-        local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
-        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        optimizer = make_optimizer(self.optimizer)
-        return Training(
-            local,
-            optimizer,
-            self.weighting,
-            self.participation,
-            resolve_downlink(self.downlink, recipe, self.participation * (1.0 - self.dropout)),
-            resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
-        )
-
-    @property
-    def natural_step(self) -> float:
-        """The step that others are measured in: ``alpha``, or that of federated averaging.
-
-        The step size of a dataset is one for exact gradients. Where ``step = "auto"`` finds its
-        own, which is where updates are noisy, it begins with the step of averaging.
-        """
-        finds_own = self.step == AUTO_STEP and not isinstance(self.training().step, Fixed)
-        if not finds_own or self.dataset not in _NUM_SAMPLES or is_module(self.model):
-            return self.alpha  # of averaging already
-        return _averaging_step(asdict(self), self.samples or _NUM_SAMPLES[self.dataset])
-
+__all__ = [
+    "BEFORE_DOWNLINKS",
+    "DATASET_DEFAULTS",
+    "OWN",
+    "SETTINGS",
+    "STEP_SIZES",
+    "RunConfig",
+    "check_files",
+    "load_plugins",
+    "located",
+    "names_step",
+    "parse_assignment",
+    "read_settings",
+    "read_stored",
+    "refuse_unnamed_code",
+    "resolve",
+    "to_toml",
+]
 
 BEFORE_DOWNLINKS: Mapping[str, str] = {"downlink": "full"}
 """What a stored config that does not name a downlink was made with."""
-SETTINGS = tuple(field.name for field in fields(RunConfig))
 
 
 def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[RunConfig, ...]:
@@ -244,9 +69,9 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
         raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
     settings = {name: located(name, value) for name, value in settings.items()}
     if settings.get("problem") is not None:
-        merged = _problem_defaults(settings, data_dir)
+        merged = problem_defaults(settings, data_dir)
     else:
-        merged = _dataset_defaults(settings)
+        merged = dataset_defaults(settings)
     merged.setdefault("recipe", "auto,gd,laq")
     merged.setdefault("downlink", AUTO)
     recipes = merged.pop("recipe")
@@ -255,9 +80,9 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     if len(set(names)) < len(names):
         raise ConfigError(f"a recipe is named twice in {','.join(names)}")
     merged["files"] = _noted_files(merged)
-    typed = {name: _typed(name, value) for name, value in merged.items()}
-    load_plugins(typed.get("plugins", ()))
-    return tuple(RunConfig(recipe=_typed("recipe", name), **typed) for name in names)
+    checked = {name: typed(name, value) for name, value in merged.items()}
+    load_plugins(checked.get("plugins", ()))
+    return tuple(RunConfig(recipe=typed("recipe", name), **checked) for name in names)
 
 
 def names_step(settings: Mapping[str, Any]) -> bool:
@@ -265,79 +90,6 @@ def names_step(settings: Mapping[str, Any]) -> bool:
     problem = located("problem", settings.get("problem"))
     own = problem_settings(problem) if isinstance(problem, str) else {}
     return bool({"alpha", "step"} & {*settings, *own})
-
-
-def read_stored(settings: Mapping[str, Any]) -> RunConfig:
-    """Read back a config that was stored whole; no file that it names is opened, no code is run."""
-    unknown = sorted(set(settings) - set(SETTINGS))
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
-    return RunConfig(**{name: _typed(name, value) for name, value in settings.items()})
-
-
-def _dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the defaults of a dataset by name or file, and of the model."""
-    dataset = settings.get("dataset", "digits")
-    if isinstance(dataset, str) and is_dataset_file(dataset):
-        facts = file_facts(dataset)
-        defaults: dict[str, Any] = {
-            "partition": "iid" if facts.num_clients is None else "natural",
-            "clients": _OWN_CLIENTS,
-            "rounds": _OWN_ROUNDS,
-            "dtype": "float32",
-        }
-        if settings.get("partition", defaults["partition"]) == "natural":
-            defaults["clients"] = facts.num_clients or _OWN_CLIENTS
-        if facts.has_classes:
-            defaults["model"] = "softmax"
-        elif "model" not in settings:
-            raise ConfigError(
-                f"the targets in {dataset!r} are not classes, so there is no model by default; "
-                "name one with --model"
-            )
-    else:
-        _require_choice("dataset", dataset, DATASETS, "or FILE.npz")
-        facts, defaults = None, DATASET_DEFAULTS[dataset]
-    merged = {"dataset": dataset, **defaults, **settings}
-    model = merged["model"]
-    if isinstance(model, str) and is_module(model):
-        merged = {"l2": 0.0, "dtype": "float32", **merged}
-    if facts is None and not (isinstance(model, str) and is_module(model)):
-        merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
-    else:
-        num_samples = _NUM_SAMPLES[dataset] if facts is None else facts.num_samples
-        num_samples = _typed("samples", merged.get("samples")) or num_samples
-        merged.setdefault("alpha", _default_step_size(merged, _averaging_step(merged, num_samples)))
-    return merged
-
-
-_OF_A_PROBLEM: dict[str, Any] = {
-    "dataset": OWN,
-    "partition": OWN,
-    "model": OWN,
-    "l2": 0.0,
-    "scaling": "mean",
-}
-
-
-def _problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict[str, Any]:
-    """Return the settings with the defaults of a problem that a function makes."""
-    problem = settings["problem"]
-    for name, value in _OF_A_PROBLEM.items():
-        if settings.get(name, value) != value:
-            raise ConfigError(
-                f"{name} is {settings[name]} and problem {problem}, which makes the whole problem, "
-                f"{name} included; give one of them"
-            )
-    merged = {"dtype": "float32", "rounds": _OWN_ROUNDS, **problem_settings(problem), **settings}
-    merged |= _OF_A_PROBLEM
-    _require_choice("dtype", merged["dtype"], ("float32", "float64"))
-    if "clients" not in merged or "alpha" not in merged:
-        facts = problem_facts(problem, _typed("dtype", merged["dtype"]), data_dir)
-        merged.setdefault("clients", facts.num_clients)
-        step_size = _averaging_step(merged, facts.num_samples)
-        merged.setdefault("alpha", _default_step_size(merged, step_size))
-    return merged
 
 
 def located(name: str, value: Any) -> Any:
@@ -400,7 +152,7 @@ def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         elif name == "init" or (name == "dataset" and is_dataset_file(value)):
             paths.append(value)
     now = {path: file_digest(Path(path)) for path in dict.fromkeys(paths)}
-    _compare_digests(dict(_typed("files", settings.get("files", ()))), now)
+    _compare_digests(dict(typed("files", settings.get("files", ()))), now)
     return tuple(now.items())
 
 
@@ -411,50 +163,6 @@ def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
                 f"{path!r} is not the file that this run began with (SHA-256 {before[path][:12]} "
                 f"then, {digest[:12]} now); put that one back, or start a new run"
             )
-
-
-def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
-    """Adapt the step size of plain gradient descent to the optimizer.
-
-    With momentum a direction moves the model by ``α/(1-β)`` in all; the default keeps that as long
-    as without. Where clients are sampled, their directions are old as well, and old directions
-    with momentum oscillate: the step is shortened by the fraction sampled.
-    """
-    optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
-    step_size = step_size * optimizer.fresh_share
-    if isinstance(optimizer, Adam):
-        step_size = ADAM_STEP_SIZE
-    if optimizer.fresh_share < 1:
-        step_size *= _typed("participation", settings.get("participation", 1.0))
-    return step_size
-
-
-def _averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
-    """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
-
-    With unequal clients or participation, ``K`` is that of a client with the mean number of
-    samples.
-    """
-    values = {
-        name: _typed(name, settings.get(name, getattr(RunConfig, name)))
-        for name in ("batch_size", "local_steps", "local_epochs", "local_rate")
-    }
-    local = LocalTraining(*values.values())
-    clients: int = max(1, _typed("clients", settings["clients"]))
-    num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
-    return local.rate * num_steps / clients
-
-
-def _dataset_step_size(settings: Mapping[str, Any]) -> float:
-    """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
-    dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
-    _require_choice("scaling", scaling, ("mean", "sum"))
-    step_size = STEP_SIZES[dataset, scaling]
-    clients: int = _typed("clients", settings["clients"])
-    if scaling == "sum" or clients < 1:
-        return step_size
-    default_clients: int = DATASET_DEFAULTS[dataset]["clients"]
-    return step_size * default_clients / clients
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:
@@ -507,55 +215,3 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
         settings["recipe"] = [config.recipe for config in configs]
     # Texts, numbers and lists of them are written alike in JSON and TOML.
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-
-
-def _typed(name: str, value: Any) -> Any:
-    """Check a value's type, letting whole numbers stand for floats."""
-    hint = _type_hints()[name]
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint in (float, float | None) and isinstance(value, int | float) and value is not True:
-        return float(value)
-    if hint in (str, str | None) and isinstance(value, str):
-        return value
-    if hint in (float | None, int | None, str | None) and value is None:
-        return None
-    if name == "files" and isinstance(value, list | tuple):
-        pairs = tuple(tuple(pair) if isinstance(pair, list | tuple) else pair for pair in value)
-        if all(isinstance(p, tuple) and [type(x) for x in p] == [str] * 2 for p in pairs):
-            return pairs
-        raise ConfigError(f"files is {value!r}; each must be [path, SHA-256]")
-    if name == "plugins" and isinstance(value, list | tuple):
-        return tuple(map(str, value))
-    if name == "absences" and isinstance(value, list | tuple):
-        rows = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in value)
-        if all(isinstance(row, tuple) and [type(x) for x in row] == [int] * 3 for row in rows):
-            return rows
-        raise ConfigError(f"absences is {value!r}; each must be [client, first round, last round]")
-    wanted = {
-        bool: "true or false",
-        int: "a whole number",
-        int | None: "a whole number",
-        str: "a text",
-        str | None: "a text",
-        tuple[str, ...]: "a list of texts",
-    }
-    raise ConfigError(f"{name} is {value!r}; it must be {wanted.get(hint, 'a number')}")
-
-
-@cache
-def _type_hints() -> dict[str, Any]:
-    return get_type_hints(RunConfig)
-
-
-def _require(name: str, value: object, holds: bool, bound: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value}; it must be {bound}")
-
-
-def _require_choice(name: str, value: object, choices: Any, more: str = "") -> None:
-    if value not in choices:
-        texts = ", ".join((*choices, more) if more else choices)
-        raise ConfigError(f"unknown {name} {value!r}; choose from {texts}")

@@ -148,7 +148,7 @@ def run(
         directory: of the run; it exists and holds the config.
         contact: is told `Progress` after every round, and tells when to stop; a note is the
             `Limits` that hold from now on.
-        limits: beyond which a run with a target that ends it is too dear.
+        limits: beyond which a run with a target that ends it costs too much.
         keeps_models: leave the best model and the last, and the last checkpoint.
 
     Raises:
@@ -340,7 +340,7 @@ class _Referee:
 
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
-    """Return the test accuracy of the model; on the device, where only accuracy is asked for."""
+    """Return the test accuracy of the model; on the device, where only the accuracy is wanted."""
     problem, params = simulation.problem, simulation.parameters
     backend = getattr(simulation, "backend", None)
     if backend is None or problem.metrics is not None or problem.test is None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _TRIED_SAMPLES = 8
 _NUM_SAMPLES = {"mnist": 60_000}
 _STREAM = 0xC0DE
-"""Keeps the choice of samples apart from other draws that use the same seed."""
+"""Keeps the choice of samples apart from other random numbers of the same seed."""
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:

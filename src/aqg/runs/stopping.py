@@ -9,7 +9,7 @@
 *Hopeless*
     A run with a target is far behind: its loss is 100 times the first one, or at half of its rounds
     it has not come half of its way, or at three quarters not three quarters.
-*Too dear*
+*Too expensive*
     Other runs of the study show that the cost is of no interest, whether or not the target is
     reached in the end: it is *costlier* than another setting of the same recipe, or *beyond* a
     multiple of the best recipe (`Limits`).
@@ -139,7 +139,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Limits:
-    """Costs in bytes beyond which a run is too dear.
+    """Costs in bytes beyond which a run is too expensive.
 
     Attributes:
         own: what another setting of the same recipe needed.

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import load_plugins, to_toml
 from aqg.runs.directory import CONFIG, read_summary
@@ -18,7 +19,6 @@ from aqg.runs.executor import Contact, Done, run_tasks
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
 from aqg.runs.stopping import NO_LIMITS, Limits
-from aqg.warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -76,10 +76,8 @@ def prepare(
 ) -> Minima:
     """Check that every run can start, and find each distinct minimum ``f*`` once.
 
-    The kernels are compiled first, by one worker for all. ``handle`` is told how many problems are
-    ready, of how many.
+    ``handle`` is told how many problems are ready, of how many.
     """
-    run_tasks([_warm_up], place)
     groups: dict[Key, dict[object, RunConfig]] = {}
     for config in configs:
         start = (problem_key(config), config.engine, config.device)
@@ -99,10 +97,6 @@ def prepare(
 def _minimum_key(config: RunConfig) -> Key:
     """Return what tells minima apart."""
     return tuple(minimum_key(config).items())
-
-
-def _warm_up(contact: Contact) -> None:  # noqa: ARG001
-    warm_up()
 
 
 @dataclass(frozen=True)
@@ -129,11 +123,17 @@ class _Prepare:
         return minimum
 
 
+class Compiling:
+    """What a run tells when it compiles kernels: they are not in numba's cache yet."""
+
+    text: ClassVar[str] = "Compiling kernels (once per install, then cached) ..."
+
+
 @dataclass(frozen=True)
 class Train:
     """Run one config in its directory, from its checkpoint if it has one; return its results.
 
-    What it tells is `loop.Progress`, and a note it takes is `Limits`.
+    What it tells is `loop.Progress` and `Compiling`, and a note it takes is `Limits`.
     """
 
     saves: ClassVar[bool] = True
@@ -148,7 +148,8 @@ class Train:
     def __call__(self, contact: Contact) -> dict[str, Any]:
         """Run it."""
         load_plugins(self.config.plugins)
-        return self.run(lambda: load(self.config, self.data_dir), contact)
+        with when_compiling(lambda: contact.tell(Compiling())):
+            return self.run(lambda: load(self.config, self.data_dir), contact)
 
     def run(self, make_problem: Callable[[], Problem], contact: Contact) -> dict[str, Any]:
         """Run it on a problem, which is made unless the run is finished."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aqg.sim.reference import ReferenceSimulation
 
 _STREAM = 0xFA1D
-"""Keeps the choice of samples apart from other draws that use the same seed."""
+"""Keeps the choice of samples apart from other random numbers of the same seed."""
 
 
 def hold_out(problem: Problem, share: float, seed: int) -> Problem:

@@ -1,4 +1,4 @@
-"""CUDA graphs: the fixed part of a round, recorded once, and replayed before it is asked for.
+"""CUDA graphs: the fixed part of a round, recorded once, and replayed before it is needed.
 
 With a small model a GPU computes a round's gradients and statistics in less time than Python needs
 to ask for them. All of it has the same shape in every round in which all clients are present, so it
@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 _WARM_UP_CALLS = 3
 """Libraries allocate and choose algorithms in their first calls, which cannot be recorded."""
 MOSTLY_SILENT = 0.7
-"""A guess is made if more rounds are silent: a wrong one costs more than a right one saves."""
+"""A guess is made if nobody uploads in more rounds: a wrong one costs more than one saves."""
 _SMALL_BYTES = 4 << 20
 """With more to remember, the GPU is busy for longer than Python anyway: a guess saves nothing."""
 _ROUNDS_REMEMBERED = 8

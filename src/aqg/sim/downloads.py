@@ -80,7 +80,7 @@ class Downloads:
     @property
     def positions(self) -> IntArray:
         """The round that each client holds."""
-        if self._shared is not None:  # all the same, until someone is away
+        if self._shared is not None:  # all the same, until someone drops out
             self._positions[:] = self._shared
             self._shared = None
         return self._positions

@@ -68,11 +68,11 @@ class FastSimulation:
         problem: what is learned, and by whom.
         recipe: the compressor.
         step_size: ``α``, or the natural step of a rule that finds its own (``training.step``).
-        dropout: who is away when.
+        dropout: who drops out when.
         seed: makes stochastic recipes repeatable.
         device: ``"cpu"``, or a torch device such as ``"cuda"``.
         block_bytes: the most memory one block of gradients may take.
-        training: what clients compute, who is asked, how they are weighted, and the server's
+        training: what clients compute, who is sampled, how they are weighted, and the server's
             optimizer; the paper's by default.
 
     """

@@ -36,7 +36,7 @@ Array = Any
 """A NumPy array or a torch tensor."""
 
 _STREAM = 0xBA7C
-"""Keeps the batches apart from other draws that use the same seed."""
+"""Keeps the batches apart from other random numbers of the same seed."""
 
 
 @dataclass(frozen=True)

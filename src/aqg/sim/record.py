@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 DROPPED = -1
-"""In ``widths``: the client was away."""
+"""In ``widths``: the client dropped out, or was not sampled."""
 
 _MOVEMENT_BYTES = 8
 
@@ -24,8 +24,8 @@ class RoundRecord(NamedTuple):
     Attributes:
         round: ``k``, counted from 1.
         loss: ``(1/M) Σ_m w_m f_m(θ^k)`` at the model that was broadcast, before the round's step,
-            with client weights ``w_m`` of mean 1; None in rounds where it was not asked for.
-        widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` for away.
+            with client weights ``w_m`` of mean 1; None in rounds where it was not measured.
+        widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` if absent.
         upload_bytes: length of all frames the clients sent in the round, those of statistics too.
         faults: what went wrong, as ``(client, text)``.
         statistics_upload_bytes: length of the frames that carry statistics beside the updates.

@@ -87,7 +87,7 @@ class Client:
         return encode(message, known=shared)
 
     def follow(self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer) -> Broadcast:
-        """Bring the own copy of the public model up to date, and read the round's news off it."""
+        """Bring the own copy of the public model up to date, and read off the round's broadcast."""
         assert self.public is not None
         if parcel.snapshot is not None:
             self.public = decode_snapshot(parcel.snapshot, self.public, start)

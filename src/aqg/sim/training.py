@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WEIGHTINGS = ("equal", "samples")
 
 _STREAM = 0x5A3D
-"""Keeps the draws of participants apart from others that use the same seed."""
+"""Keeps the random choice of participants apart from others that use the same seed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Training:
         weighting: how much a client counts in the server's sum and in the loss: ``"equal"``, or
             by its number of ``"samples"``.
         participation: the fraction of clients that the server asks in a round; the others are
-            treated as away.
+            treated as dropped out.
         downlink: how clients receive the model: whole, or as a log of what was published.
         step: how long the server's steps are: the simulation's ``step_size`` in every round, or
             found from round to round with that as the natural one.

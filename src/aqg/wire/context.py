@@ -154,5 +154,10 @@ def _run(
     decoding: bool,
 ) -> int:
     far = near * ratio
-    model = fresh_model()
-    return int(code_symbols(symbols, num_symbols, near, far, hints, model, buffer, decoding))
+    size = near + far + 4 + len(symbols)
+    coded = (np.zeros(size, np.uint8), np.zeros(size, np.int8))
+    return int(
+        code_symbols(
+            symbols, num_symbols, near, far, hints, fresh_model(), *coded, buffer, decoding
+        )
+    )

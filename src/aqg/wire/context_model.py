@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.jit import njit
+from aqg.jit import njit, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,7 +145,7 @@ def fresh_model() -> Model:
     return Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
 
 
-@njit()
+@part(forceinline=True)
 def _start_coder(buffer: Any, decoding: Any) -> Any:
     """Return the coder before the first decision."""
     window = 0
@@ -155,7 +155,7 @@ def _start_coder(buffer: Any, decoding: Any) -> Any:
     return Coder(0, 0xFFFFFFFF, window, 0)
 
 
-@njit(inline="always")
+@part(forceinline=True)
 def _code_bit(coder: Any, buffer: Any, decoding: Any, bit: Any, p: Any) -> Any:
     """Code a decision that is 1 with probability ``p / 2^16``, where ``0 < p < 2^16``.
 
@@ -182,7 +182,7 @@ def _code_bit(coder: Any, buffer: Any, decoding: Any, bit: Any, p: Any) -> Any:
     return bit, Coder(low, high, window, position)
 
 
-@njit()
+@part(forceinline=True)
 def _finish_coder(coder: Any, buffer: Any, decoding: Any) -> Any:
     """End the message with the fewest bytes that, followed by zeros, lie in the range.
 
@@ -206,39 +206,39 @@ def _finish_coder(coder: Any, buffer: Any, decoding: Any) -> Any:
     return position + num_last
 
 
-@njit(inline="always")
+@part(forceinline=True)
 def _product(left: Any, right: Any) -> Any:
     """Multiply two numbers of 32 bits without sign: on some processors twice as fast as of 64."""
     return int(np.uint64(np.uint32(left)) * np.uint64(np.uint32(right)))
 
 
-@njit(inline="always")
+@part(forceinline=True)
 def _signed_product(left: Any, right: Any) -> Any:
     """Multiply two numbers of 32 bits with sign."""
     return np.int64(np.int32(left)) * np.int64(np.int32(right))
 
 
-@njit()
+@part(forceinline=True)
 def _learn(estimates: Any, slot: Any, bit: Any, limit: Any) -> None:
     at = np.uint64(slot)
     state = int(estimates[at])
     seen = state & 0xFF
     p = state >> 8
-    p += _signed_product((0xFFFFF if bit else 0) - p, RATES[np.uint64(seen)]) >> 16
+    p += _signed_product((0xFFFFF if bit else 0) - p, np.int64(RATES[np.uint64(seen)])) >> 16
     estimates[at] = p << 8 | min(seen + 1, limit)
 
 
-@njit(inline="always")
+@part(forceinline=True)
 def _code_plain(coder: Any, buffer: Any, decoding: Any, bit: Any, model: Any, slot: Any) -> Any:
     """Code a decision under one estimate alone; return it and the coder after it."""
-    p = int(model.estimates[np.uint64(slot)]) >> 12
+    p: Any = np.int64(model.estimates[np.uint64(slot)]) >> 12
     p = min(max(p, LEAST_PROBABILITY), (1 << 16) - LEAST_PROBABILITY)
     bit, coder = _code_bit(coder, buffer, decoding, bit, p)
-    _learn(model.estimates, slot, bit, SLOW_LIMIT)
+    _learn(model.estimates, slot, bit, np.int64(SLOW_LIMIT))
     return bit, coder
 
 
-@njit(inline="always")
+@part(forceinline=True)
 def _code_mixed(
     coder: Any, buffer: Any, decoding: Any, bit: Any, model: Any, mixer: Any, slots: Any
 ) -> Any:
@@ -254,19 +254,19 @@ def _code_mixed(
         + odds_b * int(weights[row, 1])
         + odds_c * int(weights[row, 2])
     ) >> 16
-    p = int(LOGISTIC[np.uint64(min(max(mixed, -ODDS_LIMIT), ODDS_LIMIT) + ODDS_LIMIT)])
+    p = np.int64(LOGISTIC[np.uint64(min(max(mixed, -ODDS_LIMIT), ODDS_LIMIT) + ODDS_LIMIT)])
     bit, coder = _code_bit(coder, buffer, decoding, bit, p)
     step = LEARNING_RATE * ((1 << 16 if bit else 0) - p)
     weights[row, 0] += (_signed_product(odds_a, step) + (1 << 17)) >> 18
     weights[row, 1] += (_signed_product(odds_b, step) + (1 << 17)) >> 18
     weights[row, 2] += (_signed_product(odds_c, step) + (1 << 17)) >> 18
-    _learn(estimates, a, bit, FAST_LIMIT)
-    _learn(estimates, b, bit, FAST_LIMIT)
-    _learn(estimates, c, bit, FAST_LIMIT)
+    _learn(estimates, a, bit, np.int64(FAST_LIMIT))
+    _learn(estimates, b, bit, np.int64(FAST_LIMIT))
+    _learn(estimates, c, bit, np.int64(FAST_LIMIT))
     return bit, coder
 
 
-@njit()
+@part(forceinline=True)
 def _bucket_of(magnitude: Any) -> Any:
     """Return the bucket of a magnitude, and how many of its bits the bucket leaves open."""
     if magnitude < PLAIN:
@@ -277,12 +277,12 @@ def _bucket_of(magnitude: Any) -> Any:
     return 2 * length + (magnitude >> (length - 2) & 1), length - 2
 
 
-@njit()
+@part(forceinline=True)
 def _clip(value: Any, limit: Any) -> Any:
     return min(max(value, -limit), limit)
 
 
-@njit()
+@part(forceinline=True)
 def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
     """Return the slots of the first unary decision at ``k``, and the sum of what is around it."""
     west = int(buckets[np.uint64(k - near)])
@@ -306,7 +306,7 @@ def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
     return a, b, c, around, around + west_west + before == 0
 
 
-@njit()
+@part(forceinline=True)
 def _sign_contexts(
     values: Any, k: Any, near: Any, far: Any, kind: Any, column: Any, flip: Any
 ) -> Any:
@@ -320,8 +320,9 @@ def _sign_contexts(
         + north_east
     )
     a = COLUMN + 2 * (column & (NUM_COLUMNS - 1)) + (1 if pull > 0 else 0)
-    b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, PULL_LIMIT) + PULL_LIMIT
-    c = SIGNS + 25 * _clip(west_west, 2) + 5 * _clip(north_east, 2) + _clip(west, 2) + 62
+    b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, np.int64(PULL_LIMIT)) + PULL_LIMIT
+    two = np.int64(2)
+    c = SIGNS + 25 * _clip(west_west, two) + 5 * _clip(north_east, two) + _clip(west, two) + 62
     return a, b, c
 
 
@@ -333,28 +334,30 @@ def code_symbols(
     far: Any,
     hints: Any,
     model: Any,
+    buckets: Any,
+    values: Any,
     buffer: Any,
     decoding: Any,
 ) -> Any:
     """Encode ``symbols`` into ``buffer``, or decode them from it; return the number of bytes.
 
-    The decoder returns -1 if ``buffer`` is not what the encoder writes for any symbols.
+    ``buckets`` and ``values``, of ``near + far + 4`` zeros and one for every symbol, are filled
+    with what has been coded. The decoder returns -1 if ``buffer`` is not what the encoder writes
+    for any symbols.
     """
     # What lies before the first symbol is zero: every index below is at least 0.
     pad = near + far + 4
-    buckets = np.zeros(pad + len(symbols), np.uint8)
-    values = np.zeros(pad + len(symbols), np.int8)
     largest = (num_symbols - 1) >> 1
     last_bucket = _bucket_of(largest)[0]
     has_zero = num_symbols % 2
     coder = _start_coder(buffer, decoding)
-    column = 0
+    column: Any = np.int64(0)
     for i in range(len(symbols)):
         k = pad + i
         v = 0 if decoding else 2 * int(symbols[i]) - (num_symbols - 1)
         magnitude = abs(v) >> 1
         bucket, open_bits = _bucket_of(magnitude)
-        hint = _clip(int(hints[i]), MAX_HINT) if len(hints) else 0
+        hint = _clip(np.int64(hints[i]), np.int64(MAX_HINT)) if len(hints) else 0
 
         a, b, c, around, is_quiet = _magnitude_contexts(buckets, k, near, far)
         if len(hints):
@@ -362,7 +365,9 @@ def code_symbols(
         node = 0
         more = 1
         if is_quiet and hint == 0 and last_bucket > 0:
-            more, coder = _code_plain(coder, buffer, decoding, 1 if bucket else 0, model, QUIET)
+            more, coder = _code_plain(
+                coder, buffer, decoding, 1 if bucket else 0, model, np.int64(QUIET)
+            )
             node = more
         while more and node < last_bucket:
             more, coder = _code_mixed(
@@ -407,7 +412,7 @@ def code_symbols(
         if decoding:
             symbols[i] = (v + num_symbols - 1) >> 1
         buckets[np.uint64(k)] = node
-        values[np.uint64(k)] = _clip(v, VALUE_LIMIT)
+        values[np.uint64(k)] = _clip(v, np.int64(VALUE_LIMIT))
         column = column + 1 if column + 1 < near else 0
         if decoding and coder.position > len(buffer):
             return -1  # what comes now is read from nothing

@@ -8,8 +8,8 @@
     then        payload, as the mode says
     last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
 
-A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/wire-format.md``
-describes each byte.
+A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. Each byte is described in
+``docs/reference/frame-format.md``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.jit import njit
+from aqg.jit import njit, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,12 +36,15 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     limit = window // 2
     if limit < 3:
         return 1, 2
+    signal = np.empty(window)
+    is_candidate = np.zeros(min(limit // 3, MAX_NEAR) + 1, np.bool_)
+    top = np.zeros(NUM_CANDIDATES, np.int64)
     if window <= DIRECT_LENGTH:
-        near, ratio = _best_pair_of(levels, num_symbols, limit)
+        correlation = np.empty(limit + 1)
+        near, ratio = _best_pair_of(levels, num_symbols, signal, correlation, is_candidate, top)
     else:
-        signal = np.empty(window)
         _center(levels[start : start + window], num_symbols, signal)
-        near, ratio = _best_pair(_correlate_fourier(signal, limit))
+        near, ratio = _best_pair(_correlate_fourier(signal, limit), is_candidate, top)
     return int(near), int(ratio)
 
 
@@ -62,34 +65,40 @@ def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
         signal[i] = min(max(2 * np.int64(levels[i]) - (num_symbols - 1), -CLIP), CLIP)
 
 
-@njit()
-def _correlate(signal: Any, limit: Any) -> Any:
-    """Return ``Σ_i x[i]·x[i-lag]`` for every lag up to ``limit``."""
-    correlation = np.empty(limit + 1)
-    for lag in range(limit + 1):
+@part(forceinline=True)
+def _correlate(signal: Any, correlation: Any) -> None:
+    """Write ``Σ_i x[i]·x[i-lag]`` for every lag."""
+    for lag in range(len(correlation)):
         total = 0.0
         for i in range(lag, len(signal)):
             total += signal[i] * signal[i - lag]
         correlation[lag] = total
-    return correlation
 
 
 @njit()
-def _best_pair_of(levels: Any, num_symbols: Any, limit: Any) -> Any:
+def _best_pair_of(
+    levels: Any, num_symbols: Any, signal: Any, correlation: Any, is_candidate: Any, top: Any
+) -> Any:
     """Do all that `find_lags` does with few levels, in one call."""
-    signal = np.empty(len(levels))
     _center(levels, num_symbols, signal)
-    return _best_pair(_correlate(signal, limit))
+    _correlate(signal, correlation)
+    return _best_pair(correlation, is_candidate, top)
 
 
 @njit()
-def _best_pair(correlation: Any) -> Any:
-    """Return the pair that explains most; ``(1, 2)`` where none explains anything."""
-    limit = len(correlation) - 1
-    if correlation[0] <= 0:
+def _best_pair(r: Any, is_candidate: Any, top: Any) -> Any:
+    """Return the pair that explains most; ``(1, 2)`` where none explains anything.
+
+    ``r`` is the autocorrelation, which is divided by the variance in place; ``is_candidate`` and
+    ``top`` are zeros.
+    """
+    limit = len(r) - 1
+    variance = r[0]
+    if variance <= 0:
         return 1, 2
-    r = correlation / correlation[0]
-    is_candidate = _candidates(r[: min(limit // 3, MAX_NEAR) + 1])
+    for i in range(len(r)):
+        r[i] /= variance
+    _mark_candidates(r, is_candidate, top)
     best = -1.0
     best_near, best_ratio = 1, 2
     for near in range(1, len(is_candidate)):
@@ -100,40 +109,37 @@ def _best_pair(correlation: Any) -> Any:
             explained = 0.0
             if far + near <= limit:
                 covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
-                variance = (
+                spread = (
                     (10 + 8 * r[near] + 2 * r[2 * near])
                     + 8 * r[far - near]
                     + 4 * r[far]
                     + 4 * r[far - 2 * near]
                 )
                 if covariance > 0:
-                    explained = covariance**2 / max(variance, 1.0)
+                    explained = covariance**2 / max(spread, 1.0)
             if explained > best:
                 best = explained
                 best_near, best_ratio = near, ratio
     return best_near, best_ratio
 
 
-@njit()
-def _candidates(r: Any) -> Any:
-    """Mark the lags with the largest correlation, and the distances between them."""
-    is_candidate = np.zeros(len(r), np.bool_)
-    top = np.zeros(NUM_CANDIDATES, np.int64)
-    correlations = np.full(NUM_CANDIDATES, -np.inf)
-    for lag in range(1, len(r)):  # of equal ones the first wins
-        if r[lag] <= correlations[-1]:
-            continue
-        place = NUM_CANDIDATES - 1
-        while place > 0 and r[lag] > correlations[place - 1]:
-            correlations[place] = correlations[place - 1]
-            top[place] = top[place - 1]
+@part(forceinline=True)
+def _mark_candidates(r: Any, is_candidate: Any, top: Any) -> None:
+    """Mark the lags with the largest correlation, and the distances between them.
+
+    ``top`` has the best lags so far, best first; its zeros are places that are free.
+    """
+    for lag in range(1, len(is_candidate)):  # of equal ones the first wins
+        place = NUM_CANDIDATES
+        while place > 0 and (top[place - 1] == 0 or r[lag] > r[top[place - 1]]):
+            if place < NUM_CANDIDATES:
+                top[place] = top[place - 1]
             place -= 1
-        correlations[place] = r[lag]
-        top[place] = lag
+        if place < NUM_CANDIDATES:
+            top[place] = lag
     for i in range(NUM_CANDIDATES):
         for k in range(i + 1):
             if top[i] > 0 and top[k] > 0:
                 is_candidate[top[i]] = True
                 is_candidate[abs(top[i] - top[k])] = True
     is_candidate[0] = False
-    return is_candidate

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.errors import WireError
-from aqg.jit import njit
+from aqg.jit import njit, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +136,7 @@ def _fill_steps(
         gains[i] = starts[i] << 32 | (1 << scale_bits) - frequencies[i]
 
 
-@njit()
+@part(forceinline=True)
 def _put(
     symbol: int,
     x: int,
@@ -204,7 +204,7 @@ def _encode(
     return last - position
 
 
-@njit()
+@part(forceinline=True)
 def _get(
     x: int,
     position: int,

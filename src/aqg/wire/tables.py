@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.errors import WireError
-from aqg.jit import njit
+from aqg.jit import njit, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 MIN_SCALE_BITS = 9
 MAX_SCALE_BITS = 16
 MAX_PRECISION = 7
+_NOWHERE = np.empty(0, np.uint8)
+"""What is written here is only counted."""
 
 
 class Table(NamedTuple):
@@ -59,8 +61,9 @@ def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
     (array([  6, 458,  48]), 9, 529)
     """
     frequencies = np.empty(len(counts), np.int64)
-    scale_bits, precision, bits = _choose(counts, frequencies)
-    table = Table(frequencies, int(np.argmax(counts)), int(scale_bits), int(precision))
+    peak = int(np.argmax(counts))
+    scale_bits, precision, bits = _choose(counts, int(counts.sum()), peak, frequencies, _NOWHERE)
+    table = Table(frequencies, peak, int(scale_bits), int(precision))
     return table, float(bits)
 
 
@@ -74,7 +77,8 @@ def least_bits(counts: NDArray[np.int64]) -> float:
     >>> round(least_bits(counts)), round(choose_table(counts)[1])
     (521, 529)
     """
-    return float(_least_bits(counts))
+    table_bits = _write(np.minimum(counts, 1), int(np.argmax(counts)), 0, _NOWHERE)
+    return float(_add_entropy(float(table_bits), counts, int(counts.sum())))
 
 
 def write_table(table: Table) -> bytes:
@@ -90,7 +94,7 @@ def write_table(table: Table) -> bytes:
 
 def table_size(table: Table) -> int:
     """Return ``len(write_table(table))``."""
-    bits = _write(table.frequencies, table.peak, table.precision, np.empty(0, np.uint8))
+    bits = _write(table.frequencies, table.peak, table.precision, _NOWHERE)
     return (int(bits) + 7) // 8
 
 
@@ -113,7 +117,7 @@ def read_table(
     return Table(frequencies, int(peak), scale_bits, precision), num_bytes
 
 
-@njit()
+@part(forceinline=True)
 def _bit_length(value: int) -> int:
     length = 0
     while value:
@@ -122,24 +126,24 @@ def _bit_length(value: int) -> int:
     return length
 
 
-@njit()
+@part(forceinline=True)
 def _zigzag(change: int) -> int:
     """Map 0, -1, 1, -2, 2, … to 0, 1, 2, 3, 4, … in this order."""
     return 2 * change if change >= 0 else -2 * change - 1
 
 
-@njit()
+@part(forceinline=True)
 def _unzigzag(value: int) -> int:
     return -(value + 1) // 2 if value & 1 else value // 2
 
 
-@njit()
+@part(forceinline=True)
 def _skip(index: int, peak: int) -> int:
     """Return the symbol at ``index`` among all but the peak."""
     return index + (1 if index >= peak else 0)
 
 
-@njit()
+@part(forceinline=True)
 def _round(share: float, precision: int) -> int:
     """Round to the nearest integer of 1 + ``precision`` significant bits, at least 1."""
     value = max(1, int(share + 0.5))
@@ -150,7 +154,7 @@ def _round(share: float, precision: int) -> int:
     return value
 
 
-@njit()
+@part(forceinline=True)
 def _fill(
     counts: NDArray[np.int64],
     total: int,
@@ -172,19 +176,23 @@ def _fill(
 
 
 @njit()
-def _choose(counts: NDArray[np.int64], frequencies: NDArray[np.int64]) -> tuple[int, int, float]:
+def _choose(
+    counts: NDArray[np.int64],
+    total: int,
+    peak: int,
+    frequencies: NDArray[np.int64],
+    nowhere: NDArray[np.uint8],
+) -> tuple[int, int, float]:
     """Try scales and precisions; leave the cheapest in ``frequencies``.
 
     Scale 16 with precision 7 is never refused: with at most 256 symbols the peak's share is at
     least 2^8. If it is below 2^9, so are all, and each of the others is rounded up by at most 1, by
     at most 255 together. Otherwise they are rounded up by at most 255 + 2^16/2^8 = 511 together.
     """
-    total = int(counts.sum())
-    peak = int(np.argmax(counts))
-    nowhere = np.empty(0, np.uint8)
     best_bits = math.inf
-    best_scale = MAX_SCALE_BITS
-    best_precision = MAX_PRECISION
+    # Plain constants would be types of their own to numba, and compile all of this twice.
+    best_scale = int(np.int64(MAX_SCALE_BITS))
+    best_precision = int(np.int64(MAX_PRECISION))
     for scale_bits in (16, 14, 12, 9):
         for precision in (1, 2, 3, 4, 7):
             if not _fill(counts, total, peak, scale_bits, precision, frequencies):
@@ -200,17 +208,15 @@ def _choose(counts: NDArray[np.int64], frequencies: NDArray[np.int64]) -> tuple[
 
 
 @njit()
-def _least_bits(counts: NDArray[np.int64]) -> float:
-    total = int(counts.sum())
-    ones = np.minimum(counts, 1)
-    bits = float(_write(ones, int(np.argmax(counts)), 0, np.empty(0, np.uint8)))
+def _add_entropy(bits: float, counts: NDArray[np.int64], total: int) -> float:
+    """Add the zero-order entropy of all symbols to ``bits``."""
     for i in range(len(counts)):
         if counts[i]:
             bits += counts[i] * math.log2(total / counts[i])
     return bits
 
 
-@njit()
+@part(forceinline=True)
 def _write_bits(target: NDArray[np.uint8], bit: int, value: int, num_bits: int) -> int:
     """Write at position ``bit``; an empty ``target`` only counts. Return the position after."""
     if len(target):
@@ -219,7 +225,7 @@ def _write_bits(target: NDArray[np.uint8], bit: int, value: int, num_bits: int) 
     return bit + num_bits
 
 
-@njit()
+@part(forceinline=True)
 def _write_gamma(target: NDArray[np.uint8], bit: int, value: int) -> int:
     extra = _bit_length(value) - 1
     bit = _write_bits(target, bit, 1 << extra, extra + 1)
@@ -232,7 +238,7 @@ def _write(
 ) -> int:
     """Write the table into zeroed bytes; return its number of bits."""
     num_others = len(frequencies) - 1
-    bit = _write_bits(target, 0, peak, _bit_length(num_others))
+    bit = _write_bits(target, int(np.int64(0)), peak, _bit_length(num_others))
     done = 0
     while done < num_others:
         zeros = 0
@@ -254,7 +260,7 @@ def _write(
     return bit
 
 
-@njit()
+@part(forceinline=True)
 def _read_bits(data: NDArray[np.uint8], bit: int, num_bits: int) -> int:
     """Read at position ``bit``, or return -1 where the data ends before."""
     if bit + num_bits > 8 * len(data):
@@ -265,7 +271,7 @@ def _read_bits(data: NDArray[np.uint8], bit: int, num_bits: int) -> int:
     return value
 
 
-@njit()
+@part(forceinline=True)
 def _read_gamma(data: NDArray[np.uint8], bit: int) -> tuple[int, int]:
     """Read a value and the position after it; -1 where the data ends or the value is too large."""
     for extra in range(MAX_SCALE_BITS):

@@ -67,32 +67,32 @@ def test_everyone_gets_the_same_search(recipe):
     for task, kind in ((LOCAL, "local"), (FULL, "full-batch")):
         steps = read_grid()[kind]["steps"]
         settings = grid(recipe, task)
-        knobs = {(s.spec, s.bits) for s in settings}
+        parameters = {(s.spec, s.bits) for s in settings}
         assert 1 <= len(settings) / len(steps) <= 4
         assert len(set(settings)) == len(settings)
         for setting in settings:
             make_recipe(setting.spec, setting.bits)
         if recipe != "signsgd":  # its factor multiplies the step
             assert {s.multiplier for s in settings} == set(steps)
-            assert len(settings) == len(steps) * len(knobs)
+            assert len(settings) == len(steps) * len(parameters)
 
 
 def test_the_grid_names_recipes_that_exist():
     grid = read_grid()
     assert set(grid["order"]) <= set(RECIPES)
-    assert set(grid["local"]["knobs"]) <= set(RECIPES)
+    assert set(grid["local"]["parameters"]) <= set(RECIPES)
 
 
-def test_knobs_have_the_same_values_in_both_regimes():
-    full_batch, local = (read_grid()[kind]["knobs"] for kind in ("full-batch", "local"))
-    for recipe, knobs in full_batch.items():
-        assert list(knobs) == list(local[recipe])
-        for name, values in knobs.items():
+def test_parameters_have_the_same_values_in_both_regimes():
+    full_batch, local = (read_grid()[kind]["parameters"] for kind in ("full-batch", "local"))
+    for recipe, parameters in full_batch.items():
+        assert list(parameters) == list(local[recipe])
+        for name, values in parameters.items():
             assert sorted(values) == sorted(local[recipe][name])
     assert set(full_batch) == set(local)
 
 
-def test_the_default_has_no_knob():
+def test_the_default_has_no_parameter():
     assert {s.spec for s in grid("auto", LOCAL)} == {"auto"}
 
 
@@ -113,7 +113,7 @@ def test_recipes_by_name():
         parse_recipes("lean,gd,lean")
 
 
-def test_steps_then_the_knob_then_the_steps_beside():
+def test_steps_then_the_parameter_then_the_steps_beside():
     def cost(setting):
         value = float(setting.spec.partition("keep=")[2])
         return round(1000 + 100 * abs(setting.multiplier - 3.9) + 1000 * abs(value - 1e-2))
@@ -137,7 +137,7 @@ def test_if_the_first_value_stays_best_nothing_is_beside():
     assert [len(stage) for stage in stages] == [5, 3]
 
 
-def test_without_a_knob_there_is_one_stage():
+def test_without_a_parameter_there_is_one_stage():
     assert [len(stage) for stage in search("auto", LOCAL, lambda _: 1)] == [5]
     assert [len(stage) for stage in search("stc", LOCAL, lambda _: 1, quick=True)] == [2, 1]
 

@@ -124,7 +124,7 @@ def test_a_search_that_is_not_finished_is_marked():
             outcomes |= outcomes_of("stc", [tried], setting=setting)
     (cell,) = make_cells(comparison, outcomes)
     assert cell_text(cell, LOCAL)[0] == "1 B ×1.00"
-    assert tried == 8  # of 20: the first value of the knob stays best
+    assert tried == 8  # of 20: the first value of the parameter stays best
 
 
 def test_a_final_that_is_not_finished_is_marked():

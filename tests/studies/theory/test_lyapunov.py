@@ -106,6 +106,6 @@ def test_the_command_says_what_is_outside_the_theory(capsys):
     words = " ".join(capsys.readouterr().out.split())
     assert "not convex" in words
     assert "the paper's own setting, Σξ = 1, is outside its guarantee" in words
-    assert "away with probability 0.5" in words
+    assert "drop out with probability 0.5" in words
     assert run_app(["theory", "nowhere"]) == 2
     assert "not a run directory" in capsys.readouterr().err

@@ -25,7 +25,7 @@ class Ladder:
     """One axis of a search.
 
     Attributes:
-        name: of the knob.
+        name: of the parameter.
         values: that may be tried, increasing.
         first: those that are tried in any case, the likely ones first. One that is not among the
             values is tried but has no neighbors, such as a step that sets itself.
@@ -39,8 +39,8 @@ class Ladder:
     def __post_init__(self) -> None:
         if not self.first or list(self.values) != sorted(set(self.values)):
             raise ConfigError(
-                f"knob {self.name} has values {self.values} and first {self.first}; values must "
-                "increase, and one must be first"
+                f"parameter {self.name} has values {self.values} and first {self.first}; values "
+                "must increase, and one must be first"
             )
 
     def beside(self, value: float) -> list[float]:

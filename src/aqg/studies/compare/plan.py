@@ -167,7 +167,7 @@ class ComparePlan(TrialPlan["Task"]):
         return trial.config(task, self._device, self._comparison.downlink)
 
     def _clear(self, trial: Trial, place: Path) -> None:
-        if trial in self._outcomes:  # too dear then, wanted now
+        if trial in self._outcomes:  # too expensive then, wanted now
             shutil.rmtree(place, ignore_errors=True)
 
     def _next_trial(self) -> tuple[Trial, Task] | None:

@@ -1,14 +1,14 @@
 """The search for every recipe's best setting on every task, and what came of it.
 
 ``grid.toml`` says what can be tried, the same for everyone: some step sizes, times the values of
-one knob of the recipe's own. A setting's score is the bytes it needs on seed 0. The search goes
-along one axis after the other:
+one parameter of the recipe's own. A setting's score is the bytes it needs on seed 0. The search
+goes along one axis after the other:
 
-1. every step size, with the first value of the knob;
-2. the other values of the knob, with the best of these steps;
+1. every step size, with the first value of the parameter;
+2. the other values of the parameter, with the best of these steps;
 3. with the best of these values, the step sizes next to the best that it was not tried with.
 
-In a comparison that *extends* its searches, as new ones do, a recipe may have more than one knob,
+In a comparison that *extends* its searches, as new ones do, a recipe may have several parameters,
 and a search whose best value is the outermost one tried goes on (`aqg.studies.compare.ladders`).
 
 The best on seed 0 is run with all seeds. One seed can mislead, so a recipe that comes close to the
@@ -94,24 +94,24 @@ class Axes:
     Attributes:
         recipe: its name; one with options of its own keeps them.
         steps: multiples of the task's step size.
-        knob: an option of the recipe, ``"bits"``, or ``"factor"``, one more factor on the step.
-        values: of the knob.
+        parameter: an option of the recipe, ``"bits"``, or ``"factor"``, a factor on the step.
+        values: of the parameter.
 
     """
 
     recipe: str
     steps: tuple[float, ...]
-    knob: str
+    parameter: str
     values: tuple[float, ...]
 
     def setting(self, step: float, value: float) -> Setting:
         """Return one point of the grid."""
-        match self.knob:
+        match self.parameter:
             case "factor":
                 return Setting(self.recipe, multiplier=step * value)
             case "bits":
                 return Setting(self.recipe, bits=int(value), multiplier=step)
-        return Setting(f"{self.recipe}:{self.knob}={value:g}", multiplier=step)
+        return Setting(f"{self.recipe}:{self.parameter}={value:g}", multiplier=step)
 
     def beside(self, step: float) -> list[float]:
         """Return the next smaller and the next larger step, as far as there are any."""
@@ -123,31 +123,32 @@ class Axes:
 def axes_of(recipe: str, task: Task, quick: bool = False) -> Axes:
     """Return the part of the grid that is the recipe's own.
 
-    With ``quick``, only the first two step sizes and the first two values of the knob.
+    With ``quick``, only the first two step sizes and the first two values of the parameter.
 
     >>> from aqg.studies.compare.tasks import TASKS
     >>> axes_of("lean", TASKS["softmax-iid"], quick=True)
-    Axes(recipe='lean', steps=(2, 1), knob='xi', values=(1, 3))
+    Axes(recipe='lean', steps=(2, 1), parameter='xi', values=(1, 3))
     """
     grid = read_grid()["local" if task.is_local else "full-batch"]
-    knob, values = next(iter(grid["knobs"].get(recipe, {"factor": [1]}).items()))
+    parameter, values = next(iter(grid["parameters"].get(recipe, {"factor": [1]}).items()))
     most = 2 if quick else None
-    return Axes(recipe, tuple(grid["steps"][:most]), knob, tuple(values[:most]))
+    return Axes(recipe, tuple(grid["steps"][:most]), parameter, tuple(values[:most]))
 
 
-def knob_ladders(knobs: Mapping[str, Sequence[float]]) -> list[Ladder]:
-    """Return a ladder for every knob: the values to begin with, and what they go on to."""
+def parameter_ladders(parameters: Mapping[str, Sequence[float]]) -> list[Ladder]:
+    """Return a ladder for every parameter: the values to begin with, and what they go on to."""
     known = read_grid()["ladders"]
     return [
         Ladder(name, tuple(known.get(name, sorted(values))), tuple(values))
-        for name, values in knobs.items()
+        for name, values in parameters.items()
     ]
 
 
 def make_setting(recipe: str, ladders: Sequence[Ladder], point: Point) -> Setting:
     """Return the setting at a point of the grid.
 
-    >>> ladders = [Ladder("step", (1, 2), (1,)), *knob_ladders({"bits": [4, 8], "xi": [1, 0.1]})]
+    >>> own = parameter_ladders({"bits": [4, 8], "xi": [1, 0.1]})
+    >>> ladders = [Ladder("step", (1, 2), (1,)), *own]
     >>> str(make_setting("laq", ladders, (2, 8, 0.1)))
     'laq:xi=0.1, 8 bits, step ×2'
     """
@@ -172,7 +173,7 @@ def _extending_settings(
     grid = read_grid()
     own = grid["local" if task.is_local else "full-batch"]
     steps = Ladder("step", tuple(grid["ladders"]["step"]), tuple(own["steps"]))
-    ladders = [steps, *knob_ladders(own["knobs"].get(recipe, {}))]
+    ladders = [steps, *parameter_ladders(own["parameters"].get(recipe, {}))]
 
     def rank(point: Point) -> tuple[bool, float] | None:
         outcome = tried.get(make_setting(recipe, ladders, point))
@@ -303,8 +304,8 @@ def default_setting(recipe: str, task: Task) -> Setting:
     >>> str(default_setting("signsgd", TASKS["softmax-iid"]))
     'signsgd, step ×0.001'
     """
-    knob = read_grid()["local" if task.is_local else "full-batch"]["knobs"].get(recipe, {})
-    return Setting(recipe, multiplier=knob.get("factor", [1.0])[0])
+    grid = read_grid()["local" if task.is_local else "full-batch"]
+    return Setting(recipe, multiplier=grid["parameters"].get(recipe, {}).get("factor", [1.0])[0])
 
 
 def write_tuned(tuned: Tuned) -> str:

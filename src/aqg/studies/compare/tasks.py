@@ -67,7 +67,7 @@ class Task:
 
     @property
     def dropout(self) -> float:
-        """The chance that a client is away in a round."""
+        """The probability that a client drops out of a round."""
         return self.config.dropout
 
     @property

@@ -25,7 +25,7 @@ _OLDER_ENDINGS = {"too slow": "hopeless"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe with its knob and step size fixed.
+    """A recipe with its parameters and step size fixed.
 
     Attributes:
         spec: the recipe with its options, such as ``"stc:keep=0.001"``.
@@ -89,8 +89,8 @@ class Outcome:
     Attributes:
         trial: what was run.
         ending: as in `aqg.runs.stopping`; ``"rounds"``: the task's rounds were over. A trial that
-            is too dear is ``"costlier"`` than another setting of the same recipe that reached the
-            target, or ``"beyond"`` the `CEILING`.
+            is too expensive is ``"costlier"`` than another setting of the same recipe that reached
+            the target, or ``"beyond"`` the `CEILING`.
         rounds: until the target was reached; else until the end.
         uploads: in these rounds.
         upload_bytes: in these rounds, what all clients sent.

@@ -17,6 +17,7 @@ from aqg.studies.paper.rounding import ROUNDING
 from aqg.studies.paper.settings import cost_of, of_setting
 
 if TYPE_CHECKING:
+    from aqg.studies.paper.claims import Finding
     from aqg.studies.paper.outcomes import Results
     from aqg.studies.paper.rounding import Perturbed
 
@@ -49,7 +50,10 @@ _SEEDS = {
 
 def all_passages(results: Results) -> list[Passage]:
     """Return every passage that the results have runs for."""
-    makers = (coverage, missing, verdicts, expectations, platform, logistic, dropouts, network)
+    makers = (
+        *(coverage, missing, conclusions, verdicts),
+        *(expectations, platform, logistic, dropouts, network),
+    )
     return [passage for passage in (make(results) for make in makers) if passage.text]
 
 
@@ -88,15 +92,32 @@ def missing(results: Results) -> Passage:
     return Passage("missing", "\n\n".join(lines))
 
 
-def verdicts(results: Results) -> Passage:
-    """Return the paper's claims, grouped by what became of them."""
+def conclusions(results: Results) -> Passage:
+    """Return how many settings bear out each claim of the paper."""
     findings = find(results)
+    if not findings:
+        return Passage("conclusions", "")
+    columns = ("settings", "on every seed", "in part", "not", "undecided")
+    lines = [_tally(findings), "", f"| claim | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    for claim in dict.fromkeys(f.claim for f in findings):
+        found = [f.verdict for f in findings if f.claim == claim]
+        counts = (len(found), *(found.count(verdict) for verdict in _TALLY))
+        lines.append(f"| {claim} | {' | '.join(map(str, counts))} |")
+    return Passage("conclusions", "\n".join(lines))
+
+
+def _tally(findings: list[Finding]) -> str:
     counts = ", ".join(
         f"{sum(f.verdict == verdict for f in findings)} {text}" for verdict, text in _TALLY.items()
     )
     claims = len({f.claim for f in findings})
-    lines = [f"{claims} claims of the paper in {len(findings)} settings: {counts}.\n"]
-    lines = lines if findings else []
+    return f"{claims} claims of the paper in {len(findings)} settings: {counts}."
+
+
+def verdicts(results: Results) -> Passage:
+    """Return the paper's claims, grouped by what became of them."""
+    findings = find(results)
+    lines = [_tally(findings) + "\n"] if findings else []
     for verdict, heading in _HEADINGS.items():
         chosen = [f for f in findings if f.verdict == verdict]
         if not chosen:
@@ -157,7 +178,7 @@ def _lean_with_dropouts(results: Results) -> str:
         return ""
     return (
         f"- **`lean` with dropouts**, the same model, {results.about['dropout_rounds']:,} rounds: "
-        f"seeds that arrive within {residual:g} of the minimum and stay: {'; '.join(parts)}."
+        f"seeds that come within {residual:g} of the minimum and stay: {'; '.join(parts)}."
     )
 
 
@@ -277,7 +298,7 @@ def logistic(results: Results) -> Passage:
 
 
 def dropouts(results: Results) -> Passage:
-    """Return who arrives on all seeds, and who runs away on all."""
+    """Return who reaches the target on all seeds, and who diverges on all."""
     residual = results.about["dropout_residual"]
     lines = []
     for recipe in DROPOUT_RECIPES:
@@ -295,13 +316,13 @@ def dropouts(results: Results) -> Passage:
                 never.append(place)
             else:
                 text = f"{place} ({out_of(arrived, len(ours))}"
-                some.append(text + (f", {away} run away)" if away else ")"))
+                some.append(text + (f", {away} diverge)" if away else ")"))
         parts = [
             f"{text} {', '.join(places)}"
             for text, places in (
-                ("arrives on every seed at", always),
+                ("reaches the target on every seed at", always),
                 ("on some or none at", some),
-                ("runs away on every seed at", never),
+                ("diverges on every seed at", never),
             )
             if places
         ]

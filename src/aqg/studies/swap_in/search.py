@@ -1,4 +1,4 @@
-"""The search for every recipe's best setting on a task: the server's step, and the recipe's knobs.
+"""The search for every recipe's best setting on a task: the server's step and its parameters.
 
 ``grid.toml`` says what is tried, the same for everyone (`aqg.studies.compare.ladders`). Our own
 recipes have nothing to set, and are run as they are, with the step that sets itself.
@@ -14,7 +14,7 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.step_sizes import AUTO, Fixed, resolve_step
 from aqg.errors import ConfigError
 from aqg.studies.compare.ladders import Ladder, most_points, next_points
-from aqg.studies.compare.search import knob_ladders, make_setting, read_grid
+from aqg.studies.compare.search import make_setting, parameter_ladders, read_grid
 from aqg.studies.compare.trial import SELF_SETTING, Setting
 from aqg.studies.swap_in.measure import MOST_DELAY, plateau_of, score
 
@@ -55,13 +55,13 @@ def sets_its_step(recipe: str) -> bool:
 
 
 def ladders_of(recipe: str) -> list[Ladder]:
-    """Return what a recipe can be tried with: steps, and the values of each of its knobs."""
+    """Return what a recipe can be tried with: steps, and the values of each of its parameters."""
     grid = read_grid()
     steps = list(grid["swap-in"]["steps"])
     if sets_its_step(recipe):
         steps.append(SELF_SETTING)
     first = Ladder("step", tuple(grid["ladders"]["step"]), tuple(steps))
-    return [first, *knob_ladders(grid["swap-in"]["knobs"].get(recipe, {}))]
+    return [first, *parameter_ladders(grid["swap-in"]["parameters"].get(recipe, {}))]
 
 
 def default_setting(recipe: str) -> Setting:
@@ -69,7 +69,7 @@ def default_setting(recipe: str) -> Setting:
 
     Where the server has no rule for it, the step is that of federated averaging.
     """
-    factor = read_grid()["swap-in"]["knobs"].get(recipe, {}).get("factor", [1.0])[0]
+    factor = read_grid()["swap-in"]["parameters"].get(recipe, {}).get("factor", [1.0])[0]
     return Setting(recipe, multiplier=SELF_SETTING if sets_its_step(recipe) else factor)
 
 

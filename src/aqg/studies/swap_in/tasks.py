@@ -52,7 +52,7 @@ class SwapTask:
 
     @property
     def dropout(self) -> float:
-        """The chance that a client is away in a round."""
+        """The probability that a client drops out of a round."""
         return self.config.dropout
 
     def with_goal(self, goal: Target) -> RunConfig:

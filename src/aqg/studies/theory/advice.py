@@ -188,9 +188,9 @@ def advise(
 
 def _outside(config: RunConfig) -> tuple[str, ...]:
     found = {
-        f"clients are away with probability {config.dropout:g}": config.dropout > 0,
+        f"clients drop out with probability {config.dropout:g}": config.dropout > 0,
         "clients have scripted absences": bool(config.absences),
-        f"only {config.participation:.0%} of the clients are asked": config.participation < 1,
+        f"only {config.participation:.0%} of the clients are sampled": config.participation < 1,
         f"gradients are of batches of {config.batch_size}": config.batch_size is not None,
         "clients take several local steps": config.local_steps > 1
         or config.local_epochs is not None,

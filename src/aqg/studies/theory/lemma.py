@@ -11,7 +11,7 @@ The first bound falls in ``ρ2`` and the second rises; they meet at ``ρ2 = (1 -
     S + αL/2 < 1/6:   no α at all where S ≥ 1/6, and α < 1/(3L) where S is small.
 
 **A wider region where the server's error is within the tolerance.** Let
-``e = Σ_m w_m ref_m - ∇f``. Rules that are silent only while ``‖Δ_m‖² ≤ t`` and otherwise send
+``e = Σ_m w_m ref_m - ∇f``. Rules that skip only while ``‖Δ_m‖² ≤ t`` and otherwise send
 enough bits for that (``lag`` always, ``lean`` unless ``b_max`` runs out) have
 ``‖e‖² ≤ Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖² / α²``. With
 ``-⟨∇f, ∇f + e⟩ = -(‖∇f‖² + ‖∇f + e‖² - ‖e‖²)/2`` in place of Young's inequality, and half of the

@@ -1,0 +1,230 @@
+"""What is built from the sources, and whether it works without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import aqg
+
+ROOT = Path(__file__).parents[1]
+NAME = f"aqg-{aqg.__version__}"
+WHEEL = f"{NAME}-py3-none-any.whl"
+
+LIBRARY = """
+import numpy as np
+import aqg
+
+recipe = aqg.make_recipe("gd")
+server = aqg.init_server(recipe, np.zeros(3), num_clients=1)
+client = aqg.init_client(recipe, 3, "float64")
+for _ in range(60):
+    news = aqg.broadcast(recipe, server)
+    client, frame = aqg.client_step(recipe, client, news.parameters - 2.0, news, client=0)
+    server = aqg.finish_round(recipe, aqg.receive(recipe, server, 0, frame), step_size=0.2)
+print(aqg.__file__, server.parameters.round(2).tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both archives, the wheel from the source archive."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT))
+    return out
+
+
+def run(*command: str, fails: bool = False, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=environment.pop("cwd", "/"),
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stderr if fails else done.stdout
+
+
+def test_the_source_archive_has_every_source_and_nothing_else(built):
+    with tarfile.open(built / f"{NAME}.tar.gz") as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    if not (ROOT / ".git").exists():
+        pytest.skip("only a checkout knows which files are sources")
+    listing = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=str(ROOT))
+    sources = {name for name in listing.split("\n") if name and (ROOT / name).exists()}
+    assert names - sources == {"PKG-INFO"}
+    assert sources - names == {name for name in sources if name.startswith(".ci/")}
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built):
+    with zipfile.ZipFile(built / WHEEL) as archive:
+        names = set(archive.namelist())
+    info = f"{NAME}.dist-info/"
+    package = {
+        str(file.relative_to(ROOT / "src"))
+        for file in (ROOT / "src" / "aqg").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {name for name in names if not name.startswith(info)} == package
+    assert {name.removeprefix(info) for name in names if name.startswith(info)} == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+    }
+
+
+def needed(requirements: list[str], extra: str) -> set[str]:
+    """Return the names of all distributions that these requirements with an extra lead to."""
+    names: set[str] = set()
+    left = [(requirement, extra) for requirement in requirements]
+    while left:
+        text, extra = left.pop()
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = requirement.name.lower()
+        if name == "aqg":
+            left += [(text, e) for text in requirements for e in requirement.extras]
+            continue
+        try:
+            more = distribution(name).requires or []
+        except PackageNotFoundError:  # what is optional elsewhere is not always here
+            continue
+        if name not in names or requirement.extras:
+            left += [(text, e) for text in more for e in ("", *requirement.extras) if text]
+        names.add(name)
+    return names
+
+
+class Environment:
+    """A virtual environment with the wheel; nothing of this one is visible in it."""
+
+    def __init__(self, folder: Path) -> None:
+        run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+        self.bin = folder / "bin"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.packages = folder / "lib" / version / "site-packages"
+        self.settings = {"MPLCONFIGDIR": str(folder), "cwd": str(folder)}
+
+    def install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
+        return subprocess.run(
+            [*command, "--quiet", "--no-compile", *arguments],
+            env=os.environ | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def link(self, extra: str) -> None:
+        """Link from this environment what the wheel asks for with an extra, and nothing else.
+
+        What its metadata forget is missing, just as in an environment made by pip.
+        """
+        [info] = self.packages.glob("aqg-*.dist-info")
+        for name in needed(PathDistribution(info).requires or [], extra):
+            found = distribution(name)
+            for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+                link, target = self.packages / top, Path(str(found.locate_file(top)))
+                if not link.exists() and target.exists():
+                    link.symlink_to(target)
+
+    def python(self, code: str) -> str:
+        return run(str(self.bin / "python"), "-c", code, **self.settings)
+
+    def aqg(self, *arguments: str, fails: bool = False) -> str:
+        return run(str(self.bin / "aqg"), *arguments, fails=fails, **self.settings)
+
+
+def test_the_plain_library_installs_and_works(built, tmp_path):
+    environment = Environment(tmp_path / "env")
+    done = environment.install("--retries=0", "--timeout=10", str(built / WHEEL))
+    if "No matching distribution" in done.stderr:
+        pytest.skip("no package index within reach")
+    assert done.returncode == 0, done.stderr
+    installed = {file.name.split("-")[0] for file in environment.packages.glob("*.dist-info")}
+    assert installed == {"aqg", "llvmlite", "numba", "numpy"}
+    file, _, parameters = environment.python(LIBRARY).partition(" ")
+    assert Path(file).is_relative_to(environment.packages)
+    assert parameters == "[2.0, 2.0, 2.0]\n"
+    assert "pip install 'aqg[sim]'" in environment.aqg("run", fails=True)
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Return an environment to which the tests that follow add packages."""
+    made = Environment(tmp_path_factory.mktemp("installed") / "env")
+    done = made.install("--no-deps", "--no-index", str(built / WHEEL))
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def first_commands() -> list[list[str]]:
+    """Return ``aqg run``, which ``make run`` is, and what else the README runs without any file."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
+    commands = [words[1:] for words in lines if words[:1] == ["aqg"]]
+    named = re.compile(r"/|\.(npz|py|toml)\b|DIR|mnist|cifar")
+    return [["run"]] + [
+        words
+        for words in commands
+        if words[0] in ("run", "recipes", "datasets")
+        and words != ["run"]
+        and not named.search(" ".join(words))
+    ]
+
+
+def test_with_sim_the_first_commands_of_the_readme_run(environment, tmp_path):
+    environment.link("sim")
+    for number, words in enumerate(first_commands()):
+        out = tmp_path / str(number)
+        is_run = words[0] == "run"
+        text = environment.aqg(*words, *(["--rounds=5", f"--out={out}"] if is_run else []))
+        assert not is_run or "test acc" in text
+        assert is_run == (out / "summary.json").exists()
+    environment.aqg("report", str(tmp_path / "0"), f"--out={tmp_path}/report.html")
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+
+
+def test_with_everything_modules_and_flower_run(environment, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("flwr")
+    environment.link("all")
+    environment.aqg("run", "--recipe=gd", "--model=cnn", "--rounds=2", f"--out={tmp_path}/cnn")
+    assert (tmp_path / "cnn" / "gd" / "model.safetensors").exists()
+    assert "demo" in environment.aqg("flower", "--help")
+    assert environment.python("from aqg.flower import Compressed, aqg_mod; print(1)") == "1\n"
+
+
+def test_the_citation_file_is_valid_and_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    known = "abstract authors cff-version date-released keywords license message references title "
+    assert set(citation) <= {*known.split(), "type", "version"}
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["type"] == "software"
+    assert citation["version"] == aqg.__version__
+    assert citation["license"] == "Apache-2.0"
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {aqg.__version__} - {citation['date-released']}\n" in changelog
+    for work in [citation, *citation["references"]]:
+        assert work["title"].strip()
+        for author in work["authors"]:
+            assert set(author) in ({"name"}, {"family-names", "given-names"})
+    for reference in citation["references"]:
+        assert reference["type"] in {"article", "conference-paper"}
+        assert isinstance(reference["year"], int)
