@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := conftest.py src tests benchmarks examples fuzz
+SOURCES := conftest.py src tests benchmarks examples fuzz tools
 
 # Every install, build tools included, takes the tested versions.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test quick check format clean
+.PHONY: run test quick check format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
@@ -35,8 +35,13 @@ format: $(VENV)/.ready-test  ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+docs: $(VENV)/.ready-test  ## build the pages in docs/ into site/, offline; broken links are errors
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/site.py
+	@echo "Open site/index.html; for the search: $(BIN)/python -m http.server -d site"
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf site $(VENV) .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"aqg needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}; try make PYTHON=python3.11")'
@@ -48,7 +53,7 @@ $(VENV)/.ready-run: $(BIN)/python pyproject.toml constraints.txt
 
 # CI looks at reports in a browser; elsewhere that test is skipped where there is none.
 $(VENV)/.ready-test: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --editable '.[all,dev]'
+	$(BIN)/pip install --quiet --editable '.[all,dev,docs]'
 	@if [ -n "$$CI" ] && ! command -v chromium > /dev/null && command -v apt-get > /dev/null; then \
 		apt-get update -qq && apt-get install -y -qq chromium > /dev/null || true; fi
 	touch $@ $(VENV)/.ready-run

@@ -4,6 +4,7 @@ python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lor
 python benchmarks/dropin.py example              # the same, with the bytes on the line
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
+python benchmarks/dropin.py large --parameters 100000000 --rounds 2    # time and peak memory
 
 All of it runs on this machine, over real connections between real processes; ``accuracy`` runs the
 apps' own handlers and strategy in one process, with messages that are serialized as Flower does.
@@ -35,8 +36,9 @@ PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.dropin.strategy", "aqg.flowe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("accuracy", "example", "line", "overhead"))
+    parser.add_argument("what", choices=("accuracy", "example", "line", "overhead", "large"))
     parser.add_argument("--example", choices=EXAMPLES, action="append")
+    parser.add_argument("--app", choices=("before", "after"), action="append", help="of accuracy")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--recipe", default="lean", help="of accuracy")
@@ -47,6 +49,7 @@ def main() -> None:
         "example": measure_examples,
         "line": measure_line,
         "overhead": measure_overhead,
+        "large": measure_large,
     }[options.what](options)
 
 
@@ -130,7 +133,7 @@ def measure_accuracy(options: argparse.Namespace) -> None:
     print("| app | accuracy, last 5 rounds, each run | mean | handed up | handed down |")
     print("|---|---|---|---|---|", flush=True)
     for example in options.example or EXAMPLES:
-        for half in ("before", "after"):
+        for half in options.app or ("before", "after"):
             for name in [name for name in sys.modules if name.startswith(names[example])]:
                 del sys.modules[name]
             sys.path.insert(0, str(ROOT / "examples" / example / half))
@@ -154,7 +157,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     from flwr.app import Context, RecordDict
 
     from aqg.flower.dropin import strategy
-    from aqg.flower.dropin.envelope import num_bytes
+    from aqg.flower.envelope import num_bytes
 
     from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
 
@@ -307,6 +310,42 @@ def measure_overhead(options: argparse.Namespace) -> None:
             times = [float(found) for found in re.findall(r"round \d+ at ([\d.]+)", log)]
             seconds = np.median(np.diff(times)[1:])
             print(f"compressed {compressed}: {seconds:.2f} s per round", flush=True)
+
+
+# Large models
+
+
+def measure_large(options: argparse.Namespace) -> None:
+    """Train one node on a large model, without the two lines and with them."""
+    app = ROOT / "tests" / "flower" / "dropin_app"
+    vector = 4 * options.parameters
+    print(f"{options.parameters:,} parameters ({vector / 1e6:,.0f} MB), one node")
+    print("peak memory in vectors of the model; what a round takes includes evaluation\n")
+    print("| | seconds a round | sent | received | ServerApp | ClientApp | SuperLink | SuperNode |")
+    print("|---|---|---|---|---|---|---|---|")
+    for compressed in (False, True):
+        with deployed(num_nodes=1) as deployment:
+            config = {"rounds": options.rounds, "num-clients": 1, "size": options.parameters}
+            log = run(deployment, app, {**config, "compressed": compressed, "timeout": 900})
+            client = deployment.processes.read_log("node0-worker")
+            traffic = moved(deployment) / 1e6
+            found = [
+                peak_memory(deployment.processes.process_of(name))
+                for name in ("superlink", "node0")
+            ]
+        times = [float(at) for at in re.findall(r"round \d+ at ([\d.]+)", log)]
+        peaks = [max(map(int, re.findall(r"peak memory (\d+)", text))) for text in (log, client)]
+        cells = [f"{peak / 1e9:.2f} GB, {peak / vector:.1f}" for peak in (*peaks, *found)]
+        seconds = ", ".join(f"{s:.0f}" for s in np.diff(times))
+        sizes = f"{traffic[0]:,.1f} MB | {traffic[1]:,.1f} MB"
+        name = "the two lines" if compressed else "stock"
+        print(f"| {name} | {seconds} | {sizes} | {' | '.join(cells)} |", flush=True)
+
+
+def peak_memory(process: int | None) -> int:
+    """Return the most memory that a process has held, in bytes."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
 
 
 if __name__ == "__main__":

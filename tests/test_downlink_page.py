@@ -1,4 +1,4 @@
-"""The numbers of docs/downlink.md are those of the runs in results/downlinks."""
+"""The numbers of docs/explanation/downlink.md are those of the runs in results/downlinks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(text: str, value: float) -> None:
 
 
 def test_the_tables_are_the_data() -> None:
-    page = (ROOT / "docs/downlink.md").read_text()
+    page = (ROOT / "docs/explanation/downlink.md").read_text()
     runs = measured()
     used = set()
 

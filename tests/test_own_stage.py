@@ -1,4 +1,4 @@
-"""The stage of ``docs/own-recipe.md``, taken from the page, works everywhere without our help."""
+"""The stage of ``docs/how-to/own-recipe.md``, taken from the page, works everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aqg.sim.state import SimulationState
 
 from tests.problems import tiny_problem
 
-PAGE = Path(__file__).parents[1] / "docs" / "own-recipe.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "own-recipe.md"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from aqg.flower import Compressed, aqg_mod
 from tests.flower.small_app import NUM_CLIENTS, distance, first_arrays, make_app
 from tests.flower.test_dropin import Own, everyone
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def strategies():

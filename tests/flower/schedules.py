@@ -23,6 +23,7 @@ from aqg.core.downlink import Downlink, Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import Public
 from aqg.core.recipe import Recipe
+from aqg.core.step_sizes import Fixed, StepRule
 from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
@@ -117,7 +118,9 @@ class World:
         optimizer: str = "sgd",
         follow_with: Follow = follow,
         publisher_type: type[Publisher] = Publisher,
+        rule: StepRule | None = None,
     ) -> None:
+        self.rule = Fixed() if rule is None else rule
         self.rng = np.random.default_rng(seed)
         self.recipe, self.find, self.follow = recipe, find, follow_with
         self.downlink, self.optimizer = downlink, make_optimizer(optimizer)
@@ -126,7 +129,7 @@ class World:
         self.rates = rates if rates is not None else Rates()
         weights = 0.5 + self.rng.random(num_clients)
         start = self.rng.standard_normal(NUM_PARAMS)
-        first = MirrorBook.first(recipe, start, weights, self.optimizer, downlink)
+        first = MirrorBook.first(recipe, start, weights, self.optimizer, downlink, self.rule)
         self.book_type, self.publisher_type = book_type, publisher_type
         self.start = start
         log = None if first.publisher is None else first.publisher.state()
@@ -236,7 +239,9 @@ class World:
 
     def make_book(self, state: Any, entries: Any, weights: Any, log: Any) -> MirrorBook:
         publisher = None if log is None else self.publisher_type(self.start, log)
-        return self.book_type(self.recipe, state, entries, weights, self.downlink, publisher)
+        return self.book_type(
+            self.recipe, state, entries, weights, self.downlink, publisher, self.rule
+        )
 
     def checkpoint(self) -> tuple[Any, Any, Any, Any]:
         book, publisher = self.book, self.book.publisher

@@ -33,6 +33,7 @@ def main(out: str, recipe: str, rounds: str) -> None:
         "rounds": int(rounds),
         "recipe": recipe,
         "alpha": ALPHA,
+        "weighting": "equal",
         "trust-partition-id": True,
         "run-dir": out,
     }

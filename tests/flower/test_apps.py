@@ -23,10 +23,12 @@ from aqg import make_recipe
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES
-from aqg.errors import ConfigError, MessageError, RunError
+from aqg.core.step_sizes import Fixed, resolve_step
+from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
 from aqg.flower import records as flower_records
 from aqg.flower.checkpoint import load_checkpoint, save_checkpoint
+from aqg.flower.envelope import LARGE_BYTES, Envelope, pack
 from aqg.protocol.digests import public_digest
 from aqg.protocol.files import write_arrays
 from aqg.protocol.store import ClientStore, DirectoryVault
@@ -36,6 +38,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.flower.own_messages import change_reply, envelope_of, flipped, reply_in
 from tests.problems import tiny_problem
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ class Federation:
             "alpha": ALPHA,
             "recipe": "qgd",
             "downlink": "exact",
+            "weighting": "equal",
             "trust-partition-id": True,
             "round-timeout": 0.4,
             "start-timeout": 2.0,
@@ -187,7 +191,7 @@ def test_every_recipe_ends_with_the_simulators_model(
     tmp_path: Path, recipe: str, downlink: str
 ) -> None:
     federation = Federation(
-        tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="", downlink=downlink
+        tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="context", downlink=downlink
     )
     simulation = reference(recipe, 4, downlink=resolve_downlink(downlink, make_recipe(recipe)))
     assert np.array_equal(federation.run(), simulation.parameters)
@@ -249,17 +253,19 @@ def test_replies_to_nothing_and_from_nobody_change_nothing(tmp_path: Path) -> No
 
 
 def damage_frame(reply: Message) -> None:
-    frame = bytearray(reply.content["frame"]["bytes"])
-    frame[len(frame) // 2] ^= 4
-    reply.content["frame"]["bytes"] = bytes(frame)
+    change_reply(reply, frame=flipped(reply_in(reply).frame))
+
+
+def damage_envelope(reply: Message) -> None:
+    reply.content["aqg"]["bytes"] = flipped(reply.content["aqg"]["bytes"])
 
 
 def damage_round(reply: Message) -> None:
-    reply.content["reply"]["round"] = 1
+    change_reply(reply, round=1)
 
 
-def damage_type(reply: Message) -> None:
-    reply.content["reply"]["loss"] = "low"
+def damage_kind(reply: Message) -> None:
+    reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
 
 
 def damage_records(reply: Message) -> None:
@@ -267,22 +273,35 @@ def damage_records(reply: Message) -> None:
 
 
 def damage_size(reply: Message) -> None:
-    reply.content["frame"]["bytes"] = bytes(10_000)
+    change_reply(reply, frame=bytes(10_000))
 
 
-def damage_client(reply: Message) -> None:
-    reply.content["reply"]["client"] = 2
+def damage_length(reply: Message) -> None:
+    reply.content["aqg"]["bytes"] = bytes(40_000)
+
+
+def damage_version(reply: Message) -> None:
+    envelope = envelope_of(reply)
+    envelope.version = "0.0.9"
+    reply.content["aqg"] = pack(envelope)
+
+
+def answer_without_aqg(reply: Message) -> None:
+    reply.content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 1.0})})
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (damage_frame, "checksum|reference"),
+        (damage_envelope, "checksum of the envelope"),
         (damage_round, "round 1"),
-        (damage_type, "loss is str"),
-        (damage_records, "records"),
+        (damage_kind, "not bytes"),
+        (damage_records, "alone"),
         (damage_size, "10000 bytes"),
-        (damage_client, "unknown"),
+        (damage_length, "40000 bytes"),
+        (damage_version, "aqg 0.0.9"),
+        (answer_without_aqg, "alone"),
     ],
 )
 def test_a_damaged_reply_costs_that_client_its_update_only(
@@ -317,9 +336,9 @@ records = st.one_of(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["reply", "frame", "other"]), records))
+@given(st.dictionaries(st.sampled_from(["aqg", "other"]), records))
 def test_content_of_any_kind_is_read_or_refused(content: dict[str, Any]) -> None:
-    with pytest.raises(MessageError):  # nobody finds the fields of a reply by chance
+    with pytest.raises((MessageError, WireError)):  # nobody finds a checksum by chance
         flower_records.unpack_reply(RecordDict(content), 30)
 
 
@@ -373,7 +392,7 @@ def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(
 ) -> None:
     federation = Federation(tmp_path)
     if not keeps_state:
-        del federation.config["client-state-dir"]
+        federation.config["client-state-dir"] = "context"
 
     def restart(node: int, message: Message) -> Message:
         if node == 18 and round_of(message) == 4:
@@ -485,11 +504,11 @@ def test_what_a_node_says_cannot_write_to_the_terminal(
     def speak(node: int, reply: Message) -> Message:
         if round_of(reply) == 2:
             if node == 18:
-                reply.content["reply"]["fault"] = HOSTILE
+                change_reply(reply, fault=HOSTILE)
             elif node == 11:
                 return make_message(reply.metadata, error=Error(7, HOSTILE))
             else:
-                reply.content["reply"][HOSTILE] = HOSTILE
+                reply.content[HOSTILE] = ConfigRecord({HOSTILE: HOSTILE})
         return reply
 
     federation = Federation(tmp_path, rounds=2)
@@ -519,9 +538,12 @@ def test_a_run_that_diverges_stops(tmp_path: Path) -> None:
 def test_one_liar_cannot_stop_a_run(tmp_path: Path, lie: float, num_clients: int) -> None:
     def answer(node: int, reply: Message) -> Message:
         if node == 18:
-            name = "reply" if round_of(reply) else "loss"
-            if name in reply.content:
-                reply.content[name]["loss"] = lie
+            if round_of(reply):
+                change_reply(reply, loss=lie)
+            elif reply.metadata.message_type == "evaluate":
+                envelope = Envelope()
+                envelope.add("metrics", MetricRecord({"loss": lie, "num-examples": 5}))
+                reply.content["aqg"] = pack(envelope)
         return reply
 
     honest, lied = (Federation(tmp_path / name, rounds=4) for name in ("honest", "lied"))
@@ -547,7 +569,7 @@ def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path: Path) -> Non
     def answer(node: int, reply: Message) -> Message | None:
         if not round_of(reply):
             return reply
-        reply.content["reply"]["loss"] = 1e300
+        change_reply(reply, loss=1e300)
         return reply if node == 18 else None
 
     federation = Federation(tmp_path, rounds=2)
@@ -821,7 +843,7 @@ def test_a_recipe_can_be_an_object_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("downlink", ["full", "exact"])
 def test_large_models_travel_as_arrays(tmp_path: Path, downlink: str) -> None:
-    size = flower_records.LARGE_BYTES // 3
+    size = LARGE_BYTES // 3
     federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0, downlink=downlink)
     kinds: set[str] = set()
 
@@ -837,8 +859,8 @@ def test_large_models_travel_as_arrays(tmp_path: Path, downlink: str) -> None:
     start = np.random.default_rng(9).standard_normal(size).astype(np.float32)
     app = make_server_app(start, on_finish=federation.finals.append)
     app(federation.grid, server_context(federation.config))
-    carried = {"full": {"model"}, "exact": {"snapshot", "log"}}[downlink]
-    assert {f"{name} ArrayRecord" for name in (*carried, "frame")} <= kinds
+    carried = {"full": {"model", "aqg"}, "exact": {"aqg"}}[downlink]
+    assert {f"{name} ArrayRecord" for name in carried} <= kinds
     sums = [
         sum(np.random.default_rng((0, m, k)).standard_normal(size).astype(np.float32) * 1.0
             for m in range(3)) for k in (1, 2)
@@ -926,6 +948,41 @@ def test_tensorboard_shows_every_round(tmp_path: Path) -> None:
     assert "aqg/incidents/resyncs" in events.Tags()["scalars"]
     widths = events.Scalars("aqg/client-1/width")
     assert [event.value for event in widths] == [row["widths"][1] for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, within MLflow
+def test_mlflow_has_every_round_and_goes_on(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    federation = Federation(tmp_path, mlflow=uri, metrics_every=1)
+    values = iter([0.5, math.nan, *[0.75] * 20])
+
+    def measure(params: np.ndarray) -> dict[str, float]:
+        return {"own": next(values), "size": float(len(params))}
+
+    client = MlflowClient(tracking_uri=uri)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(4)], evaluate=measure)
+    experiment = client.get_experiment_by_name("aqg")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.params["recipe"] == "qgd"
+    federation.run(evaluate=measure)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    rows = federation.rows()
+    losses = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "loss")}
+    assert losses == pytest.approx({row["round"]: row["loss"] for row in rows})
+    own = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "test_own")}
+    assert math.isnan(own[2])
+    assert (own[1], own[8]) == (0.5, 0.75)
+    assert rows[1]["test_own"] is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert run.data.metrics["summary/final_loss"] == pytest.approx(summary["final_loss"])
+    with pytest.raises(ConfigError, match="mlflow is 'gopher://nowhere', which cannot be used"):
+        Federation(tmp_path / "other", mlflow="gopher://nowhere").run()
 
 
 @pytest.mark.parametrize(
@@ -1020,3 +1077,58 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path) -> None:
     assert all(
         noisy.meter.is_noisy(notes) for notes in simulation.state().clients.stages["noise"]["notes"]
     )
+
+
+LOCAL = LocalTraining(batch_size=2, steps=3)
+
+
+def local_federation(path: Path, **config: Any) -> Federation:
+    """Return clients that train as the simulator's do, on noisy mini-batches."""
+
+    def make_task(context: Context) -> FlowerTask:
+        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        return FlowerTask.from_objective(
+            PROBLEM.objective, *samples, LOCAL, start=PROBLEM.initial_params
+        )
+
+    federation = Federation(path, rounds=12, **config)
+    federation.grid.client_app = make_client_app(make_task)
+    return federation
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+@pytest.mark.parametrize("recipe", ["swap", "qsgd"])
+def test_steps_that_set_themselves_are_the_simulators(
+    tmp_path: Path, recipe: str, participation: float
+) -> None:
+    config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "participation": participation}
+    federation = local_federation(tmp_path, **config)
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(7)])
+    final = federation.run()
+    chosen = make_recipe(recipe)
+    rule = resolve_step("auto", chosen, False, make_optimizer("sgd"))
+    assert not isinstance(rule, Fixed)
+    training = Training(
+        LOCAL,
+        participation=participation,
+        downlink=resolve_downlink("auto", chosen, participation),
+        step=rule,
+    )
+    if chosen.switch is not None:
+        chosen = chosen.for_transport(12_000)
+    simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
+    for _ in range(12):
+        simulation.run_round()
+    assert np.array_equal(final, simulation.parameters)
+    fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
+    assert not np.array_equal(fixed, final)
+
+
+def test_a_run_does_not_go_on_with_other_steps(tmp_path: Path) -> None:
+    federation = local_federation(tmp_path, recipe="swap", alpha=0.0, step="dog")
+    with pytest.raises(Killed):
+        federation.run(loggers=[Killer(3)])
+    federation.config["step"] = "fixed"
+    with pytest.raises(ConfigError, match=r"step dog:first=1.* and step is fixed"):
+        federation.run()

@@ -365,7 +365,7 @@ def nothing(reply):
 def forged_frame(reply):
     from dataclasses import replace
 
-    from aqg.flower.dropin.envelope import Envelope
+    from aqg.flower.envelope import Envelope
     from aqg.protocol.coding import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
@@ -377,7 +377,7 @@ def forged_frame(reply):
 def other_model(reply):
     from dataclasses import replace
 
-    from aqg.flower.dropin.envelope import Envelope
+    from aqg.flower.envelope import Envelope
     from aqg.protocol.coding import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))

@@ -26,6 +26,7 @@ from aqg.protocol.mirrors import MirrorBook
 from aqg.protocol.publisher import LogState, Publisher, public_of
 from aqg.wire.entry import encode_log, log_rounds, log_since
 
+from tests.flower.own_messages import change_order, order_in
 from tests.flower.test_apps import PROBLEM, Federation, Killed, Killer, reference, round_of, task_of
 
 if TYPE_CHECKING:
@@ -99,26 +100,25 @@ def test_a_node_that_has_lost_its_model_is_sent_it_in_the_same_round(
     assert federation.agree()
 
 
-def damage(order: Any) -> None:
-    log = bytearray(order["log"])
-    log[-1] ^= 1
-    order["log"] = bytes(log)
+def damage(message: Message) -> None:
+    log = order_in(message).log
+    change_order(message, log=log[:-1] + bytes([log[-1] ^ 1]))
 
 
-def put_another_log(order: Any) -> None:
-    order["log"] = encode_log(400, [b"\x10"])
+def put_another_log(message: Message) -> None:
+    change_order(message, log=encode_log(400, [b"\x10"]))
 
 
-def leave_out_the_log(order: Any) -> None:
-    order["log"] = encode_log(3, [])
+def leave_out_the_log(message: Message) -> None:
+    change_order(message, log=encode_log(3, []))
 
 
-def put_foreign_entries(order: Any) -> None:
-    order["log"] = encode_log(2, [b"\x10"])
+def put_foreign_entries(message: Message) -> None:
+    change_order(message, log=encode_log(2, [b"\x10"]))
 
 
-def damage_digest(order: Any) -> None:
-    order["public"] = bytes(16)
+def damage_digest(message: Message) -> None:
+    change_order(message, public=bytes(16))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def damage_digest(order: Any) -> None:
     ],
 )
 def test_entries_that_are_not_in_order_are_refused_by_name(
-    tmp_path: Path, change: Callable[[Any], None], complaint: str
+    tmp_path: Path, change: Callable[[Message], None], complaint: str
 ) -> None:
     clean = reference("qgd", 5, downlink=Exact()).parameters
     federation = Federation(tmp_path, rounds=5, round_timeout=30.0)
@@ -141,7 +141,7 @@ def test_entries_that_are_not_in_order_are_refused_by_name(
     def strike(node: int, message: Message) -> Message:
         if round_of(message) == 3 and node == 18 and not changed:
             changed.append(node)
-            change(message.content["order"])
+            change(message)
         return message
 
     federation.grid.deliver = strike
@@ -157,7 +157,7 @@ def test_a_node_that_never_follows_costs_its_update_only(tmp_path: Path) -> None
 
     def strike(node: int, message: Message) -> Message:
         if round_of(message) and node == 18:
-            damage(message.content["order"])
+            damage(message)
         return message
 
     federation.grid.deliver = strike

@@ -20,7 +20,8 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
 from tests.flower.memory_grid import server_context
-from tests.flower.test_apps import PROBLEM
+from tests.flower.own_messages import change_reply, flipped, reply_in
+from tests.flower.test_apps import PROBLEM, round_of
 from tests.flower.test_apps import Federation as QuickFederation
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def test_local_statistics_stay_with_each_client(tmp_path: Path, on_disk: bool) -
     seen: dict[int, list[dict[str, torch.Tensor]]] = {}
     federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
     if not on_disk:
-        del federation.config["client-state-dir"]
+        federation.config["client-state-dir"] = "context"
     make_task = own_training(normalized, steps=1, seen=seen, statistics="local")
     run(federation, normalized(), make_task, statistics="local", evaluate=lambda module: 1 / 0)
     assert all("statistics_upload_bytes" not in row for row in federation.rows())
@@ -335,10 +336,8 @@ def test_damaged_statistics_cost_that_clients_reply_only(tmp_path: Path) -> None
     federation = Federation(tmp_path, recipe="qgd", rounds=3)
 
     def damage(node: int, message: Message) -> Message:
-        if node == 11 and message.content and "statistics" in message.content:
-            data = bytearray(message.content["statistics"]["bytes"])
-            data[5] ^= 1
-            message.content["statistics"]["bytes"] = bytes(data)
+        if node == 11 and round_of(message):
+            change_reply(message, statistics=flipped(reply_in(message).statistics))
         return message
 
     federation.grid.answer = damage

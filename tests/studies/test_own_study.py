@@ -17,7 +17,7 @@ from aqg.runs.config import resolve
 from aqg.studies.own import call_study
 from aqg.studies.sweep import expand
 
-PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sweeps.md"
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def progress_bars(
 
 
 def result_table(summaries: Sequence[Summary], width: int | None = None) -> Table:
-    """Return the comparison: one row per run, savings against ``gd`` and ``laq`` where present.
+    """Return the comparison: one row per run, savings against `BASELINES` where present.
 
     Savings are of the bytes that `counted_bytes` returns. Where all columns do not fit into
     ``width`` characters, bits per parameter are left out.
@@ -87,7 +87,7 @@ def result_table(summaries: Sequence[Summary], width: int | None = None) -> Tabl
 
 def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table:
     counted = counted_bytes(summaries)
-    baselines = [s for s in summaries if s.recipe in ("gd", "laq")]
+    baselines = [s for s in summaries if s.recipe in BASELINES]
     metrics = measured(summary.metrics for summary in summaries)
     names = [metric_title(metric) for metric in metrics]
     bits = ["bits/param"] if with_bits else []
@@ -106,6 +106,35 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
         for summary in summaries
     )
     return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
+
+
+def headline(summaries: Sequence[Summary]) -> str | None:
+    """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
+
+    None where there is nothing to compare: no uncompressed run, or downloads not on record.
+    """
+    plain = next((s for s in summaries if s.recipe in UNCOMPRESSED), None)
+    ours = summaries[0]
+    if plain is None or plain is ours or ours.diverged or plain.diverged:
+        return None
+    if not (ours.upload_bytes and ours.download_bytes and plain.download_bytes):
+        return None
+    up = plain.upload_bytes / ours.upload_bytes
+    down = plain.download_bytes / ours.download_bytes
+    quality = [
+        f"{metric_title(metric)} {metric.format(ours.metrics[metric.name])} "
+        f"({plain.recipe}: {metric.format(plain.metrics[metric.name])})"
+        for metric in measured([ours.metrics])
+        if metric.name in plain.metrics
+    ]
+    loss = f"loss {ours.final_loss:.4f} ({plain.recipe}: {plain.final_loss:.4f})"
+    rounds = f"{ours.rounds:,} rounds"
+    if ours.rounds != plain.rounds:
+        rounds += f" ({plain.recipe}: {plain.rounds:,})"
+    return (
+        f"{ours.recipe} after {rounds}: {', '.join(quality) or loss}; "
+        f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."
+    )
 
 
 def counted_bytes(summaries: Sequence[Summary]) -> dict[str, int]:
@@ -154,6 +183,9 @@ def target_table(summaries: Sequence[Summary]) -> Table:
     return Table("target", "Cost to the target", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
 
 
+UNCOMPRESSED = ("fedavg", "gd")
+BASELINES = (*UNCOMPRESSED, "laq")
+"""Recipes that savings are measured against where a comparison has them."""
 _DIRECTIONS = ("up", "down", "total")
 DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: both."
 

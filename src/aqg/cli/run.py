@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from aqg.cli.display import DIRECTIONS_NOTE, progress_bars, result_table, target_table
+from aqg.cli.display import (
+    BASELINES,
+    DIRECTIONS_NOTE,
+    headline,
+    progress_bars,
+    result_table,
+    target_table,
+)
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.jit import when_compiling
@@ -145,10 +152,13 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         console.width = max(console.width, 120)  # a file has no edge to wrap at
     console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
-    if any(summary.recipe in ("gd", "laq") for summary in summaries):
+    if any(summary.recipe in BASELINES for summary in summaries):
         counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
         note += f" vs: how many times fewer, {counted}."
     console.print(f"{note}\n", style="dim")
+    sentence = headline(summaries)
+    if sentence is not None:
+        console.print(f"{sentence}\n", highlight=False, soft_wrap=True)
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries).to_terminal())

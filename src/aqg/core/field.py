@@ -1,6 +1,6 @@
 """The field: published compressors as recipes, to compare with.
 
-Each maker takes the parameters that its paper has. ``docs/recipes.md`` lists the
+Each maker takes the parameters that its paper has. ``docs/reference/recipes.md`` lists the
 formulas, and where a reading of a paper had to be chosen.
 """
 

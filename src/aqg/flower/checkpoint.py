@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Downlink, Full
+from aqg.core.step_sizes import Fixed
 from aqg.errors import RunError
 from aqg.protocol.checkpoint import (
     GROUP_BYTES,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array
     from aqg.protocol.mirrors import MirrorBook
 
@@ -35,6 +37,7 @@ _FORMAT = 2
 _OLDEST = 1
 """Format 1 had no number, a row for every mirror, and no log: its clients received whole models."""
 _FULL = Full()
+_FIXED = Fixed()
 
 
 class Checkpoint(NamedTuple):
@@ -84,7 +87,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    directory: Path, recipe: Recipe, downlink: Downlink = _FULL
+    directory: Path, recipe: Recipe, downlink: Downlink = _FULL, rule: StepRule = _FIXED
 ) -> Checkpoint | None:
     """Read ``checkpoint.npz``; None where there is none. Every mirror must have its digest."""
     file = directory / CHECKPOINT
@@ -103,7 +106,7 @@ def load_checkpoint(
                 f"checkpoint {str(file)!r} has format {int(arrays['format'])}; this version of "
                 f"aqg reads up to {_FORMAT}"
             )
-        checkpoint = _checkpoint_of(arrays, recipe, downlink, directory)
+        checkpoint = _checkpoint_of(arrays, recipe, downlink, directory, rule)
     except KeyError as error:
         raise RunError(f"checkpoint {str(file)!r} has no {error}; it is not a server's") from None
     check_book(checkpoint.book, file)
@@ -111,16 +114,20 @@ def load_checkpoint(
 
 
 def _checkpoint_of(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, downlink: Downlink, directory: Path
+    arrays: dict[str, NDArray[Any]],
+    recipe: Recipe,
+    downlink: Downlink,
+    directory: Path,
+    rule: StepRule,
 ) -> Checkpoint:
     return Checkpoint(
         run=str(arrays["run"]),
         fingerprint=arrays["fingerprint"].tobytes(),
         incarnation=int(arrays["incarnation"]),
-        book=book_from_arrays(arrays, recipe, downlink, directory),
+        book=book_from_arrays(arrays, recipe, downlink, directory, rule),
         nodes=[int(node) for node in arrays["nodes"]],
         num_samples=arrays["num_samples"],
-        terms={"downlink": Full.name} | json.loads(str(arrays["terms"])),
+        terms={"downlink": Full.name, "step": Fixed.name} | json.loads(str(arrays["terms"])),
     )
 
 

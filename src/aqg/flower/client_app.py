@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
+from functools import wraps
 from typing import TYPE_CHECKING
 
 import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from aqg.errors import ConfigError, GradientError
+from aqg.errors import AqgError, ConfigError, GradientError, MessageError
 from aqg.flower import records
+from aqg.flower.envelope import refusal
+from aqg.flower.memory import Memory, partition_of
 from aqg.flower.statistics import (
     ClientStatistics,
     Keeper,
     check_agreement,
     max_statistics_bytes,
 )
-from aqg.flower.store import ContextVault
 from aqg.protocol.client import (
     OutOfReachError,
     agree,
     intact_base,
     key_of,
     log_reply,
+    own_recipe,
     terms_of,
 )
 from aqg.protocol.client import follow_log as follow_model
 from aqg.protocol.messages import MAX_FAULT_LENGTH
 from aqg.protocol.mirrors import answer, stale_reply
-from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,16 +45,12 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
     from aqg.flower.task import FlowerTask
     from aqg.protocol.messages import Order
+    from aqg.protocol.store import ClientStore
+
+    Handler = Callable[[Message, Context], Message]
 
 _logger = logging.getLogger("flwr.aqg")
 
-STATE_DIR = "aqg-state-dir"
-"""Key of a node's own configuration: the directory in which it remembers."""
-SHARED_STATE_DIR = "client-state-dir"
-"""Key of the run-config: a directory in which every node has one of its own."""
-STATE_DAYS = "aqg-state-days"
-"""Key of a node's own configuration: for how many days it remembers runs that do not go on."""
-_STATE_DAYS = 30
 _MESSAGE_BYTES = 12_000
 """What Flower adds to a reply, up to a few hundred bytes: ``benchmarks/flower.py bytes``."""
 _TASKS_KEPT = 8
@@ -75,10 +71,9 @@ def make_client_app(
         mods: of Flower, around every handler. Before training begins the model is taken out of the
             message, to save memory: read it there before the handler runs, not after.
 
-    Where the node's configuration has ``aqg-state-dir``, or the run-config ``client-state-dir``,
-    the client's memory is kept there and survives the node's process. Otherwise Flower keeps it, as
-    long as the node lives; a client that has lost its memory starts again from zero. At the start
-    of a run, memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
+    The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
+    node's process; a client that has lost it starts again from zero. At the start of a run,
+    memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
 
     """
     app = ClientApp(mods=mods)
@@ -111,22 +106,24 @@ def make_client_app(
         return follow_model(terms_of(order, agreed), parcel, store, start)
 
     @app.train()
+    @_refusing
     def train(message: Message, context: Context) -> Message:
         started = time.perf_counter()
         order = records.unpack_order(message.content)
         task = task_of(context)
         agreed = agree(order, recipe)
-        chosen = agreed.for_updates(task.is_exact).for_transport(_MESSAGE_BYTES)
-        store = _open_store(context, order)
+        chosen = own_recipe(agreed, order, task.is_exact, _MESSAGE_BYTES)
+        memory = Memory(context, follows_node=False)
+        store = memory.clients(key_of(order))
         if order.serial <= store.answered:
             _logger.warning("order for round %d is stale; nothing done", order.round)
-            return Message(records.pack_reply(stale_reply(order)), reply_to=message)
+            return records.pack_reply(message, stale_reply(order))
         try:
             params = follow_log(context, order, agreed, store)
         except OutOfReachError as lost:
-            return Message(records.pack_reply(lost.reply(order)), reply_to=message)
+            return records.pack_reply(message, lost.reply(order))
         base = intact_base(chosen, store, order)
-        statistics = _statistics(task, order, message, context)
+        statistics = _statistics(task, order, memory, context)
         if params is None:
             params = records.take_model(message.content, order.num_params, order.dtype)
         loss, gradient = _train(task, order, params, statistics)
@@ -148,29 +145,30 @@ def make_client_app(
             statistics=changed,
             fault=reply.fault or trouble[:MAX_FAULT_LENGTH],
         )
-        return Message(records.pack_reply(reply), reply_to=message)
+        return records.pack_reply(message, reply)
 
     @app.evaluate()
+    @_refusing
     def evaluate(message: Message, context: Context) -> Message:
         order = records.unpack_order(message.content)
-        store = _open_store(context, order)
+        memory = Memory(context, follows_node=False)
+        store = memory.clients(key_of(order))
         try:
             params = follow_log(context, order, agree(order, recipe), store)
         except OutOfReachError as lost:
-            return Message(records.pack_reply(lost.reply(order)), reply_to=message)
+            return records.pack_reply(message, lost.reply(order))
         if params is None:
             params = records.unpack_model(message.content, order.num_params, order.dtype)
         else:
             store.save()
         task = task_of(context)
-        _statistics(task, order, message, context).load()
+        _statistics(task, order, memory, context).load()
         loss = task.evaluate(params) if task.evaluate is not None else float("nan")
-        content = records.pack_fields(records.LOSS, loss=float(loss))
-        return Message(content, reply_to=message)
+        return records.pack_metrics(message, loss=float(loss), num_examples=task.num_samples)
 
     @app.query()
     def introduce(message: Message, context: Context) -> Message:
-        partition = _partition_of(context)
+        partition = partition_of(context)
         content = records.pack_fields(
             records.HELLO,
             partition=_NO_PARTITION if partition is None else partition,
@@ -181,16 +179,31 @@ def make_client_app(
     return app
 
 
+def _refusing(handler: Handler) -> Handler:
+    """Answer what cannot be used with one line, as the mod does."""
+
+    @wraps(handler)
+    def refuse(message: Message, context: Context) -> Message:
+        try:
+            return handler(message, context)
+        except AqgError as error:
+            return refusal(message, error)
+
+    return refuse
+
+
 def _statistics(
-    task: FlowerTask, order: Order, message: Message, context: Context
+    task: FlowerTask, order: Order, memory: Memory, context: Context
 ) -> ClientStatistics:
     """Check that both sides have the same model, and return what it has beside its parameters."""
     frame = b""
     if task.model is not None:
         check_agreement(task.model, order.layout, order.constants)
         limit = max_statistics_bytes(task.model.layout)
-        frame = records.unpack_statistics(message.content, limit)
-    keeper = Keeper(_state_directory(context), context.state, key_of(order))
+        frame = order.statistics
+        if len(frame) > limit:
+            raise MessageError(f"the statistics have {len(frame)} bytes; {limit} are the most")
+    keeper = Keeper(memory.directory, context.state, key_of(order))
     return ClientStatistics(task.model, frame, keeper)
 
 
@@ -211,37 +224,3 @@ def _train(
         statistics.load()
         loss = task.evaluate(params)
     return float(loss), vector.astype(order.dtype, copy=False)
-
-
-def _open_store(context: Context, order: Order) -> ClientStore:
-    key = key_of(order)
-    directory = _state_directory(context)
-    if directory is None:
-        return ClientStore(ContextVault(context.state), key)
-    if not (directory / key).exists():  # a new run: a good time to tidy up
-        forget_old_runs(directory, _days_to_keep(context))
-    return ClientStore(DirectoryVault(directory / key), key)
-
-
-def _days_to_keep(context: Context) -> float:
-    days = context.node_config.get(STATE_DAYS, _STATE_DAYS)
-    if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
-        raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
-    return float(days)
-
-
-def _state_directory(context: Context) -> Path | None:
-    own = context.node_config.get(STATE_DIR)
-    if own:
-        return Path(os.path.expandvars(str(own))).expanduser()
-    shared = context.run_config.get(SHARED_STATE_DIR)
-    if not shared:
-        return None
-    partition = _partition_of(context)
-    name = f"node-{context.node_id}" if partition is None else f"partition-{partition}"
-    return Path(str(shared)).expanduser() / name
-
-
-def _partition_of(context: Context) -> int | None:
-    partition = context.node_config.get("partition-id")
-    return partition if type(partition) is int else None

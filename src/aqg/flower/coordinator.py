@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aqg.core.types import Float64Array as Losses
+    from aqg.flower.envelope import Payload
     from aqg.flower.exchange import Exchange
     from aqg.flower.presence import Presence
     from aqg.flower.settings import Settings
@@ -136,14 +137,14 @@ class Coordinator:
                 continue
             try:
                 content = records.content_of(arrival.reply, arrival.problem)
-                found = records.unpack_loss(content)
+                found = records.unpack_metrics(content)
                 if not isinstance(found, Reply):
-                    losses[client] = found
+                    losses[client] = found.get("loss", np.nan)
                 elif sending.is_sent_again(client, found):
                     _logger.info("client %d is sent the model: %s", client, found.lost)
                 else:
                     _logger.warning("client %d could not evaluate: %s", client, found.lost)
-            except MessageError as error:
+            except (MessageError, WireError) as error:
                 _logger.warning("client %d could not evaluate: %s", client, error)
         self._exchange.close(_EVALUATE)
         self.evaluation_bytes = sending.downloads.total()
@@ -182,7 +183,7 @@ class Coordinator:
             except records.ClientError as error:
                 incidents.append(Incident(client, arrival.sent.node, "error", str(error)))
                 self._roster.heard(arrival.sent.node, answered=not error.is_unreachable)
-            except MessageError as error:
+            except (MessageError, WireError) as error:
                 text = records.plain(str(error))
                 incidents.append(Incident(client, arrival.sent.node, "rejected", text))
             else:
@@ -297,21 +298,20 @@ class Coordinator:
             return float(np.mean(losses[measured]))
         return float(np.average(losses[measured], weights=weights[measured]))
 
-    def payload(self) -> tuple[records.Payload | None, bytes]:
-        """Return what all orders of a round have in common: the model, if it travels whole."""
+    def whole_model(self) -> Payload | None:
+        """Return the model, where it travels whole."""
         whole = self.book.publisher is None
-        model = records.pack_model(self.book.parameters) if whole else None
-        return model, self._broadcast()
+        return records.pack_model(self.book.parameters) if whole else None
 
     def message(
         self,
         client: int,
         kind: str,
-        payload: tuple[records.Payload | None, bytes],
+        model: Payload | None,
         seconds: float,
         evaluate: bool = False,
-    ) -> Message:
-        """Return an order that is good for so many seconds."""
+    ) -> tuple[Message, int]:
+        """Return an order that is good for so many seconds, and the bytes that it carries."""
         settings, book = self.settings, self.book
         stamp = book.entry(client).stamp
         parcel = book.parcel(client)
@@ -334,6 +334,8 @@ class Coordinator:
             evaluate=evaluate,
             layout=b"" if self._model is None else self._model.signature,
             constants=b"" if self._model is None else self._model.constants,
+            statistics=self._broadcast(),
+            asked=settings.asked,
         )
         if parcel is not None:
             order = replace(
@@ -343,13 +345,14 @@ class Coordinator:
                 log=parcel.log,
                 snapshot=parcel.snapshot,
             )
-        return Message(
-            records.pack_order(order, *payload),
+        message = Message(
+            records.pack_order(order, model),
             dst_node_id=self._roster.node_of(client),
             message_type=kind,
             ttl=seconds,  # an order that was not picked up dies with its round
             group_id=str(book.round),
         )
+        return message, records.carried_bytes(order, model)
 
 
 def _have_diverged(losses: Losses, num_asked: int) -> bool:
@@ -373,11 +376,12 @@ def _log_round(report: RoundReport, settings: Settings) -> None:
     loss = "   -    " if record.loss is None else f"{record.loss:.6f}"
     answered = sum(width != DROPPED for width in record.widths)
     _logger.info(
-        "round %d/%d: loss %s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+        "round %d/%d: loss %s%s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
         "(%.2f s overhead)%s",
         record.round,
         settings.rounds,
         loss,
+        "".join(f", {name} {value:.4g}" for name, value in report.line.metrics.items()),
         answered,
         settings.num_clients,
         record.num_uploads,

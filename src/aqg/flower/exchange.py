@@ -23,6 +23,16 @@ _LATE_SECONDS = 600.0
 """For how long replies that came too late are still fetched, and thrown away."""
 
 
+def pause_after(waited: float, seconds: float) -> float:
+    """Return how long to pause before the next poll: the longer, the longer one has waited.
+
+    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
+    [0.01, 0.08, 0.25, 0.0]
+    """
+    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    return max(0.0, min(pause, seconds - waited))
+
+
 class Sent(NamedTuple):
     """A message on its way.
 
@@ -116,8 +126,7 @@ class Exchange:
 
     def rest(self, waited: float, seconds: float) -> None:
         """Pause before the next poll: the longer, the longer one has ``waited`` already."""
-        pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        self._pause(max(0.0, min(pause, seconds - waited)))
+        self._pause(pause_after(waited, seconds))
 
     def close(self, kind: str) -> list[int]:
         """Give up on what is still open; return the nodes. What comes for it now is late."""

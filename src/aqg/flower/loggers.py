@@ -1,9 +1,10 @@
-"""Where a run is written down: its directory, TensorBoard, or anything with four methods."""
+"""Where a run is written down: its directory, TensorBoard, MLflow, or anything like them."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RunLogger(Protocol):
-    """Is told how a run goes; wrap MLflow, Weights & Biases or a database in one of these."""
+    """Is told how a run goes; wrap Weights & Biases or a database in one of these."""
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None:
         """Begin, or go on at ``next_round``: what was said of it and of later rounds is void."""
@@ -101,8 +102,6 @@ class TensorBoard:
 
     def round(self, report: RoundReport) -> None:
         """Write every scalar of the round."""
-        import time
-
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
@@ -121,6 +120,79 @@ class TensorBoard:
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+class MLflow:
+    """A run in MLflow's tracking store; needs the package ``mlflow`` or ``mlflow-skinny``.
+
+    Args:
+        uri: of the store, such as ``sqlite:///mlflow.db`` or ``http://host:5000``.
+        directory: of the run; one that goes on there goes on in MLflow. None for a new one.
+        experiment: where the run belongs.
+
+    """
+
+    def __init__(self, uri: str, directory: Path | None, experiment: str = "aqg") -> None:
+        try:
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise ConfigError(
+                f"mlflow is {uri!r}, but the package is not installed: pip install mlflow-skinny"
+            ) from None
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            found = self._client.get_experiment_by_name(experiment)
+            self._experiment = (
+                self._client.create_experiment(experiment) if found is None else found.experiment_id
+            )
+        except MlflowException as error:
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(f"mlflow is {uri!r}, which cannot be used: {reason}") from None
+        self._file = None if directory is None else directory / "mlflow-run"
+        self._run = ""
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Begin a run with the config as its parameters, or go on with the one of before."""
+        from mlflow.entities import Param
+
+        if next_round > 1 and self._file is not None and self._file.exists():
+            self._run = self._file.read_text(encoding="utf-8")
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(self._experiment).info.run_id
+        params = [Param(name, str(value)) for name, value in config.items()]
+        self._client.log_batch(self._run, params=params)
+        if self._file is not None:
+            write_atomically(self._file, self._run.encode())
+
+    def round(self, report: RoundReport) -> None:
+        """Log every scalar of the round; of a round run again, MLflow shows the later ones."""
+        self._log(report.scalars(), report.line.record.round)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Log the results, and end the run."""
+        numbers = {
+            f"summary/{name}": float(value)
+            for name, value in summary.items()
+            if isinstance(value, int | float)
+        }
+        self._log(numbers, 0)
+        self._client.set_terminated(self._run, "FINISHED")
+        self._run = ""
+
+    def close(self) -> None:
+        """Say of a run that did not finish that it failed."""
+        if self._run:
+            self._client.set_terminated(self._run, "FAILED")
+            self._run = ""
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
 
 _SHARED = (

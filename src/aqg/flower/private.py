@@ -1,9 +1,9 @@
-"""All that touches private parts of Flower: shorter waits, two repairs, and names of messages.
+"""All that touches private parts of Flower: waits, two repairs, names of messages, a task queue.
 
 Waits and repairs are switched on only in versions of Flower in which they were tried, and only
 where the parts look as expected; everything else works without. Names of messages are set in any
-version. Without waits and repairs, rounds take some seconds longer, and a node can get
-stuck as follows.
+version, and the task queue, which only our persistent worker uses, says which version it fails in.
+Without waits and repairs, rounds take some seconds longer, and a node can get stuck as follows.
 
 When a run is stopped in the moment in which a node confirms one of its orders, Flower's SuperNode
 lets go of the order, but not of the ClientApp that works on it. The reply is left over and is sent
@@ -20,13 +20,16 @@ import logging
 import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from flwr import __version__
 from flwr.common.constant import Status, SubStatus
+
+from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -255,3 +258,43 @@ def name_message(message: Message, identifier: str) -> None:
 def answer_to(reply: Message, identifier: str) -> None:
     """Let a reply answer another message than the one that was sent last."""
     reply.metadata.__dict__["_reply_to_message_id"] = identifier
+
+
+class TaskQueue:
+    """Asks a SuperNode or SuperLink that runs with ``--isolation process`` for tasks.
+
+    Args:
+        address: of its Runtime API, host and port.
+        root_certificates: where that has TLS.
+
+    """
+
+    _KINDS = ("flwr-clientapp", "flwr-serverapp")
+    """Flower names the kinds of task like the commands that run them."""
+
+    def __init__(self, address: str, root_certificates: bytes | None) -> None:
+        try:
+            from flwr.proto.runtime_pb2 import AcquireTaskRequest
+            from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+            from flwr.supercore.runtime import RuntimeHttpClient
+
+            self._client: Any = RuntimeHttpClient.from_server_address(
+                server_address=address,
+                insecure=root_certificates is None,
+                root_certificates=root_certificates,
+                interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
+            )
+            self._request: Any = AcquireTaskRequest(supported_task_types=self._KINDS)
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"flwr {__version__} has another Runtime API ({error}); the persistent worker was "
+                f"tried with {', '.join(f'{version}x' for version in TRIED)}"
+            ) from None
+
+    def next(self) -> tuple[str, str] | None:
+        """Return kind and token of a task; None where there is none, or nobody can be reached."""
+        with suppress(httpx.TransportError):
+            response = self._client.AcquireTask(self._request)
+            if response.HasField("task") and response.token:
+                return response.task.type, response.token
+        return None

@@ -1,7 +1,6 @@
-"""Orders, replies and models as Flower's records, and back.
+"""Orders, replies and metrics of our own app in Flower's messages, and back.
 
-Small payloads travel as bytes in a `ConfigRecord`; large ones as an `ArrayRecord`, which Flower
-sends in pieces.
+Each is an envelope of a single record, as the drop-in's are (`aqg.flower.envelope`).
 """
 
 from __future__ import annotations
@@ -10,28 +9,39 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ConfigRecord, MetricRecord, RecordDict
 
 from aqg.errors import MessageError
-from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply
+from aqg.flower.envelope import (
+    COMPRESSED,
+    FULL,
+    RECORD,
+    Envelope,
+    answer,
+    pack,
+    pack_payload,
+    unpack,
+    unpack_payload,
+)
+from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import MAX_FAULT_LENGTH
 
 if TYPE_CHECKING:
     from flwr.app import Message
 
     from aqg.core.types import FloatArray
+    from aqg.flower.envelope import Payload
+    from aqg.protocol.messages import Order, Reply
 
-ORDER, MODEL, REPLY, FRAME, HELLO, LOSS = "order", "model", "reply", "frame", "hello", "loss"
-STATISTICS, LOG, SNAPSHOT = "statistics", "log", "snapshot"
-LARGE_BYTES = 4 << 20
-"""Payloads above this length are sent as arrays."""
+MODEL, METRICS, HELLO = "model", "metrics", "hello"
 _BYTES = "bytes"
 _MOVEMENT_BYTES = 8
-_MOST_BYTES = 1 << 40
+_HEAD_BYTES = 16_384
+"""More than a reply needs around its frame and its statistics."""
+_LONGEST_NAME = 80
 _LONGEST_ERROR = 200
 _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
-
-Payload = ConfigRecord | ArrayRecord
 
 
 def plain(text: str, max_length: int = MAX_FAULT_LENGTH) -> str:
@@ -43,27 +53,6 @@ def plain(text: str, max_length: int = MAX_FAULT_LENGTH) -> str:
     line = " ".join(text[:max_length].split())
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return "".join(shown)[:max_length]
-
-
-def pack_payload(data: bytes) -> Payload:
-    """Return the record that carries ``data``."""
-    if len(data) <= LARGE_BYTES:
-        return ConfigRecord({_BYTES: data})
-    return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
-
-
-def unpack_payload(content: RecordDict, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of the record called ``name``; more than ``max_bytes`` are refused."""
-    record = content.get(name)
-    if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
-        raise MessageError(f"the message has no record {name!r} with bytes alone")
-    value: Any = record[_BYTES]
-    data = value.data if isinstance(value, Array) else value
-    if not isinstance(data, bytes):
-        raise MessageError(f"record {name!r} holds {type(data).__name__}, not bytes")
-    if len(data) > max_bytes:
-        raise MessageError(f"record {name!r} has {len(data)} bytes; {max_bytes} are the most")
-    return data
 
 
 def pack_model(parameters: FloatArray) -> Payload:
@@ -91,79 +80,86 @@ def take_model(content: RecordDict, num_params: int, dtype: str) -> FloatArray:
     return parameters
 
 
-def pack_order(order: Order, model: Payload | None, statistics: bytes = b"") -> RecordDict:
-    """Return the content of a message to a client.
-
-    Log and snapshot are part of the order itself, unless they are large: every record costs
-    Flower some requests of its own.
-    """
-    frames = {LOG: order.log, SNAPSHOT: order.snapshot}
-    large = {name: data for name, data in frames.items() if len(data) > LARGE_BYTES}
-    head = replace(
-        order,
-        log=b"" if LOG in large else order.log,
-        snapshot=b"" if SNAPSHOT in large else order.snapshot,
-    )
-    content = RecordDict({ORDER: ConfigRecord({**head.to_fields()})})
+def pack_order(order: Order, model: Payload | None = None) -> RecordDict:
+    """Return the content of a message to a client: one record, and the model where it is whole."""
+    envelope = Envelope()
+    envelope.add_model(MODEL, COMPRESSED if model is None else FULL, to_bytes(order))
+    content = RecordDict({RECORD: pack(envelope)})
     if model is not None:
         content[MODEL] = model
-    for name, data in large.items():
-        content[name] = pack_payload(data)
-    if statistics:
-        content[STATISTICS] = pack_payload(statistics)
     return content
 
 
-def carried_bytes(content: RecordDict) -> int:
+def carried_bytes(order: Order, model: Payload | None) -> int:
     """Return the length of what an order carries: its payloads and, with a model, the movement.
 
     The rest of the order is not counted, just as the head of a reply is not.
     """
-    order: Any = content[ORDER]
-    size = len(order[LOG]) + len(order[SNAPSHOT]) + (_MOVEMENT_BYTES if MODEL in content else 0)
-    for name, record in content.items():
-        if name != ORDER and isinstance(record, ConfigRecord | ArrayRecord):
-            value: Any = record[_BYTES]
-            size += len(value.data if isinstance(value, Array) else value)
-    return size
-
-
-def unpack_statistics(content: RecordDict, max_bytes: int) -> bytes:
-    """Return the statistics in a message; empty where it has none."""
-    return unpack_payload(content, STATISTICS, max_bytes) if STATISTICS in content else b""
+    size = len(order.log) + len(order.snapshot) + len(order.statistics)
+    if model is None:
+        return size
+    value: Any = model[_BYTES]
+    return size + _MOVEMENT_BYTES + len(value.data if isinstance(value, Array) else value)
 
 
 def unpack_order(content: RecordDict) -> Order:
     """Return the order in a message."""
-    order = Order.from_fields(_config(content, ORDER))
-    if LOG in content:
-        order = replace(order, log=unpack_payload(content, LOG, _MOST_BYTES))
-    if SNAPSHOT in content:
-        order = replace(order, snapshot=unpack_payload(content, SNAPSHOT, _MOST_BYTES))
-    return order
+    return order_from_bytes(_part_of(unpack(content)))
 
 
-def pack_reply(reply: Reply) -> RecordDict:
-    """Return the content of a message to the server."""
-    head = replace(reply, frame=b"", statistics=b"").to_fields()
-    content = RecordDict({REPLY: ConfigRecord({**head}), FRAME: pack_payload(reply.frame)})
-    if reply.statistics:
-        content[STATISTICS] = pack_payload(reply.statistics)
-    return content
+def pack_reply(message: Message, reply: Reply) -> Message:
+    """Return the message that answers another with a reply: one record."""
+    envelope = Envelope()
+    envelope.add_model(MODEL, COMPRESSED, to_bytes(reply))
+    return answer(message, envelope)
 
 
 def unpack_reply(content: RecordDict, max_frame_bytes: int, max_statistics_bytes: int = 0) -> Reply:
     """Return the reply in a message, after checking all that can be checked by itself."""
-    if set(content) - {STATISTICS} != {REPLY, FRAME}:
-        raise MessageError(f"a reply has records {REPLY!r} and {FRAME!r}, not {sorted(content)}")
-    head = Reply.from_fields(_config(content, REPLY))
-    return replace(
-        head,
-        fault=plain(head.fault),
-        lost=plain(head.lost),
-        frame=unpack_payload(content, FRAME, max_frame_bytes),
-        statistics=unpack_statistics(content, max_statistics_bytes),
-    )
+    if set(content) != {RECORD}:
+        raise MessageError(f"a reply has the record {RECORD!r} alone, not {sorted(content)}")
+    most = max_frame_bytes + max_statistics_bytes + _HEAD_BYTES
+    return _checked(_part_of(unpack(content, most)), max_frame_bytes, max_statistics_bytes)
+
+
+def _checked(part: bytes, max_frame_bytes: int, max_statistics_bytes: int) -> Reply:
+    reply = reply_from_bytes(part)
+    for name, limit in (("frame", max_frame_bytes), ("statistics", max_statistics_bytes)):
+        length = len(getattr(reply, name))
+        if length > limit:
+            raise MessageError(f"{name} has {length} bytes; {limit} are the most")
+    return replace(reply, fault=plain(reply.fault), lost=plain(reply.lost))
+
+
+def _part_of(envelope: Envelope) -> bytes:
+    kinds = [(name, kind) for name, kind, _ in envelope.records]
+    if kinds not in ([(MODEL, COMPRESSED)], [(MODEL, FULL)]):
+        raise MessageError(f"the message is about {kinds!r:.80}, not about one model")
+    return envelope.parts[0]
+
+
+def pack_metrics(message: Message, **values: float) -> Message:
+    """Return the message that answers another with metrics of a model: one record."""
+    envelope = Envelope()
+    envelope.add(METRICS, MetricRecord({name.replace("_", "-"): v for name, v in values.items()}))
+    return answer(message, envelope)
+
+
+def unpack_metrics(content: RecordDict) -> dict[str, float] | Reply:
+    """Return the metrics that a client measured, or the reply of one that is lost."""
+    envelope = unpack(content, _HEAD_BYTES)
+    if envelope.parts:
+        return _checked(_part_of(envelope), 0, 0)
+    names = [name for name, _, _ in envelope.records]
+    if names != [METRICS]:
+        raise MessageError(f"the reply has records {names!r:.80}, not metrics")
+    _, kind, values = envelope.records[0]
+    found = {}
+    for name, value in envelope.small(kind, values).items():
+        if not isinstance(value, float | int):
+            raise MessageError(f"metric {plain(name, 40)!r} is {value!r:.80}, not a number")
+        found[plain(name, _LONGEST_NAME)] = float(value)
+    return found
 
 
 def pack_fields(name: str, **values: int | float) -> RecordDict:
@@ -178,16 +174,6 @@ def unpack_integers(content: RecordDict, name: str, *keys: str) -> list[int]:
     if len(numbers) < len(keys):
         raise MessageError(f"record {name!r} holds {dict(record)!r:.80}, not integers for {keys}")
     return numbers
-
-
-def unpack_loss(content: RecordDict) -> float | Reply:
-    """Return the loss that a client measured, or the reply of one that is lost."""
-    if REPLY in content:
-        return unpack_reply(content, 0)
-    loss = _config(content, LOSS).get("loss")
-    if type(loss) is not float:
-        raise MessageError(f"the loss is {loss!r:.80}, not a number")
-    return loss
 
 
 class ClientError(MessageError):

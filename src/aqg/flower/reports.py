@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
-from aqg.runs.directory import finite_or_none, metric_fields
+from aqg.runs.directory import metric_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,12 +114,12 @@ class RoundReport:
         return json.dumps(row, allow_nan=False)
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers to plot over rounds."""
+        """Return the numbers to plot over rounds; what was measured as NaN is NaN."""
         record = self.line.record
         widths = [width for width in record.widths if width > 0]
         values: dict[str, float | None] = {
-            "loss": finite_or_none(record.loss),
-            **metric_fields(self.line.metrics),
+            "loss": record.loss,
+            **{next(iter(metric_fields({name: v}))): v for name, v in self.line.metrics.items()},
             "uploads": record.num_uploads,
             "upload_bytes": record.upload_bytes,
             "download_bytes": record.download_bytes,

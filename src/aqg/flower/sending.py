@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from aqg.flower import records
-
 if TYPE_CHECKING:
     from flwr.app import Message
 
+    from aqg.flower.envelope import Payload
     from aqg.flower.exchange import Exchange
     from aqg.protocol.messages import Reply
     from aqg.protocol.mirrors import MirrorBook
-
-    Payload = tuple[records.Payload | None, bytes]
 
 _MOST_REPEATS = 2
 """How often a client that is lost is sent something else in one round."""
@@ -25,13 +22,18 @@ class Desk(Protocol):
 
     book: MirrorBook
 
-    def payload(self) -> Payload:
-        """Return what all orders of a round have in common."""
+    def whole_model(self) -> Payload | None:
+        """Return the model, where it travels whole: all orders of a round have it in common."""
 
     def message(
-        self, client: int, kind: str, payload: Payload, seconds: float, evaluate: bool = False
-    ) -> Message:
-        """Return an order to a client that is good for so many seconds."""
+        self,
+        client: int,
+        kind: str,
+        model: Payload | None,
+        seconds: float,
+        evaluate: bool = False,
+    ) -> tuple[Message, int]:
+        """Return an order to a client that is good for so many seconds, and the bytes in it."""
 
 
 class Sending:
@@ -55,21 +57,21 @@ class Sending:
         self._exchange = exchange
         self._kind = kind
         self._evaluate = evaluate
-        self._payload = desk.payload()
+        self._model = desk.whole_model()
         self._end = exchange.now() + seconds
         self._repeats: Counter[int] = Counter()
 
     def send(self, clients: list[int]) -> list[int]:
         """Send an order to each; return the nodes whose order was not taken."""
         seconds = self._end - self._exchange.now()
-        messages = [
-            self._desk.message(client, self._kind, self._payload, seconds, self._evaluate)
+        orders = [
+            self._desk.message(client, self._kind, self._model, seconds, self._evaluate)
             for client in clients
         ]
-        refused = self._exchange.send(messages)
-        for client, message in zip(clients, messages, strict=True):
+        refused = self._exchange.send([message for message, _ in orders])
+        for client, (message, num_bytes) in zip(clients, orders, strict=True):
             if message.metadata.dst_node_id not in refused:
-                self.downloads[client] += records.carried_bytes(message.content)
+                self.downloads[client] += num_bytes
         return refused
 
     def is_sent_again(self, client: int, reply: Reply) -> bool:

@@ -23,11 +23,11 @@ from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_chec
 from aqg.flower.coordinator import Coordinator
 from aqg.flower.endings import ending
 from aqg.flower.exchange import Exchange
-from aqg.flower.loggers import RunDirectory, RunLogger, TensorBoard, config_of
+from aqg.flower.loggers import MLflow, RunDirectory, RunLogger, TensorBoard, config_of
 from aqg.flower.presence import Presence
 from aqg.flower.reports import summarize_reports
 from aqg.flower.roster import Roster
-from aqg.flower.settings import Settings, read_settings
+from aqg.flower.settings import Settings, describe_step, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.metrics import METRICS
@@ -133,7 +133,9 @@ class _Run:
         self.settings = settings
         self.recipe = recipe
         self.downlink = settings.make_downlink(recipe)
-        self.terms = settings.terms | {"downlink": describe_downlink(self.downlink)}
+        self.rule = settings.make_step(recipe)
+        told = {"downlink": describe_downlink(self.downlink), "step": describe_step(self.rule)}
+        self.terms = settings.terms | told
         self.params = params
         self.evaluate = evaluate
         self.model = model
@@ -228,7 +230,7 @@ class _Run:
         settings = self.settings
         saved = None
         if self.directory is not None:
-            saved = load_checkpoint(self.directory, self.recipe, self.downlink)
+            saved = load_checkpoint(self.directory, self.recipe, self.downlink, self.rule)
         run, incarnation = secrets.token_hex(8), time.time_ns() // 1_000_000
         if saved is None:
             roster = Roster(settings.num_clients, settings.trust_partition_id)
@@ -248,7 +250,9 @@ class _Run:
         if saved is None:
             weights = settings.client_weights(roster.num_samples)
             optimizer = settings.training().optimizer
-            book = MirrorBook.first(self.recipe, self.params, weights, optimizer, self.downlink)
+            book = MirrorBook.first(
+                self.recipe, self.params, weights, optimizer, self.downlink, self.rule
+            )
         else:
             book = saved.book
             if self.model is not None and self.directory is not None:
@@ -283,6 +287,8 @@ class _Run:
             own.append(RunDirectory(self.directory))
             if self.settings.tensorboard:
                 own.append(TensorBoard(self.directory / "tensorboard"))
+        if self.settings.mlflow:
+            own.append(MLflow(self.settings.mlflow, self.directory))
         return own
 
     def _earlier_lines(self, book: MirrorBook) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy as np
 from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import AUTO as AUTO_STEP
+from aqg.core.step_sizes import DistanceOverGradients, Fixed, make_step, resolve_step
 from aqg.errors import ConfigError
 from aqg.sim.training import Training
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from aqg.core.downlink import Downlink
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array
 
 _logger = logging.getLogger("flwr.aqg")
@@ -41,9 +44,13 @@ class Settings:
         max_staleness: an upload is forced after this many silent rounds.
         alpha: ``α``, the server's step size; 0 stands for ``1/M``, which with pseudo-gradients
             ``θ - θ_local`` is federated averaging.
+        step: how long steps are: ``fixed`` (``alpha`` in every round), ``dog`` (found from the
+            steps, at least ``alpha``), with options; ``auto`` is ``fixed`` where ``alpha`` is
+            given, and otherwise what suits the recipe.
         seed: makes every random draw of the run.
         optimizer: of the server: ``sgd``, ``momentum`` or ``adam``, with options.
-        weighting: ``equal``, or by the clients' number of ``samples``.
+        weighting: by the clients' number of ``samples``, as federated averaging does, or
+            ``equal``.
         max_share: with weighting by ``samples``, the largest share of all weights that one client
             can have; 0 stands for 0.9 among two clients, 0.6 among three and 0.5 among more.
         participation: the fraction of clients asked in a round.
@@ -69,6 +76,7 @@ class Settings:
         trust_partition_id: know clients by the ``partition-id`` that their nodes claim, for
             demonstrations and simulations where nodes are not authenticated.
         tensorboard: write TensorBoard events into the run directory.
+        mlflow: tracking URI of MLflow, such as ``sqlite:///mlflow.db``; empty: do not use it.
 
     """
 
@@ -78,9 +86,10 @@ class Settings:
     bits: int = 4
     max_staleness: int = 100
     alpha: float = 0.0
+    step: str = AUTO_STEP
     seed: int = 0
     optimizer: str = "sgd"
-    weighting: str = "equal"
+    weighting: str = "samples"
     max_share: float = 0.0
     participation: float = 1.0
     dropout: float = 0.0
@@ -99,6 +108,7 @@ class Settings:
     checkpoint_every: int = 1
     trust_partition_id: bool = False
     tensorboard: bool = False
+    mlflow: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "rounds", "eval_every", "checkpoint_every"):
@@ -121,6 +131,8 @@ class Settings:
             self.make_downlink(self.make_recipe())
         elif self.downlink != AUTO:
             make_downlink(self.downlink)
+        if self.step != AUTO_STEP:
+            make_step(self.step)
         self.training()
         if 0 < self.training().num_sampled(self.num_clients) < self.min_clients:
             raise ConfigError(
@@ -154,7 +166,19 @@ class Settings:
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
         """Return the downlink that is named, or the one that suits the recipe."""
-        return resolve_downlink(self.downlink, recipe)
+        return resolve_downlink(self.downlink, recipe, self.participation * (1.0 - self.dropout))
+
+    def make_step(self, recipe: Recipe) -> StepRule:
+        """Return the rule for the length of steps."""
+        if self.step == AUTO_STEP and self.alpha:
+            return Fixed()
+        return resolve_step(self.step, recipe, False, make_optimizer(self.optimizer))
+
+    @property
+    def asked(self) -> float:
+        """The share of all rounds in which a client is expected to answer."""
+        sampled = self.training().num_sampled(self.num_clients) / self.num_clients
+        return sampled * (1.0 - self.dropout)
 
     def training(self) -> Training:
         """Return who is asked, how clients count, and the server's step."""
@@ -181,6 +205,16 @@ class Settings:
     def largest_share(self) -> float:
         """The largest share of the weights that one client can have."""
         return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
+
+
+def describe_step(rule: StepRule) -> str:
+    """Return the setting that makes a rule for the length of steps.
+
+    >>> describe_step(make_step("dog:most=8"))
+    'dog:first=1:is_sparse=1:most=8:burst=30'
+    """
+    options = asdict(rule) if isinstance(rule, DistanceOverGradients) else {}
+    return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
 
 
 def cap_shares(amounts: Float64Array, share: float) -> Float64Array:

@@ -11,6 +11,7 @@ from aqg.core.links import Link, init_link
 from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.server import Peer, ServerState
+from aqg.core.step_sizes import Fixed
 from aqg.errors import RunError
 from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.files import read_arrays, write_arrays
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
     from aqg.core.downlink import Downlink
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import FloatArray
 
 _logger = logging.getLogger("aqg.protocol")
 
+_FIXED = Fixed()
 _START = "start.npz"
 _CLIENTS = {"mirrors": "held", "directions": "moved"}
 """Where it is written whose rows there are."""
@@ -67,7 +70,11 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, downlink: Downlink, directory: Path | None
+    arrays: dict[str, NDArray[Any]],
+    recipe: Recipe,
+    downlink: Downlink,
+    directory: Path | None,
+    rule: StepRule = _FIXED,
 ) -> MirrorBook:
     """Return the book that `book_to_arrays` wrote.
 
@@ -105,7 +112,7 @@ def book_from_arrays(
     if model.downlink is not None:
         publisher = Publisher(start, LogState.from_arrays(arrays))
     state = ServerState(model, peers)
-    return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher)
+    return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
 
 
 def check_book(book: MirrorBook, file: Path) -> None:

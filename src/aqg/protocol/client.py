@@ -115,7 +115,7 @@ class ClientSession:
         except OutOfReachError as lost:
             return to_bytes(lost.reply(told))
         started = time.perf_counter()
-        recipe = agreed.for_updates(self._is_exact).for_transport(self._overhead)
+        recipe = own_recipe(agreed, told, self._is_exact, self._overhead)
         base = intact_base(recipe, store, told)
         loss, update = _updated(train, params, told)
         mirror, reply = answer(recipe, base, told, update, loss)
@@ -151,6 +151,11 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
             f"{chosen!r}; both need the same version of aqg and the same recipe"
         )
     return chosen
+
+
+def own_recipe(recipe: Recipe, order: Order, is_exact: bool, overhead: float) -> Recipe:
+    """Return the recipe as a client plays it: for its updates, its pauses and its transport."""
+    return recipe.for_updates(is_exact).for_participation(order.asked).for_transport(overhead)
 
 
 def key_of(order: Order) -> str:

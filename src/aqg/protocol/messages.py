@@ -93,6 +93,8 @@ class Order(_Fields):
             comes with the order.
         log: the entries that lead there, as a frame.
         snapshot: where they start, as a frame; empty where they start from what the client holds.
+        statistics: of the server's module, as a frame; empty where none have changed.
+        asked: the share of all rounds in which a client is expected to answer.
 
     """
 
@@ -118,10 +120,14 @@ class Order(_Fields):
     public: bytes = b""
     log: bytes = b""
     snapshot: bytes = b""
+    statistics: bytes = b""
+    asked: float = 1.0
 
     def __post_init__(self) -> None:
         _require_digest("digest", self.digest)
         _require_digest("fingerprint", self.fingerprint)
+        if not 0 < self.asked <= 1:
+            raise MessageError(f"asked is {self.asked}; it must be above 0 and at most 1")
         if self.public:
             _require_digest("public", self.public)
         for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):

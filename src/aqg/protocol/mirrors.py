@@ -26,6 +26,7 @@ from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Skip
 from aqg.core.public import Entry as LogEntry
 from aqg.core.server import ServerState, forget, hear, init_server, publish_round
+from aqg.core.step_sizes import Fixed
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
+    from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array, FloatArray
     from aqg.protocol.follower import Holding, Parcel
 
@@ -49,6 +51,7 @@ EPOCH_DRAWS = 2**32
 _FRAME_MARGIN = 1024
 """More than any frame needs around its payload."""
 _FULL = Full()
+_FIXED = Fixed()
 
 
 def fingerprint(recipe: Recipe, num_params: int, dtype: str, seed: int) -> bytes:
@@ -271,6 +274,7 @@ class MirrorBook:
         weights: ``w_m``.
         downlink: how the model is published.
         publisher: keeps its log; None where clients receive the whole model.
+        rule: for the length of steps.
 
     """
 
@@ -282,8 +286,10 @@ class MirrorBook:
         weights: Float64Array,
         downlink: Downlink = _FULL,
         publisher: Publisher | None = None,
+        rule: StepRule = _FIXED,
     ) -> None:
         self.recipe = recipe
+        self.rule = rule
         self.weights = weights
         self.state = state
         self.downlink = downlink
@@ -297,9 +303,10 @@ class MirrorBook:
         weights: Float64Array,
         optimizer: ServerOptimizer,
         downlink: Downlink = _FULL,
+        rule: StepRule = _FIXED,
     ) -> MirrorBook:
         """Return the book before the first round, with every ``ref_m`` zero."""
-        state = init_server(recipe, parameters, len(weights), optimizer, downlink)
+        state = init_server(recipe, parameters, len(weights), optimizer, downlink, rule)
         publisher = None
         if not isinstance(downlink, Full):
             log = initial_state(public_of(state.model), len(weights))
@@ -307,7 +314,7 @@ class MirrorBook:
         zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
         entry = Entry(zero.stamp, zero.lineage)
         entries = [entry] * len(weights)
-        return MirrorBook(recipe, state, entries, weights, downlink, publisher)
+        return MirrorBook(recipe, state, entries, weights, downlink, publisher, rule)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -416,10 +423,20 @@ class MirrorBook:
     def step(
         self, step_size: float, dropout_rate: float, sampled: float, optimizer: ServerOptimizer
     ) -> None:
-        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
+        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round.
+
+        ``step_size`` is ``α``, or the natural step of the rule that finds it.
+        """
         before = self.state.model.downlink
         self.state, entry = publish_round(
-            self.recipe, self.state, step_size, dropout_rate, sampled, optimizer, self.downlink
+            self.recipe,
+            self.state,
+            step_size,
+            dropout_rate,
+            sampled,
+            optimizer,
+            self.downlink,
+            self.rule,
         )
         self._publish(entry, before)
 

@@ -15,6 +15,7 @@ import numpy as np
 from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol.checkpoint import (
@@ -72,6 +73,8 @@ class ServerSession:
         num_clients: ``M``. Clients are numbers below it; who is who is the transport's business.
         recipe: the compressor, by name or as a `Recipe`; clients must have an equal one.
         step_size: of ``θ ← θ - step_size·Σ_m w_m·update_m``; by default ``1/M``, which averages.
+        step: how long steps are, in these: ``"fixed"``, or ``"dog"``, which finds it from the steps
+            themselves; ``"auto"`` is what suits the recipe in noisy training.
         weights: ``w_m``, by default 1 each.
         optimizer: of the server, by name.
         downlink: how the model travels: ``"exact"``, ``"condensed"``, or ``"auto"``.
@@ -97,6 +100,7 @@ class ServerSession:
         *,
         recipe: str | Recipe = "auto",
         step_size: float | None = None,
+        step: str = "fixed",
         weights: Sequence[float] | None = None,
         optimizer: str = "sgd",
         downlink: str = "auto",
@@ -114,13 +118,15 @@ class ServerSession:
             make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
         )
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
+        self._rule = resolve_step(step, self.recipe, False, make_optimizer(optimizer))
+        self._is_fixed = isinstance(self._rule, Fixed)
         self._recipe_terms = named, bits, max_staleness
         self._optimizer = optimizer
         self._seed = seed
         self._sampled = sampled
         self._shares_start = shares_start
         self._path = None if path is None else Path(path)
-        self._downlink = _resolve(downlink, self.recipe)
+        self._downlink = _resolve(downlink, self.recipe, sampled)
         given = _weights(weights, num_clients)
         dtype = str(np.asarray(parameters).dtype)
         self._fingerprint = fingerprint(self.recipe, len(parameters), dtype, seed)
@@ -178,6 +184,7 @@ class ServerSession:
                 public=parcel.digest,
                 log=parcel.log,
                 snapshot=parcel.snapshot,
+                asked=self._sampled,
             )
         )
 
@@ -231,7 +238,9 @@ class ServerSession:
 
     def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
         optimizer = make_optimizer(self._optimizer)
-        book = MirrorBook.first(self.recipe, parameters, weights, optimizer, self._downlink)
+        book = MirrorBook.first(
+            self.recipe, parameters, weights, optimizer, self._downlink, self._rule
+        )
         assert book.publisher is not None
         if not self._shares_start:
             nowhere = np.zeros(len(weights), np.int64)
@@ -267,14 +276,14 @@ class ServerSession:
         arrays = read_arrays(file)
         directory = self._path if self._shares_start else None
         try:
-            terms = str(arrays["downlink"]), str(arrays["optimizer"])
-            fitting = describe_downlink(self._downlink), self._optimizer
+            terms = str(arrays["downlink"]), str(arrays["optimizer"]), "step_start" in arrays
+            fitting = describe_downlink(self._downlink), self._optimizer, not self._is_fixed
             if arrays["fingerprint"].tobytes() != self._fingerprint or terms != fitting:
                 raise RunError(
-                    f"{str(file)!r} holds a session with another model, recipe, seed, downlink or "
-                    "optimizer; name another directory"
+                    f"{str(file)!r} holds a session with another model, recipe, seed, downlink, "
+                    "optimizer or step; name another directory"
                 )
-            book = book_from_arrays(arrays, self.recipe, self._downlink, directory)
+            book = book_from_arrays(arrays, self.recipe, self._downlink, directory, self._rule)
             self._run, self._incarnation = str(arrays["run"]), int(arrays["incarnation"]) + 1
         except KeyError as error:
             raise RunError(f"{str(file)!r} has no {error}; it is not a session's") from None
@@ -282,8 +291,8 @@ class ServerSession:
         return book
 
 
-def _resolve(spec: str, recipe: Recipe) -> Downlink:
-    downlink = resolve_downlink(spec, recipe)
+def _resolve(spec: str, recipe: Recipe, asked: float) -> Downlink:
+    downlink = resolve_downlink(spec, recipe, asked)
     if isinstance(downlink, Full):
         if spec != "auto":
             raise ConfigError("downlink is 'full'; a session has 'exact', 'condensed' or 'auto'")

@@ -1,4 +1,4 @@
-"""The picture of a comparison: curves against rounds, uploads and bytes in both directions."""
+"""The picture of a comparison: the same curves against rounds, bytes up and bytes down."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
-    """Draw loss and metrics against rounds, uploads and bytes; return a PNG.
+    """Draw loss and metrics against rounds, bytes uploaded and bytes downloaded; return a PNG.
 
-    The bytes are those of both directions or, where the downloads of some run are not on record,
-    the uploaded ones of all runs.
+    Where the downloads of some run are not on record: against rounds, uploads and bytes uploaded.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,19 +32,19 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     figure = Figure(figsize=(12, 4.2 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
-    is_total = all(result.summary.total_bytes is not None for result in results)
+    has_downloads = all(result.summary.total_bytes is not None for result in results)
     for index, result in enumerate(results):
-        _draw_curves(rows[0], index, result, _losses(result, minimum), is_total)
+        _draw_curves(rows[0], index, result, _losses(result, minimum), has_downloads)
         for axes, name in zip(rows[1:], metrics, strict=True):
             heights = [row.get(name, np.nan) for row in result.trace.metrics]
-            _draw_curves(axes, index, result, np.array(heights, np.float64), is_total)
+            _draw_curves(axes, index, result, np.array(heights, np.float64), has_downloads)
     config = results[0].config
     titles = (f"test {name.replace('_', ' ')}" for name in metrics)
     names = ("loss" if minimum is None else "loss − minimum", *titles)
     for axes, name in zip(rows, names, strict=True):
         axes[0].set_ylabel(name)
-    size_label = "bytes uploaded and downloaded" if is_total else "bytes uploaded"
-    costs = ("round", "uploads", size_label) * num_rows
+    sizes = ("bytes uploaded", "bytes downloaded")
+    costs = ("round", *(sizes if has_downloads else ("uploads", sizes[0]))) * num_rows
     for axis, label in zip(rows.flat, costs, strict=True):
         axis.set_xlabel(label)
         axis.set_xscale("linear" if label == "round" else "log")
@@ -68,19 +67,19 @@ def _losses(result: Result, minimum: float | None) -> Float64Array:
 
 
 def _draw_curves(
-    axes: Sequence[Axes], index: int, result: Result, heights: Float64Array, is_total: bool
+    axes: Sequence[Axes], index: int, result: Result, heights: Float64Array, has_downloads: bool
 ) -> None:
     """Draw one run against all three costs, without the rounds that have no value."""
     trace = result.trace
     color = _COLORS[index % len(_COLORS)]
     known = np.isfinite(heights)
     rounds = np.array([cost.rounds for cost in trace.costs], np.float64)
-    uploads = np.array([cost.uploads for cost in trace.costs], np.float64)
-    sizes = [cost.total_bytes if is_total else cost.upload_bytes for cost in trace.costs]
-    num_bytes = np.array(sizes, np.float64)
-    uploads[uploads == 0] = np.nan  # a logarithmic axis has no zero
-    num_bytes[num_bytes == 0] = np.nan
-    for axis, x in zip(axes, (rounds, uploads, num_bytes), strict=True):
+    uploads = [cost.uploads for cost in trace.costs]
+    sent = [cost.upload_bytes for cost in trace.costs]
+    received = [cost.download_bytes for cost in trace.costs]
+    pair = np.array((sent, received) if has_downloads else (uploads, sent), np.float64)
+    pair[pair == 0] = np.nan  # a logarithmic axis has no zero
+    for axis, x in zip(axes, (rounds, *pair), strict=True):
         axis.plot(
             x[known],
             heights[known],

@@ -8,8 +8,8 @@
     then        payload, as the mode says
     last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
 
-A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. ``docs/wire-format.md``
-describes each byte.
+A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. Each byte is described in
+``docs/reference/frame-format.md``.
 """
 
 from __future__ import annotations
@@ -94,8 +94,16 @@ def known(link: Link, client: int = 0) -> Known | None:
     return Known(link.mirror[client], link.direction[client])
 
 
-def encode(message: Message, *, known: Known | None = None, threads: int | None = None) -> bytes:
+def encode(
+    message: Message,
+    *,
+    known: Known | None = None,
+    threads: int | None = None,
+    tries_context: bool = True,
+) -> bytes:
     """Write ``message`` as one frame, in the mode that makes it shortest.
+
+    Without ``tries_context``, the context coder, which takes most of the time, is left out.
 
     A frame written with ``known`` may need the same ``known`` to be read: `decode` notices if it
     gets another.
@@ -116,7 +124,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     message.validate()
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
-        mode, payload = encode_levels(message, hints, threads)
+        mode, payload = encode_levels(message, hints, threads, tries_context)
         head = upload_head(mode, message)
     else:
         hints = None
@@ -283,14 +291,17 @@ def _decode_hints(
 
 
 def encode_levels(
-    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
+    upload: Upload,
+    hints: NDArray[np.int8] | None,
+    threads: int | None,
+    tries_context: bool = True,
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = gaps.few_places(upload)
     if places is not None and gaps.is_best(places):
         return Mode.GAPS, gaps.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
-    if others.tries_context(len(upload)):
+    if tries_context and others.tries_context(len(upload)):
         bound = num_levels(upload.grid, upload.width)
         coded = context.encode(upload.levels, bound, hints=hints)
         if len(coded) < len(best):

@@ -8,7 +8,6 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 from rich.console import Console
@@ -19,7 +18,6 @@ from aqg.cli.study import Where
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.runs.table import format_bytes
 from aqg.studies.document import refresh
 from aqg.studies.paper.claims import VERDICTS, find
 from aqg.studies.paper.execute import (
@@ -51,6 +49,8 @@ from tests.studies.paper.samples import make_outcome
 
 ROOT = Path(__file__).parents[3]
 STORED = ROOT / "results"
+PAGE = ROOT / "docs" / "explanation" / "reproduction.md"
+DATA = STORED / "paper.md"
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,22 @@ def stored():
 
 
 def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    texts = [path.read_text(encoding="utf-8") for path in (PAGE, DATA)]
     tables, passages = all_tables(stored), all_passages(stored)
-    # What the table of claims says, the passage of verdicts says at the top of the page.
+    # What the table of claims says, the passage of verdicts says as a list.
     shown = {table.name for table in tables} - {"claims"}
-    assert set(re.findall("<!-- table: ([a-z0-9-]+) -->", text)) == shown
-    assert text.count("<!-- text: ") == len(passages)
-    assert refresh(text, tables, passages) == text
+    both = "".join(texts)
+    assert sorted(re.findall("<!-- table: ([a-z0-9-]+) -->", both)) == sorted(shown)
+    assert sorted(re.findall("<!-- text: ([a-z0-9-]+) -->", both)) == sorted(
+        p.name for p in passages
+    )
+    for text in texts:
+        assert refresh(text, tables, passages) == text
 
 
 def test_the_documents_pictures_exist_and_are_small():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    names = [part.split(")")[0] for part in text.split("](images/")[1:]]
+    text = PAGE.read_text(encoding="utf-8")
+    names = [part.split(")")[0] for part in text.split("](../images/")[1:]]
     numbers = {name.split("-")[1] for name in names if name.startswith("figure-")}
     assert numbers == {"5", "6", "7", "8", "9", "10"}  # the paper's own
     for name in names:
@@ -88,11 +92,11 @@ def test_the_stored_results_say_what_is_missing(stored):
     seeds = {p.run.config.seed for p in missing}
     cells = {(p.run.config.partition, p.run.config.dropout, p.run.config.recipe) for p in missing}
     assert len(missing) == len(seeds) * len(cells)
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     done, planned = stored.about["finished"]["dropouts"]
     assert f"dropouts: {done} runs" in text
     assert (f"of {planned} runs that the command plans" in text) == bool(missing)
-    first_page = text[: text.index("<!-- text: verdicts -->")]
+    first_page = text[: text.index("<!-- text: conclusions -->")]
     here = {o.seed for o in stored.select(section="dropouts")}
     goal = stored.about["dropout_seeds"]
     assert (f"dropouts, {len(here)} of {goal} seeds." in first_page) == bool(missing)
@@ -178,28 +182,6 @@ def test_the_other_machine_has_every_logistic_run(stored):
     kept = tuple(o for o in stored.outcomes if o.section != "logistic")
     swapped = find(replace(stored, outcomes=(*kept, *there.values())))
     assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
-
-
-def test_the_readmes_bytes_are_medians_of_the_data(stored):
-    """The README names the recipes, the number of seeds and the length of the runs."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = text[
-        text.index("**Exact gradients") : text.index("Recipes of the field with minibatches")
-    ]
-    rows = re.findall(r"^\| \**`([a-z0-9-]+)`.* \| (.*) \| (.*) \|$", part, re.MULTILINE)
-    assert [row[0] for row in rows] == ["gd", "qgd", "laq", "aqg-2", "lean", "auto"]
-    assert "median of five seeds" in part
-    for recipe, *cells in rows:
-        for partition, cell in zip(("iid", "label"), cells, strict=True):
-            runs = stored.select(section="softmax", partition=partition, recipe=recipe)
-            assert len({o.seed for o in runs}) == len(runs) == 5
-            costs = [o.reached[1e-6].upload_bytes for o in runs if 1e-6 in o.reached]
-            if costs:
-                assert len(costs) == len(runs)
-                assert cell.strip("*") == format_bytes(median(costs))
-            else:
-                assert {o.total.rounds for o in runs} == {4000}
-                assert cell == "on no seed within 4000 rounds"
 
 
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)

@@ -15,20 +15,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-
 from aqg.flower.deploy.commands import fork_command, preload
+from aqg.flower.private import TaskQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flwr.proto.task_pb2 import Task
-
-TASKS = ("flwr-clientapp", "flwr-serverapp")
-"""Flower names the kinds of task like the commands that run them."""
 POLL_SECONDS = 0.1
 
 
@@ -37,31 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     preload(options.preload)
     certificates = Path(options.root_certificates) if options.root_certificates else None
-    client = RuntimeHttpClient.from_server_address(
-        server_address=options.runtime_api_address,
-        insecure=certificates is None,
-        root_certificates=certificates.read_bytes() if certificates else None,
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
+    queue = TaskQueue(
+        options.runtime_api_address, certificates.read_bytes() if certificates else None
     )
     security = ["--root-certificates", str(certificates)] if certificates else ["--insecure"]
     address = ["--runtime-api-address", options.runtime_api_address]
     address += ["--parent-pid", str(os.getpid())]
     while True:
-        found = _next_task(client)
+        found = queue.next()
         if found is not None:
-            task, token = found
-            fork_command([task.type, *address, "--token", token, *security], {})
+            kind, token = found
+            fork_command([kind, *address, "--token", token, *security], {})
         _reap()
         time.sleep(POLL_SECONDS)
-
-
-def _next_task(client: RuntimeHttpClient) -> tuple[Task, str] | None:
-    """Ask for work; a server that cannot be reached (yet, or any more) has none."""
-    with contextlib.suppress(httpx.TransportError):
-        response = client.AcquireTask(AcquireTaskRequest(supported_task_types=TASKS))
-        if response.HasField("task") and response.token:
-            return response.task, response.token
-    return None
 
 
 def _reap() -> None:

@@ -19,7 +19,8 @@ from flwr.serverapp import Grid
 
 from aqg.errors import AqgError, MessageError
 from aqg.flower.dropin.channel import Channel, LostError, Settings
-from aqg.flower.dropin.envelope import (
+from aqg.flower.dropin.tensors import Schema
+from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
     FULL,
@@ -29,7 +30,7 @@ from aqg.flower.dropin.envelope import (
     pack,
     unpack,
 )
-from aqg.flower.dropin.tensors import Schema
+from aqg.flower.exchange import pause_after
 from aqg.flower.private import answer_to, bounded_pulls, name_message
 from aqg.flower.records import plain
 
@@ -44,7 +45,6 @@ _logger = logging.getLogger("flwr.aqg")
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.01, 0.25, 0.08
 _FOREVER = 1e9
 _UNKNOWN = 0
 _LONGEST = 300
@@ -189,8 +189,7 @@ class CompressedGrid(Grid):
             waited = time.monotonic() - started
             if not identifiers or waited >= seconds:
                 break
-            pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-            time.sleep(max(0.0, min(pause, seconds - waited)))
+            time.sleep(pause_after(waited, seconds))
         for identifier in identifiers:  # what comes for them now finds nobody
             self._open.pop(self._renamed.pop(identifier, identifier), None)
         _log_traffic(before, _totals(self.counts))

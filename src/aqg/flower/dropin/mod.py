@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg import __version__
 from aqg.core.recipes import make_recipe
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.dropin.channel import OPEN, agreement
 from aqg.flower.dropin.copies import PublicCopy, follow_log
-from aqg.flower.dropin.envelope import BESIDE, COMPRESSED, FULL, RECORD, Envelope, pack, unpack
-from aqg.flower.dropin.memory import Memory
 from aqg.flower.dropin.tensors import (
     Kind,
     Schema,
@@ -32,7 +30,19 @@ from aqg.flower.dropin.tensors import (
     record_of,
     vector_dtype,
 )
-from aqg.protocol.client import intact_base, log_reply
+from aqg.flower.envelope import (
+    BESIDE,
+    COMPRESSED,
+    FULL,
+    RECORD,
+    Envelope,
+    pack,
+    refusal,
+    unpack,
+)
+from aqg.flower.envelope import answer as reply_with
+from aqg.flower.memory import Memory
+from aqg.protocol.client import intact_base, log_reply, own_recipe
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
@@ -50,8 +60,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_FAILED = 6
-"""Flower's code for a mod whose conditions are not met."""
 MESSAGE_BYTES = 16_000
 """Sparse replies hold a coordinate for every four of these bytes. Flower adds some 8,000 to an
 order and its reply, beside which fewer would save little; twice that kept the accuracy."""
@@ -82,7 +90,7 @@ def make_mod(state_dir: Path | str | None = None) -> Mod:
     """Return the mod with settings of your own.
 
     Args:
-        state_dir: where a node remembers; by default see `aqg.flower.dropin.memory`.
+        state_dir: where a node remembers; by default see `aqg.flower.memory`.
 
     """
     directory = None if state_dir is None else Path(state_dir)
@@ -95,16 +103,16 @@ def make_mod(state_dir: Path | str | None = None) -> Mod:
             memory = Memory(context, directory)
             models = _receive(message, envelope, memory)
         except AqgError as error:
-            return _refusal(message, error)
+            return refusal(message, error)
         if isinstance(models, Envelope):  # what the server must know before anything can be done
-            return Message(RecordDict({RECORD: pack(models)}), reply_to=message)
+            return reply_with(message, models)
         reply = call_next(message, context)
         if not reply.has_content():
             return reply
         try:
             reply.content = _pack_reply(reply.content, models, memory)
         except AqgError as error:
-            return _refusal(message, error)
+            return refusal(message, error)
         return reply
 
     return mod
@@ -251,14 +259,8 @@ def _respond(
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
-    own = recipe.for_updates(are_exact=False).for_transport(MESSAGE_BYTES)
+    own = own_recipe(recipe, order, False, MESSAGE_BYTES)
     mirror, reply = answer(own, intact_base(own, store, order), order, update)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply
-
-
-def _refusal(message: Message, error: Exception) -> Message:
-    """Return a reply that says what is wrong."""
-    _logger.error("%s", error)
-    return Message(Error(_FAILED, f"aqg {__version__}: {error}"), reply_to=message)

@@ -12,7 +12,7 @@
 
 Tables in a document, between ``<!-- table: NAME -->`` and ``<!-- end -->``, are written anew with
 
-    python -m aqg.studies.compare.results docs/compression.md DIRECTORY
+    python -m aqg.studies.compare.results DOCUMENT.md DIRECTORY
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Write the tables and passages of a document anew, from the results in a directory.
+"""Write the tables and passages of documents anew, from the results in a directory.
 
-python -m aqg.studies.paper.markdown docs/results.md results
+python -m aqg.studies.paper.markdown results/paper.md docs/explanation/reproduction.md results
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from aqg.studies.paper.tables import all_tables
 
 
 def main(arguments: list[str]) -> None:
-    """Refresh the document named first from the results named second."""
-    document, directory = map(Path, arguments)
+    """Refresh the documents named first from the results named last."""
+    *documents, directory = map(Path, arguments)
     results = read_results(directory)
-    before = document.read_text(encoding="utf-8")
-    text = refresh(before, all_tables(results), all_passages(results))
-    document.write_text(text, encoding="utf-8")
+    tables, passages = all_tables(results), all_passages(results)
+    for document in documents:
+        text = refresh(document.read_text(encoding="utf-8"), tables, passages)
+        document.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

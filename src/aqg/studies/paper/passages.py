@@ -17,6 +17,7 @@ from aqg.studies.paper.rounding import ROUNDING
 from aqg.studies.paper.settings import cost_of, of_setting
 
 if TYPE_CHECKING:
+    from aqg.studies.paper.claims import Finding
     from aqg.studies.paper.outcomes import Results
     from aqg.studies.paper.rounding import Perturbed
 
@@ -49,7 +50,10 @@ _SEEDS = {
 
 def all_passages(results: Results) -> list[Passage]:
     """Return every passage that the results have runs for."""
-    makers = (coverage, missing, verdicts, expectations, platform, logistic, dropouts, network)
+    makers = (
+        *(coverage, missing, conclusions, verdicts),
+        *(expectations, platform, logistic, dropouts, network),
+    )
     return [passage for passage in (make(results) for make in makers) if passage.text]
 
 
@@ -88,15 +92,32 @@ def missing(results: Results) -> Passage:
     return Passage("missing", "\n\n".join(lines))
 
 
-def verdicts(results: Results) -> Passage:
-    """Return the paper's claims, grouped by what became of them."""
+def conclusions(results: Results) -> Passage:
+    """Return how many settings bear out each claim of the paper."""
     findings = find(results)
+    if not findings:
+        return Passage("conclusions", "")
+    columns = ("settings", "on every seed", "in part", "not", "undecided")
+    lines = [_tally(findings), "", f"| claim | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    for claim in dict.fromkeys(f.claim for f in findings):
+        found = [f.verdict for f in findings if f.claim == claim]
+        counts = (len(found), *(found.count(verdict) for verdict in _TALLY))
+        lines.append(f"| {claim} | {' | '.join(map(str, counts))} |")
+    return Passage("conclusions", "\n".join(lines))
+
+
+def _tally(findings: list[Finding]) -> str:
     counts = ", ".join(
         f"{sum(f.verdict == verdict for f in findings)} {text}" for verdict, text in _TALLY.items()
     )
     claims = len({f.claim for f in findings})
-    lines = [f"{claims} claims of the paper in {len(findings)} settings: {counts}.\n"]
-    lines = lines if findings else []
+    return f"{claims} claims of the paper in {len(findings)} settings: {counts}."
+
+
+def verdicts(results: Results) -> Passage:
+    """Return the paper's claims, grouped by what became of them."""
+    findings = find(results)
+    lines = [_tally(findings) + "\n"] if findings else []
     for verdict, heading in _HEADINGS.items():
         chosen = [f for f in findings if f.verdict == verdict]
         if not chosen:

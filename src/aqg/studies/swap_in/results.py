@@ -11,7 +11,7 @@
 
 Tables in a document, between ``<!-- table: NAME -->`` and ``<!-- end -->``, are written anew with
 
-    python -m aqg.studies.swap_in.results docs/measure.md DIRECTORY
+    python -m aqg.studies.swap_in.results docs/explanation/measure.md DIRECTORY
 """
 
 from __future__ import annotations

@@ -1,12 +1,23 @@
 """A client that goes half of the way to a vector of its own."""
 
+import resource
+
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from aqg.flower import aqg_mod
 
-app = ClientApp(mods=[aqg_mod])
+
+def tell_memory(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Say how much memory it took."""
+    reply = call_next(message, context)
+    print(f"peak memory {1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)
+    return reply
+
+
+app = ClientApp(mods=[tell_memory, aqg_mod])
 
 
 def target_of(client: int, size: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A server with one of Flower's strategies."""
 
+import resource
 import time
 
 import numpy as np
@@ -23,12 +24,13 @@ def main(grid: Grid, context: Context) -> None:
     strategy = Compressed(inner)
     starting = strategy if context.run_config["compressed"] else inner
     first = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
-    rounds = int(context.run_config["rounds"])
-    result = starting.start(grid, first, num_rounds=rounds, timeout=60, evaluate_fn=tell_time)
+    rounds, timeout = int(context.run_config["rounds"]), float(context.run_config["timeout"])
+    result = starting.start(grid, first, num_rounds=rounds, timeout=timeout, evaluate_fn=tell_time)
     optimum = np.mean([target_of(client, size) for client in range(count)], axis=0)
     distance = np.abs(result.arrays["w"].numpy() - optimum).max()
     refused, up = sum(strategy.counts.refused.values()), strategy.counts.train.up
     print(f"{name}: distance {distance:.4f}, refused {refused}, up {up}", flush=True)
+    print(f"peak memory {1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)
 
 
 def tell_time(server_round: int, arrays: ArrayRecord) -> None:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord
 from flwr.supernode.runtime import run_clientapp
 
 from aqg.flower import make_client_app
 from aqg.flower.app.aqg_digits.client_app import make_task
+from aqg.flower.envelope import RECORD, pack, unpack
+from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flwr.app import Context, Message
     from flwr.clientapp.typing import ClientAppCallable
 
 BEFORE = ("backup", "restore", "wipe", "damage", "linger")
 AFTER = ("announce", "corrupt", "drop", "delay", "replay")
-RECORDS = ("reply", "frame")
 FOREVER = 1e6
 SHORTEST_UPLOAD = 10
 """A frame of fewer bytes moves no mirror."""
@@ -43,8 +47,8 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     if deed == "twice":
         os.unlink(order)
         again = call_next(message, context)
-        assert again.content["reply"]["stale"], "an order was obeyed twice"
-    frame = bytes(reply.content["frame"]["bytes"])
+        assert part_of(again, reply_from_bytes).stale, "an order was obeyed twice"
+    frame = b"" if reply.has_error() else part_of(reply, reply_from_bytes).frame
     earlier = state.with_name(f"{state.name}.earlier")
     if deed in AFTER and len(frame) >= SHORTEST_UPLOAD:
         os.unlink(order)
@@ -75,9 +79,8 @@ def prepare(deed: str, state: Path, message: Message) -> None:
             shutil.rmtree(state)
             shutil.copytree(copy, state)
         case "damage":
-            log = bytearray(message.content["order"]["log"])
-            log[len(log) // 2] ^= 0x10
-            message.content["order"]["log"] = bytes(log)
+            order = part_of(message, order_from_bytes)
+            put(message, replace(order, log=flipped(order.log)))
         case "linger":  # with the entries read, and nothing saved
             ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
 
@@ -92,20 +95,35 @@ def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Mes
         case "announce":  # the reply, without ever sending what is in it
             run_clientapp.push_objects = lambda *_, **__: time.sleep(FOREVER)
         case "corrupt":
-            frame = bytearray(reply.content["frame"]["bytes"])
-            frame[len(frame) // 2] ^= 0x10
-            reply.content["frame"]["bytes"] = bytes(frame)
+            upload = part_of(reply, reply_from_bytes)
+            put(reply, replace(upload, frame=flipped(upload.frame)))
         case "replay":
-            for name in RECORDS:
-                content = earlier.with_suffix(f".{name}").read_bytes()
-                reply.content[name] = ConfigRecord.inflate(content)
+            reply.content[RECORD] = ConfigRecord.inflate(earlier.read_bytes())
     return reply
 
 
 def keep(reply: Message, path: Path) -> None:
     """Write an upload down, for a later replay."""
-    for name in RECORDS:
-        path.with_suffix(f".{name}").write_bytes(reply.content[name].deflate())
+    path.write_bytes(reply.content[RECORD].deflate())
+
+
+def part_of(message: Message, read: Callable[[bytes], Any]) -> Any:
+    """Return the order or the reply in a message."""
+    return read(unpack(message.content).parts[0])
+
+
+def put(message: Message, part: Any) -> None:
+    """Replace it, with checksums that fit."""
+    envelope = unpack(message.content)
+    envelope.parts = [to_bytes(part)]
+    message.content[RECORD] = pack(envelope)
+
+
+def flipped(data: bytes) -> bytes:
+    """Return bytes with one bit in their middle flipped."""
+    damaged = bytearray(data)
+    damaged[len(data) // 2] ^= 0x10
+    return bytes(damaged)
 
 
 app = make_client_app(make_task, mods=[misbehave])

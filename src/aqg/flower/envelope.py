@@ -1,0 +1,219 @@
+"""One record instead of many: all that a message holds, as bytes in a single ConfigRecord.
+
+Flower makes an object with requests of its own of every record. So the app's small records, and
+what stands for its arrays, travel in one:
+
+====================== =====================================================================
+byte 0                 ``0xA1``: an envelope, version 1
+head                   number of bytes, a varint; JSON: the version of ``aqg``, and for every
+                       record of the app its name and kind, and the content of small ones
+parts                  for every array record that is compressed: number of bytes, a varint,
+                       and an order or a reply (`aqg.protocol.coding`)
+last four bytes        CRC-32 of all before
+====================== =====================================================================
+
+Messages of our own app and of the drop-in are alike: a model is one part. The kinds are ``c``
+(ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord that is compressed), ``f`` (one that is
+beside the envelope and has an order in it) and ``x`` (one that is beside it).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from aqg import __version__
+from aqg.errors import MessageError, WireError
+from aqg.wire.varint import read_varint, write_varint
+
+RECORD = "aqg"
+"""The name of our record."""
+LARGE_BYTES = 4 << 20
+"""Payloads above this length are sent as arrays, which Flower sends in pieces."""
+_MARK = 0xA1
+_CRC_BYTES = 4
+_BYTES = "bytes"
+_SMALL = ("c", "m")
+COMPRESSED, FULL, BESIDE = "a", "f", "x"
+_MOST_BYTES = 1 << 40
+_FAILED = 6
+"""Flower's code for a mod whose conditions are not met."""
+_logger = logging.getLogger("flwr.aqg")
+
+
+@dataclass
+class Envelope:
+    """What a message holds.
+
+    Attributes:
+        records: name, kind and, for small ones, content of each record, in order.
+        parts: what stands for the array records of kinds ``a`` and ``f``, in order.
+        version: of the ``aqg`` that wrote it.
+
+    """
+
+    records: list[tuple[str, str, Any]] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+    version: str = __version__
+
+    def add(self, name: str, record: ConfigRecord | MetricRecord) -> None:
+        """Put a small record in."""
+        kind = "c" if isinstance(record, ConfigRecord) else "m"
+        self.records.append((name, kind, {key: _plain(value) for key, value in record.items()}))
+
+    def add_model(self, name: str, kind: str, part: bytes) -> None:
+        """Put in what stands for an array record."""
+        self.records.append((name, kind, None))
+        self.parts.append(part)
+
+    def to_bytes(self) -> bytes:
+        """Write it."""
+        rows = [
+            [name, kind] if rest is None else [name, kind, rest]
+            for name, kind, rest in self.records
+        ]
+        head = json.dumps([self.version, rows], separators=(",", ":")).encode()
+        pieces = [bytes([_MARK]), write_varint(len(head)), head]
+        for part in self.parts:
+            pieces += [write_varint(len(part)), part]
+        body = b"".join(pieces)
+        return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Envelope:
+        """Read it; raise `WireError` where it is damaged or of another version."""
+        if len(data) <= _CRC_BYTES:
+            raise WireError(f"{len(data)} bytes are no envelope")
+        body = data[:-_CRC_BYTES]
+        if body[0] != _MARK:
+            raise WireError(
+                f"byte {body[0]:#04x} does not begin an envelope of aqg {__version__}; both sides "
+                "need the same version of aqg"
+            )
+        if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[-_CRC_BYTES:]:
+            raise WireError("the checksum of the envelope is wrong: it is damaged")
+        head, position = _part(body, 1)
+        envelope = _read_head(head)
+        for _, kind, _ in envelope.records:
+            if kind in (COMPRESSED, FULL):
+                part, position = _part(body, position)
+                envelope.parts.append(part)
+        if position != len(body):
+            raise WireError(f"{len(body) - position} bytes follow the last part")
+        return envelope
+
+    def small(self, kind: str, content: Any) -> ConfigRecord | MetricRecord:
+        """Return a small record."""
+        values = {key: _rich(value) for key, value in content.items()}
+        try:
+            return ConfigRecord(values) if kind == "c" else MetricRecord(values)
+        except (TypeError, ValueError) as error:
+            raise MessageError(f"a record of the message cannot be read: {error}") from None
+
+
+Payload = ConfigRecord | ArrayRecord
+
+
+def pack_payload(data: bytes) -> Payload:
+    """Return the record that carries ``data``."""
+    if len(data) <= LARGE_BYTES:
+        return ConfigRecord({_BYTES: data})
+    return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
+
+
+def unpack_payload(content: RecordDict, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of the record called ``name``; more than ``max_bytes`` are refused."""
+    record = content.get(name)
+    if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
+        raise MessageError(f"the message has no record {name!r} with bytes alone")
+    value: Any = record[_BYTES]
+    data = value.data if isinstance(value, Array) else value
+    if not isinstance(data, bytes):
+        raise MessageError(f"record {name!r} holds {type(data).__name__}, not bytes")
+    if len(data) > max_bytes:
+        raise MessageError(f"record {name!r} has {len(data)} bytes; {max_bytes} are the most")
+    return data
+
+
+def pack(envelope: Envelope) -> Payload:
+    """Return the record of an envelope."""
+    return pack_payload(envelope.to_bytes())
+
+
+def unpack(content: RecordDict, max_bytes: int = _MOST_BYTES) -> Envelope:
+    """Return the envelope in a message.
+
+    Raises `MessageError` or `WireError` where there is none, where it is longer than ``max_bytes``,
+    and where another version of ``aqg`` wrote it.
+    """
+    envelope = Envelope.from_bytes(unpack_payload(content, RECORD, max_bytes))
+    if envelope.version != __version__:
+        raise MessageError(
+            f"the other side has aqg {envelope.version}, this one {__version__}; both need the "
+            "same version of aqg"
+        )
+    return envelope
+
+
+def answer(message: Message, envelope: Envelope) -> Message:
+    """Return the reply that is an envelope alone."""
+    return Message(RecordDict({RECORD: pack(envelope)}), reply_to=message)
+
+
+def refusal(message: Message, error: Exception) -> Message:
+    """Return a node's reply to what it cannot use: it says what is wrong."""
+    _logger.error("%s", error)
+    return Message(Error(_FAILED, f"aqg {__version__}: {error}"), reply_to=message)
+
+
+def num_bytes(content: RecordDict) -> int:
+    """Return the length of what is handed to Flower: envelope, arrays and other values."""
+    total = 0
+    for record in content.values():
+        for value in record.values():
+            data = value.data if isinstance(value, Array) else value
+            total += len(data) if isinstance(data, bytes) else len(str(data))
+    return total
+
+
+def _read_head(head: bytes) -> Envelope:
+    try:
+        version, rows = json.loads(head)
+        records = []
+        for name, kind, *rest in rows:
+            content = rest[0] if rest else None
+            is_right = isinstance(name, str) and (kind in _SMALL) == isinstance(content, dict)
+            if not is_right or kind not in (*_SMALL, COMPRESSED, FULL, BESIDE):
+                raise ValueError(f"record {name!r}")
+            records.append((name, kind, content))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"the head of the envelope cannot be read: {error}") from None
+    return Envelope(records, [], str(version))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, dict):
+        try:
+            return base64.b64decode(value[_BYTES], validate=True)
+        except (KeyError, TypeError, ValueError):
+            raise MessageError("a record of the message holds bytes that cannot be read") from None
+    return [_rich(item) for item in value] if isinstance(value, list) else value
+
+
+def _part(data: bytes, position: int) -> tuple[bytes, int]:
+    length, position = read_varint(data, position)
+    if length > len(data) - position:
+        raise WireError(f"a part claims {length} bytes; {len(data) - position} are left")
+    return data[position : position + length], position + length

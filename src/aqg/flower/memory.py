@@ -1,0 +1,185 @@
+"""What a node remembers of a model: its copy of it, and the mirror of its updates.
+
+Both are found out to be old, damaged or missing by their digests, and repaired: nothing here needs
+to be in step with anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import ConfigError, RunError
+from aqg.flower.dropin.copies import PublicCopy
+from aqg.flower.dropin.tensors import Schema, Spec
+from aqg.flower.store import ContextVault
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.store import ArrayStore, ClientStore, DirectoryVault, forget_old_runs
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+
+    from aqg.protocol.store import Vault
+
+_logger = logging.getLogger("flwr.aqg")
+
+STATE_DIR = "aqg-state-dir"
+"""Key of a node's own configuration: the directory in which it remembers."""
+SHARED_STATE_DIR = "client-state-dir"
+"""Key of the run-config: a directory in which every node has one of its own."""
+STATE_DAYS = "aqg-state-days"
+"""Key of a node's own configuration: for how many days it remembers runs that do not go on."""
+ENVIRONMENT = "AQG_STATE_DIR"
+IN_CONTEXT = "context"
+"""In place of a directory: remember in Flower's context, for as long as the node lives."""
+_DAYS = 30
+_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
+
+
+class Memory:
+    """A node's memory of one run.
+
+    Args:
+        context: Flower's.
+        directory: where to remember; None to choose (see `state_directory`).
+        follows_node: whether the memory belongs to Flower's node id, as the drop-in's does. Our own
+            server knows clients by partition as well: one that comes back under another id
+            finds what it knew.
+
+    Attributes:
+        directory: this node's own; None where Flower's context remembers.
+
+    """
+
+    def __init__(
+        self, context: Context, directory: Path | None = None, follows_node: bool = True
+    ) -> None:
+        self._context = context
+        found, is_own = (directory, False) if directory else state_directory(context)
+        if found is not None and (follows_node or not is_own):
+            found /= _name(context, follows_node)
+        self.directory = found
+
+    def clients(self, key: str) -> ClientStore:
+        """Return the place for a client's mirror and model of a run of our own server."""
+        if self.directory is not None and not (self.directory / key).exists():
+            forget_old_runs(self.directory, days_to_keep(self._context))
+            return ClientStore(DirectoryVault(self.directory / key), key)
+        return ClientStore(self._vault(key, "aqg"), key)
+
+    def copies(self, run: str) -> CopyStore:
+        """Return the place for the public copy of a model."""
+        if self.directory is not None and not (self.directory / run).exists():
+            for node in self.directory.parent.glob("node-*"):  # also of nodes that are gone
+                forget_old_runs(node, days_to_keep(self._context))
+        return CopyStore(self._vault(run), run)
+
+    def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
+        """Return the place for the mirror of the updates to some tensors of a model."""
+        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
+        key = f"{run}-{choice.hexdigest()}"
+        return ClientStore(self._vault(key), key)
+
+    def _vault(self, name: str, prefix: str = "") -> Vault:
+        if self.directory is None:
+            return ContextVault(self._context.state, prefix or f"aqg-{name}")
+        return DirectoryVault(self.directory / name)
+
+
+def state_directory(context: Context) -> tuple[Path | None, bool]:
+    """Return where nodes remember, None for Flower's own context; and whether one node owns it.
+
+    That is the directory in the node's configuration (``aqg-state-dir``), in the run-config
+    (``client-state-dir``), in the environment (``AQG_STATE_DIR``), Flower's context in a
+    simulation, and otherwise ``~/.local/state/aqg``, or ``aqg`` in ``XDG_STATE_HOME``. Only the
+    first is one node's own. ``context`` as a directory stands for Flower's context.
+    """
+    own = context.node_config.get(STATE_DIR)
+    named = own or context.run_config.get(SHARED_STATE_DIR) or os.environ.get(ENVIRONMENT)
+    if named == IN_CONTEXT:
+        return None, False
+    if named:
+        return Path(os.path.expandvars(str(named))).expanduser(), bool(own)
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return None, False
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "aqg", False
+
+
+def partition_of(context: Context) -> int | None:
+    """Return the partition that a node's configuration names; None where it names none."""
+    partition = context.node_config.get("partition-id")
+    return partition if type(partition) is int else None
+
+
+def days_to_keep(context: Context) -> float:
+    """Return for how many days a node remembers runs that do not go on."""
+    days = context.node_config.get(STATE_DAYS, _DAYS)
+    if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
+        raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
+    return float(days)
+
+
+def _name(context: Context, follows_node: bool) -> str:
+    partition = None if follows_node else partition_of(context)
+    return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
+
+
+class CopyStore:
+    """Keeps a `PublicCopy` in a vault.
+
+    Args:
+        vault: where it lies.
+        key: names the model; a copy under another key is not found.
+
+    """
+
+    def __init__(self, vault: Vault, key: str) -> None:
+        self._vault = vault
+        self._key = key
+        self._arrays = ArrayStore(vault)
+
+    def load(self) -> tuple[PublicCopy, Schema] | None:
+        """Return the copy and its tensors; None where there is none, or none that can be read."""
+        try:
+            text = self._vault.read_index()
+            index: dict[str, Any] = json.loads(text) if text else {}
+            if index.get("key") != self._key:
+                return None
+            self._arrays.reserve(_numbers_in(index))
+            schema = Schema(Spec(n, d, tuple(shape)) for n, d, shape in index["schema"])
+            copy = PublicCopy(
+                int(index["version"]),
+                bytes.fromhex(index["layout"]),
+                self._arrays.read(index["vector"]),
+                {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
+                {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
+            )
+            return copy, schema
+        except _UNREADABLE as error:
+            _logger.warning("the saved model cannot be used: %r", error)
+            return None
+
+    def save(self, copy: PublicCopy, schema: Schema) -> None:
+        """Write the copy, whole or not at all."""
+        index = {
+            "key": self._key,
+            "version": copy.version,
+            "schema": schema.specs,
+            "layout": copy.layout.hex(),
+            "vector": self._arrays.write(copy.vector),
+            "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
+            "digests": {name: digest.hex() for name, digest in copy.digests.items()},
+        }
+        self._arrays.commit(json.dumps(index), _numbers_in(index))
+
+
+def _numbers_in(index: dict[str, Any]) -> set[int]:
+    cells = [index["vector"], *index["kept"].values()]
+    return {int(cell["number"]) for cell in cells if "number" in cell}

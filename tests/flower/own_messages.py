@@ -1,0 +1,52 @@
+"""What is in messages of our own app, for tests that look at it or change it on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord
+
+from aqg.flower.envelope import RECORD, Envelope, pack
+from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+
+    from aqg.protocol.messages import Order, Reply
+
+
+def envelope_of(message: Message) -> Envelope:
+    record: Any = message.content[RECORD]
+    value = record["bytes"]
+    return Envelope.from_bytes(value if isinstance(record, ConfigRecord) else value.data)
+
+
+def order_in(message: Message) -> Order:
+    return order_from_bytes(envelope_of(message).parts[0])
+
+
+def reply_in(message: Message) -> Reply:
+    return reply_from_bytes(envelope_of(message).parts[0])
+
+
+def put(message: Message, part: Order | Reply) -> None:
+    """Replace an order or a reply, with checksums that fit."""
+    envelope = envelope_of(message)
+    envelope.parts = [to_bytes(part)]
+    message.content[RECORD] = pack(envelope)
+
+
+def change_reply(message: Message, **fields: Any) -> None:
+    put(message, replace(reply_in(message), **fields))
+
+
+def change_order(message: Message, **fields: Any) -> None:
+    put(message, replace(order_in(message), **fields))
+
+
+def flipped(data: bytes, bit: int = 4) -> bytes:
+    """Return bytes with one bit in their middle flipped."""
+    damaged = bytearray(data)
+    damaged[len(data) // 2] ^= bit
+    return bytes(damaged)

@@ -1,0 +1,59 @@
+"""The app of ``docs/tutorials/first-flower-app.md``, taken from the page, on a grid in memory."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.flower.test_dropin import Grid
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-flower-app.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+APP = re.search(r"<!-- file: app.py -->\n```python\n(.*?)```", TEXT, re.DOTALL)[1]
+PLAIN = {"ClientApp(mods=[aqg_mod])": "ClientApp()", "= Compressed(FedAvg(": "= (FedAvg("}
+NUM_CLIENTS = 5
+
+
+def run(
+    app: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> tuple[list[float], list[list[float]]]:
+    """Return the accuracies, and kilobytes up and down of every round that says them."""
+    module: dict = {"__name__": "app"}
+    exec(compile(app, "app.py", "exec", dont_inherit=True), module)
+    nodes = {
+        100 + m: {"partition-id": m, "num-partitions": NUM_CLIENTS} for m in range(NUM_CLIENTS)
+    }
+    module["main"](Grid(module["client"], nodes), None)
+    said = capsys.readouterr().out + caplog.text
+    caplog.clear()
+    accuracies = [float(x) for x in re.findall(r"round \d+: accuracy ([\d.]+)", said)]
+    line = r"aqg: ([\d.]+) kB up \(of [\d.]+ kB\), ([\d.]+) kB down"
+    return accuracies, [[float(x) for x in pair] for pair in re.findall(line, said)]
+
+
+def test_the_app_is_compressed_and_as_good(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "flwr")
+    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
+    accuracies, sizes = run(APP, capsys, caplog)
+    plain = APP
+    for line, without in PLAIN.items():
+        assert line in plain
+        plain = plain.replace(line, without)
+    plain_accuracies, plain_sizes = run(plain, capsys, caplog)
+    assert not plain_sizes
+    assert len(sizes) == 10
+    assert len(accuracies) == len(plain_accuracies) == 11  # before the first round, too
+    printed = re.search(r"^aqg: ([\d.]+) kB up .*, ([\d.]+) kB down", TEXT, re.MULTILINE)
+    assert printed is not None
+    assert sizes[-1] == pytest.approx([float(printed[1]), float(printed[2])], rel=0.1)
+    shown = float(re.search(r"^round 10: accuracy ([\d.]+)", TEXT, re.MULTILINE)[1])
+    assert accuracies[-1] == pytest.approx(shown, abs=0.02)
+    assert plain_accuracies[-1] == pytest.approx(shown, abs=0.02)
