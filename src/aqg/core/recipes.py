@@ -176,7 +176,7 @@ def _auto(
 
 
 @register("swap", "ours: auto, with as many coordinates as keep up with federated averaging")
-def _swap(bits: int, *, keep: float = 0.005) -> Recipe:
+def _swap(bits: int, *, keep: float = 0.01) -> Recipe:
     return _auto(bits, keep=keep)
 
 

@@ -28,6 +28,9 @@ _FEWEST = 16.0
 """Coordinates below which the bytes of the frame outweigh them."""
 _LEAST_SHARE = 0.2
 """The smallest part of noise that counts."""
+_GROWTH = 0.7
+"""How messages grow with the rounds between them, as a power: less than those, since residuals also
+hold noise, which cancels."""
 _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 
@@ -91,12 +94,13 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
-    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r``,
-    and for that no more than ``n/10``: training that goes on as fast as with whole updates.
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r^0.7``
+    and ``2√n·r^0.7``, and for that no more than ``n/10``: training that goes on as fast as with
+    whole updates. Small models need a larger part of their coordinates, and it costs them little.
 
     Attributes:
         overhead: the transport's bytes.
-        keep: the part of all coordinates that a client sends for every round since its last.
+        keep: the part of all coordinates that a client sends, if it is asked in every round.
 
     """
 
@@ -122,12 +126,16 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(overhead=12_000).num_kept(n) for n in (159010, 7850)]
         [3000, 785]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
-        [1590, 6360, 15901]
+        [1590, 4196, 15901]
+        >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
+        [98, 166, 3557]
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
+        share = max(self.keep, 2.0 / math.sqrt(num_params)) if self.keep else 0.0
         fitting = min(
-            max(self.overhead / 4.0, self.keep * pause * num_params), _LARGEST_PART * num_params
+            max(self.overhead / 4.0, share * pause**_GROWTH * num_params),
+            _LARGEST_PART * num_params,
         )
         return min(num_params, round(max(wanted, fitting)))
 

@@ -29,8 +29,6 @@ _LEAST, _MOST = 2.0**-120, 2.0**120
 
 _FEW_UPDATES = 8
 """A mean of fewer says little: one client may have answered in the first round, and then many."""
-_LEAST_FILL = 2.0**-20
-"""Stands for all densities below its square, and for those of numbers that are too small."""
 
 
 class StepState(NamedTuple):
@@ -107,7 +105,8 @@ class DistanceOverGradients:
     zero, or that of a large pretrained model. At the start, ``r`` is ``first`` times what the
     natural step would move the model by. Where updates are sparse, because the rest waits in
     residuals, that is divided by the root of their density, ``‖u‖₁²/(n‖u‖₂²)``: as if all
-    coordinates were to move as much as those sent.
+    coordinates were to move as much as those sent. The largest coordinates say little of the others
+    where a few are far larger, as in transformers, so that this is at most ``widest``.
 
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
     by the same root. An update of more than ``burst`` times the mean energy so far is taken for
@@ -119,6 +118,7 @@ class DistanceOverGradients:
         first: the first step, in natural ones.
         is_sparse: whether what updates leave out waits in residuals.
         most: the longest step, in natural ones.
+        widest: the most that the density of updates makes a step longer.
         burst: how much more energy than the mean an update has where a run diverges.
 
     """
@@ -127,13 +127,14 @@ class DistanceOverGradients:
     is_sparse: bool = True
     most: float = 4.0
     burst: float = 30.0
+    widest: float = 8.0
 
     name = "dog"
 
     def __post_init__(self) -> None:
         if not 0 < self.first < math.inf:
             raise ConfigError(f"first is {self.first}; it must be above 0 and finite")
-        for name, value in (("most", self.most), ("burst", self.burst)):
+        for name, value in (("most", self.most), ("burst", self.burst), ("widest", self.widest)):
             if not 1 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be at least 1 and finite")
 
@@ -174,11 +175,11 @@ class DistanceOverGradients:
         return self.burst * doubt * state.energy / state.num_updates
 
     def _fill(self, space: Space, update: Array, squared_norm: float) -> float:
-        """Return the root of an update's density."""
+        """Return the root of an update's density, and at least ``1/widest``."""
         if not self.is_sparse:
             return 1.0
         total = space.number(abs(update).sum())
-        return max(_LEAST_FILL, min(1.0, total / math.sqrt(len(update) * squared_norm)))
+        return max(1.0 / self.widest, min(1.0, total / math.sqrt(len(update) * squared_norm)))
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
@@ -192,7 +193,7 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     """Make a rule from its name and options.
 
     >>> make_step("dog:most=8")
-    DistanceOverGradients(first=1.0, is_sparse=True, most=8.0, burst=30.0)
+    DistanceOverGradients(first=1.0, is_sparse=True, most=8.0, burst=30.0, widest=8.0)
     """
     name, *settings = spec.split(":")
     if name not in STEPS:

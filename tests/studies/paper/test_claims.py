@@ -110,8 +110,8 @@ def test_no_ratio_where_the_target_was_not_reached():
     results = make_results([gd, still, *part], softmax_residual=0.1)
     tables = {table.name: table for table in all_tables(results)}
     rows = {row[0]: row[3:] for row in tables["summary"].rows}
-    assert rows["`aqg`"] == ("0 of 1 seeds arrive", "-")
-    assert rows["`laq`"] == ("5 kB, 1 of 2 seeds arrive", "-")
+    assert rows["`aqg`"] == ("0 of 1 seeds reach it", "-")
+    assert rows["`laq`"] == ("5 kB, 1 of 2 seeds reach it", "-")
     assert rows["`gd`"] == ("9 MB", "1×")
 
 
@@ -128,7 +128,7 @@ def test_a_short_run_is_not_compared_with_the_paper():
     full = make_results([make_outcome()])
     tables = {table.name: table for table in all_tables(full)}
     assert tables["table2"].rows[0][2] == "2,219 / -"
-    assert "no seed of 1 arrives" in tables["differences"].rows[0][2]
+    assert "no seed of 1 reaches it" in tables["differences"].rows[0][2]
 
 
 def test_a_network_that_never_moved_has_no_ratio():
@@ -162,18 +162,18 @@ def test_a_logistic_run_that_does_not_converge_has_no_ratio():
     assert rows["`laq`"].startswith("uploads 0.60, bits 0.60")
     lost = [logistic_run(r, s, 8000, converged=False) for r in ("laq", "qgd") for s in seeds]
     finding = verdict(make_results(lost), "fewer bits than QGD", "logistic, IID")
-    assert finding.evidence == "LAQ arrives on 0 of 2 seeds"
+    assert finding.evidence == "LAQ reaches it on 0 of 2 seeds"
     assert finding.verdict != REPRODUCES
 
 
 def test_sentences_follow_the_data():
     arrives = [dropout_run("aqg-2", seed, 700) for seed in range(3)]
     text = {p.name: p.text for p in all_passages(make_results(arrives))}
-    assert "`aqg-2` arrives on every seed at IID 0.9." in text["dropouts"]
+    assert "`aqg-2` reaches the target on every seed at IID 0.9." in text["dropouts"]
     assert "**What reproduces, on every seed**" in text["verdicts"]
     away = [dropout_run("aqg-2", seed, away=True) for seed in range(3)]
     text = {p.name: p.text for p in all_passages(make_results(away))}
-    assert "`aqg-2` runs away on every seed at IID 0.9." in text["dropouts"]
+    assert "`aqg-2` diverges on every seed at IID 0.9." in text["dropouts"]
     assert "**What does not reproduce**" in text["verdicts"]
 
 

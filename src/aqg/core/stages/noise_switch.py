@@ -3,8 +3,8 @@
 The mirror saves bytes while the next update is nearly the last one. While updates are mostly noise,
 each client sends a few coordinates as sparse ternary, with error feedback. A client that is sampled
 seldom would hold residuals that are long out of date; it sends an unbiased stochastic ternary
-vector instead, and keeps no residual. With ``keep`` it sends more coordinates instead, in
-proportion to the rounds that it was not asked in, and its residuals stay small.
+vector instead, and keeps no residual. With ``keep`` it sends more coordinates instead, the more the
+longer it was not asked, and its residuals stay small.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class NoiseSwitch(Plain):
     Attributes:
         meter: tells noise from signal.
         overhead: bytes that the transport adds to every message; 0 if nothing is known of it.
-        keep: the part of all coordinates that a client sends for every round since its last; 0:
-            as few as make each byte count most.
+        keep: the part of all coordinates that a client sends, if it is asked in every round, and
+            more otherwise (`AdaptiveTernary`); 0: as few as make each byte count most.
         pause: every how many rounds a client is asked, as the server says; 0 if it has not, which
             leaves it to the meter.
 

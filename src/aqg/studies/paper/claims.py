@@ -140,7 +140,7 @@ def _far_fewer_than_qgd(results: Results) -> Iterator[Finding]:
         paper = ""
         if (setting, "qgd") in told:
             paper = f"; the paper {percent(told[setting, 'laq'] / told[setting, 'qgd'])}"
-        evidence = f"LAQ arrives on {out_of(_num_good(results, laq), len(laq))} seeds"
+        evidence = f"LAQ reaches it on {out_of(_num_good(results, laq), len(laq))} seeds"
         if ratios:
             evidence = f"{span(ratios, percent)} of QGD's bits{paper}"
         if 0 < len(ratios) < len(laq):
@@ -187,7 +187,7 @@ def _fewer_with_dropouts(ours: str, other: str, claim: str, results: Results) ->
             arrived = [sum(residual in o.reached for o in runs) for runs in (first, second)]
             if arrived[1] and not arrived[0]:
                 verdict = DOES_NOT
-            evidence = f"`{ours}` arrives on {out_of(arrived[0], len(first))} seeds, "
+            evidence = f"`{ours}` reaches it on {out_of(arrived[0], len(first))} seeds, "
             evidence += f"`{other}` on {arrived[1]}"
             if ratios:
                 shown = span(ratios, lambda ratio: f"{ratio:.2f}")

@@ -32,10 +32,10 @@ def differences_table(results: Results) -> Table:
     return Table(
         "differences",
         "Every difference from Table 2",
-        "Ratios are ours over the paper's, median and range over the seeds that arrive (logistic: "
-        "converge): that much is measured. The last two columns say where a difference may come "
-        "from: a *definition*, a *reading* of ours where the paper says nothing, or a *conjecture* "
-        "that nothing here decides.",
+        "Ratios are ours over the paper's, median and range over the seeds that reach it "
+        "(logistic: converge): that much is measured. The last two columns say where a "
+        "difference may come from: a *definition*, a *reading* of ours where the paper says "
+        "nothing, or a *conjecture* that nothing here decides.",
         ("setting", "recipe", "ours over the paper's", "known by", "why"),
         tuple(rows),
     )
@@ -43,12 +43,16 @@ def differences_table(results: Results) -> Table:
 
 def compare(results: Results, row: PaperRow, ours: Sequence[Outcome]) -> str:
     """Return how our runs of ``row`` compare, one per seed."""
-    goal = "arrive" if row.setting.startswith("network") else "converge"
+    one, many = (
+        ("reaches it", "reach it")
+        if row.setting.startswith("network")
+        else ("converges", "converge")
+    )
     counts = cost_of if row.kind == "definition" else cost_to_the_end
     costs = [cost for o in ours if (cost := counts(results, o)) is not None]
     if not costs:
         at = median(o.residual for o in ours)
-        return f"no seed of {len(ours)} {goal}s; at the end {at:.0e}"
+        return f"no seed of {len(ours)} {one}; at the end {at:.0e}"
     uploads = [cost.uploads / row.uploads for cost in costs]
     bits = [cost.bits_per_param / row.bits for cost in costs]
     if row.kind == "definition" and all(abs(ratio - 1) <= 0.005 for ratio in (*uploads, *bits)):
@@ -59,7 +63,7 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome]) -> str:
     elif all(abs(median(ratios) - 1) <= _CLOSE for ratios in (uploads, bits)):
         text += f": within {_CLOSE:.0%}"
     if len(costs) < len(ours):
-        text += f"; {out_of(len(costs), len(ours))} seeds {goal}"
+        text += f"; {out_of(len(costs), len(ours))} seeds {many}"
     rose = sum(o.peak_loss > o.start_loss for o in ours)
     if rose:
         text += f"; the loss rises above its start on {out_of(rose, len(ours))} seeds"

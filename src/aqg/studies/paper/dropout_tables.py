@@ -50,8 +50,8 @@ def dropout_table(results: Results) -> Table:
         "dropouts",
         f"Dropouts: rounds / bits per parameter / bytes uploaded to stay within {residual:g} of f*",
         f"784→10, {results.about['dropout_rounds']:,} rounds, {results.about['dtype']}; medians, "
-        f"and for the bits the range, over the seeds that arrive; {_runs(results)}. k of n: so "
-        "many arrive, and the median residual at the end of all; ×: ended above its first loss.",
+        f"and for the bits the range, over the seeds that reach it; {_runs(results)}. k of n: so "
+        "many reach it, and the median residual at the end of all; ×: ended above its first loss.",
         ("split", "p", *(f"`{recipe}`" for recipe in DROPOUT_RECIPES)),
         tuple(rows),
     )
@@ -102,8 +102,8 @@ def dropout_arrivals_table(results: Results) -> Table:
     return Table(
         "dropout-arrivals",
         "Dropouts, seed by seed",
-        f"Ratios of bits to stay within {residual:g}, over the seeds where both arrive. Then the "
-        f"seeds that arrive at {residual:g} and stay, at {STRICT:g}, and × those that ended above "
+        f"Ratios of bits to stay within {residual:g}, over the seeds where both reach it. Then the "
+        f"seeds that stay within {residual:g}, at {STRICT:g}, and × those that ended above "
         f"their first loss; of {_runs(results)}.",
         (
             "split",

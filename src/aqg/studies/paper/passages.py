@@ -178,7 +178,7 @@ def _lean_with_dropouts(results: Results) -> str:
         return ""
     return (
         f"- **`lean` with dropouts**, the same model, {results.about['dropout_rounds']:,} rounds: "
-        f"seeds that arrive within {residual:g} of the minimum and stay: {'; '.join(parts)}."
+        f"seeds that come within {residual:g} of the minimum and stay: {'; '.join(parts)}."
     )
 
 
@@ -298,7 +298,7 @@ def logistic(results: Results) -> Passage:
 
 
 def dropouts(results: Results) -> Passage:
-    """Return who arrives on all seeds, and who runs away on all."""
+    """Return who reaches the target on all seeds, and who diverges on all."""
     residual = results.about["dropout_residual"]
     lines = []
     for recipe in DROPOUT_RECIPES:
@@ -316,13 +316,13 @@ def dropouts(results: Results) -> Passage:
                 never.append(place)
             else:
                 text = f"{place} ({out_of(arrived, len(ours))}"
-                some.append(text + (f", {away} run away)" if away else ")"))
+                some.append(text + (f", {away} diverge)" if away else ")"))
         parts = [
             f"{text} {', '.join(places)}"
             for text, places in (
-                ("arrives on every seed at", always),
+                ("reaches the target on every seed at", always),
                 ("on some or none at", some),
-                ("runs away on every seed at", never),
+                ("diverges on every seed at", never),
             )
             if places
         ]

@@ -85,10 +85,10 @@ def _bytes_cells(ours: Sequence[Outcome], base: Sequence[Outcome], residual: flo
         return ["-", "-"]
     costs = costs_to(ours, residual)
     if not costs:
-        return [f"0 of {len(ours)} seeds arrive", "-"]
+        return [f"0 of {len(ours)} seeds reach it", "-"]
     text = span([cost.upload_bytes for cost in costs], format_bytes)
     if len(costs) < len(ours):
-        return [f"{text}, {out_of(len(costs), len(ours))} seeds arrive", "-"]
+        return [f"{text}, {out_of(len(costs), len(ours))} seeds reach it", "-"]
     ratios = paired_ratios(base, ours, lambda o: o.reached.get(residual), "upload_bytes")
     return [text, span(ratios, lambda ratio: f"{ratio:,.0f}×") if ratios else "-"]
 
@@ -122,8 +122,8 @@ def performance_table(results: Results) -> Table:
     residual = results.about["softmax_residual"]
     note = (
         f"Logistic: 500 rounds, {reading_text(results)}. Network: 784→10, until the loss stays "
-        f"within {residual:g} of f*; costs are of the seeds that arrive. `saves` is of LAQ's bits, "
-        f"seed by seed. Logistic: {seeds_text(results, 'logistic')}; network: "
+        f"within {residual:g} of f*; costs are of the seeds that reach it. `saves` is of LAQ's "
+        f"bits, seed by seed. Logistic: {seeds_text(results, 'logistic')}; network: "
         f"{seeds_text(results, 'softmax')}. Where one figure stands alone, the paper has none."
     )
     if not is_comparable(results):
@@ -156,7 +156,7 @@ def _ending(results: Results, outcomes: Sequence[Outcome]) -> str:
     if outcomes[0].section == "logistic":
         good, verb = sum(o.converged for o in outcomes), "converge"
     else:
-        good, verb = sum(cost_of(results, o) is not None for o in outcomes), "arrive"
+        good, verb = sum(cost_of(results, o) is not None for o in outcomes), "reach it"
     text = f"{out_of(good, len(outcomes))} {verb}"
     if good < len(outcomes):
         text += f"; at the end {median(o.residual for o in outcomes):.0e}"
