@@ -18,6 +18,7 @@ import typer
 import aqg
 from aqg.cli.app import app, run_app
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.step_sizes import DistanceOverGradients
 from aqg.runs.config import SETTINGS, resolve
 from aqg.studies.compare.comparison import open_comparison
 from aqg.studies.compare.plan import comparable, read_outcomes
@@ -118,6 +119,14 @@ def test_swap_is_what_pages_say():
     said = {keep for text in TEXTS.values() for keep in re.findall(r"`auto:(keep=[\d.]+)`", text)}
     assert len(said) == 1, said
     assert make_recipe(f"auto:{said.pop()}") == swap
+
+
+def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
+    text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
+    rule = DistanceOverGradients()
+    assert f"at most {rule.widest:g} times longer" in text
+    assert f"with {rule.burst:g} times the mean energy" in text
+    assert f"never longer than {rule.most:g} times that" in text
 
 
 def options(command):
