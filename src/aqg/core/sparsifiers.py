@@ -95,7 +95,7 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.7`` times
-    the larger of ``keep·n`` and ``2√n``, and for that no more than ``n/10``: training goes on as
+    the larger of ``keep·n`` and ``3√n``, and for that no more than ``n/10``: training goes on as
     fast as with whole updates. Small models need a larger part of their coordinates, and it costs
     them little.
 
@@ -129,14 +129,14 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 4196, 15901]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
-        [98, 166, 3557]
+        [147, 249, 3557]
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         swapped = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            swapped = growth * max(self.keep * num_params, 2.0 * math.sqrt(num_params))
+            swapped = growth * max(self.keep * num_params, 3.0 * math.sqrt(num_params))
         fitting = min(max(self.overhead / 4.0, swapped), _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting)))
 
