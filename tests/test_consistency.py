@@ -17,7 +17,8 @@ import typer
 
 import aqg
 from aqg.cli.app import app, run_app
-from aqg.core.recipes import RECIPES
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.step_sizes import DistanceOverGradients
 from aqg.runs.config import SETTINGS, resolve
 from aqg.studies.compare.comparison import open_comparison
 from aqg.studies.compare.plan import comparable, read_outcomes
@@ -111,6 +112,21 @@ def test_every_recipe_has_its_formula_and_every_name_is_a_recipe():
 
 OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address"}
 """Options of Flower's commands that pages name by themselves."""
+
+
+def test_swap_is_what_pages_say():
+    swap = make_recipe("swap")
+    said = {keep for text in TEXTS.values() for keep in re.findall(r"`auto:(keep=[\d.]+)`", text)}
+    assert len(said) == 1, said
+    assert make_recipe(f"auto:{said.pop()}") == swap
+
+
+def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
+    text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
+    rule = DistanceOverGradients()
+    assert f"at most {rule.widest:g} times longer" in text
+    assert f"with {rule.burst:g} times the mean energy" in text
+    assert f"never longer than {rule.most:g} times that" in text
 
 
 def options(command):
@@ -284,3 +300,17 @@ def test_settings_of_a_deployment_are_in_the_reference():
     listed = re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^- (.*?) \(", section, re.MULTILINE)))
     names = [field.name.replace("_", "-") for field in fields(settings.Settings)]
     assert sorted(listed) == sorted([*names, "client-state-dir"])  # the last is the clients'
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_bar_stands_within_code_in_a_table(page):
+    """GitHub and the site read an escaped bar within code differently."""
+    for line in _FENCED.sub("", TEXTS[page]).splitlines():
+        if line.startswith("|"):
+            assert not [code for code in re.findall(r"`([^`]*)`", line) if "|" in code], line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_nothing_is_left_to_fill_in(page):
+    prose = re.sub(r"`[^`\n]*`", "", _FENCED.sub("", TEXTS[page]))
+    assert not re.findall(r"\b(?:TODO|TBD|FIXME|XXX)\b|\| [A-Z]{4,} \|", prose)

@@ -208,3 +208,12 @@ def test_links_lead_somewhere(page):
         assert file.exists(), f"{name_of(page)}: {target} does not exist"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text(encoding="utf-8")), f"{name_of(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_are_named_for_the_reader(page):
+    """The comment that names a file is not shown; the text before the block must name it, too."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"<!-- file: (\S+) -->", text):
+        before = text[max(0, match.start() - 400) : match.start()]
+        assert f"`{match[1]}`" in before, f"{name_of(page)}: {match[1]}"

@@ -25,7 +25,8 @@ def test_tables_are_those_of_the_runs(page: Path) -> None:
 def test_savings_and_delays_are_those_that_the_script_wrote() -> None:
     for task in readme.TASKS:
         plain, runs = readme.read_runs(task, "fedavg"), readme.read_runs(task, "swap")
-        assert [run.seed for run in plain] == [run.seed for run in runs] == [0, 1, 2]
+        assert [run.seed for run in plain] == [run.seed for run in runs]
+        assert len(runs) >= 3
         for base, run in zip(plain, runs, strict=True):
             spent = base.upload_bytes + base.download_bytes
             saving = spent / (run.upload_bytes + run.download_bytes)

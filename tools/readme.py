@@ -10,6 +10,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, mean
+from typing import TYPE_CHECKING
 
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.document import refresh
@@ -17,6 +18,9 @@ from aqg.studies.swap_in.comparison import open_swap_in
 from aqg.studies.swap_in.measure import PLATEAU
 from aqg.studies.swap_in.plan import read_outcomes
 from aqg.studies.swap_in.table import Cell, make_cells
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
@@ -79,6 +83,16 @@ def _delays(plain: list[Run], runs: list[Run]) -> list[float]:
     return sorted(run.rounds / pace[run.seed] for run in runs)
 
 
+def _seeds(counts: Iterable[int]) -> str:
+    """Say how many seeds there are.
+
+    >>> _seeds([3, 3]), _seeds([5, 3])
+    ('3 seeds', '3 to 5 seeds')
+    """
+    numbers = sorted(set(counts))
+    return " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))) + " seeds"
+
+
 def short_table() -> Table:
     """Return `swap` beside federated averaging: accuracy, rounds, bytes up and down."""
     header = ("task", "accuracy", "FedAvg: rounds, up, down", "`swap`: rounds, up, down", "fewer")
@@ -94,7 +108,8 @@ def short_table() -> Table:
                 f"{geometric_mean(run.saving for run in runs):,.0f}×",
             )
         )
-    note = "Rounds and bytes of all clients until FedAvg's accuracy, less one point; three seeds."
+    seeds = _seeds(len(read_runs(task, "swap")) for task in TASKS)
+    note = f"Rounds and bytes of all clients until FedAvg's accuracy, less one point; {seeds}."
     return Table("swap", "`swap` in place of FedAvg", note, header, tuple(rows))
 
 
@@ -146,7 +161,8 @@ def field_table() -> Table:
                 f"`{best.recipe}`: {_outcome(best)}",
             )
         )
-    note = "Test accuracy, rounds and bytes in both directions, at the same target; three seeds."
+    seeds = _seeds(cell.num_seeds for cell in cells if cell.task in {row[0] for row in rows})
+    note = f"Test accuracy, rounds and bytes in both directions, at the same target; {seeds}."
     return Table("field", "`swap` and the field", note, header, tuple(rows))
 
 

@@ -64,7 +64,7 @@ def _command(command: click.Command, name: str) -> list[str]:
     options = [p for p in command.params if p.param_type_name == "option"]
     if arguments:
         lines += ["| argument | meaning |", "|---|---|"]
-        lines += [f"| `{_escape(p.make_metavar(context))}` | {_help(p)} |" for p in arguments]
+        lines += [f"| {_choices(p.make_metavar(context))} | {_help(p)} |" for p in arguments]
         lines.append("")
     if options:
         lines += ["| option | meaning |", "|---|---|"]
@@ -81,7 +81,7 @@ def _flags(option: click.Parameter, context: click.Context) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if getattr(option, "is_flag", False):
         return names
-    return f"{names} `{_escape(option.make_metavar(context))}`"
+    return f"{names} {_choices(option.make_metavar(context))}"
 
 
 def _help(parameter: click.Parameter) -> str:
@@ -94,6 +94,11 @@ def _help(parameter: click.Parameter) -> str:
 
 def _hidden(parameter: click.Parameter) -> bool:
     return bool(getattr(parameter, "hidden", False))
+
+
+def _choices(metavar: str) -> str:
+    """Write choices as code each: a table has no way to write a bar within code."""
+    return " \\| ".join(f"`{choice}`" for choice in metavar.split("|"))
 
 
 def _escape(text: str) -> str:

@@ -94,9 +94,10 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
-    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``keep·n·r^0.7``
-    and ``2√n·r^0.7``, and for that no more than ``n/10``: training that goes on as fast as with
-    whole updates. Small models need a larger part of their coordinates, and it costs them little.
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.7`` times
+    the larger of ``keep·n`` and ``2√n``, and for that no more than ``n/10``: training goes on as
+    fast as with whole updates. Small models need a larger part of their coordinates, and it costs
+    them little.
 
     Attributes:
         overhead: the transport's bytes.
@@ -132,11 +133,11 @@ class AdaptiveTernary(NormOnly):
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
-        share = max(self.keep, 2.0 / math.sqrt(num_params)) if self.keep else 0.0
-        fitting = min(
-            max(self.overhead / 4.0, share * pause**_GROWTH * num_params),
-            _LARGEST_PART * num_params,
-        )
+        swapped = 0.0
+        if self.keep:
+            growth = math.pow(pause, _GROWTH)
+            swapped = growth * max(self.keep * num_params, 2.0 * math.sqrt(num_params))
+        fitting = min(max(self.overhead / 4.0, swapped), _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting)))
 
 

@@ -127,7 +127,7 @@ class DistanceOverGradients:
     is_sparse: bool = True
     most: float = 4.0
     burst: float = 30.0
-    widest: float = 8.0
+    widest: float = 16.0
 
     name = "dog"
 
@@ -193,7 +193,7 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     """Make a rule from its name and options.
 
     >>> make_step("dog:most=8")
-    DistanceOverGradients(first=1.0, is_sparse=True, most=8.0, burst=30.0, widest=8.0)
+    DistanceOverGradients(first=1.0, is_sparse=True, most=8.0, burst=30.0, widest=16.0)
     """
     name, *settings = spec.split(":")
     if name not in STEPS:

@@ -61,7 +61,7 @@ def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
     (array([  6, 458,  48]), 9, 529)
     """
     frequencies = np.empty(len(counts), np.int64)
-    peak = int(np.argmax(counts))
+    peak = int(counts.argmax())
     scale_bits, precision, bits = _choose(counts, int(counts.sum()), peak, frequencies, _NOWHERE)
     table = Table(frequencies, peak, int(scale_bits), int(precision))
     return table, float(bits)
@@ -77,7 +77,7 @@ def least_bits(counts: NDArray[np.int64]) -> float:
     >>> round(least_bits(counts)), round(choose_table(counts)[1])
     (521, 529)
     """
-    table_bits = _write(np.minimum(counts, 1), int(np.argmax(counts)), 0, _NOWHERE)
+    table_bits = _write(np.minimum(counts, 1), int(counts.argmax()), 0, _NOWHERE)
     return float(_add_entropy(float(table_bits), counts, int(counts.sum())))
 
 
