@@ -149,7 +149,7 @@ def test_what_keeps_changing_is_not_remembered():
         for number in range(1, 40):
             update = np.cos(angle * number) * first + np.sin(angle * number) * second
             notes = meter.observe(notes, update, number)
-        assert meter.ratio(notes) < meter.calm_below
+        assert meter.ratio(notes) < meter.low_noise_below
         assert meter.change(notes) == pytest.approx(2 * (1 - np.cos(angle)), rel=0.2)
         assert meter.is_noisy(notes) is noisy, angle
 

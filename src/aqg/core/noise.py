@@ -50,22 +50,22 @@ class NoiseMeter:
     With a small model they count as low-noise, since there whole uploads cost little, too.
 
     Attributes:
-        calm_below: updates count as repeating once ``ν`` is below this,
+        low_noise_below: updates count as repeating once ``ν`` is below this,
         repeats_below: and what changes between two of them, noise or not, below this part of them;
         noisy_above: and as noise again once it is above this: a tenth of their energy is.
         smoothing: weight of the newest round in the running means.
 
     """
 
-    calm_below: float = 0.02
+    low_noise_below: float = 0.02
     noisy_above: float = 0.2
     repeats_below: float = 0.2
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.calm_below <= self.noisy_above:
+        if not 0 <= self.low_noise_below <= self.noisy_above:
             raise ConfigError(
-                f"calm is {self.calm_below} and noisy {self.noisy_above}; "
+                f"low_noise is {self.low_noise_below} and noisy {self.noisy_above}; "
                 "they must not be negative, nor the first above the second"
             )
 
@@ -98,7 +98,7 @@ class NoiseMeter:
 
     def _verdict(self, notes: Float64Array, was_noisy: bool) -> bool:
         """Tell whether the updates count as noise, or at least do not repeat themselves."""
-        limit = self.calm_below if was_noisy else self.noisy_above
+        limit = self.low_noise_below if was_noisy else self.noisy_above
         ratio, repeats = self.ratio(notes), self.change(notes) < self.repeats_below
         return (ratio >= limit if limit else ratio > 0) or (was_noisy and not repeats)
 

@@ -8,6 +8,7 @@ to the table.
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class Entry:
 
 
 RECIPES: dict[str, Entry] = {}
+RENAMED = {("auto", "calm"): "low_noise"}
+"""Options by recipe and former name, which is still read, with a warning."""
 
 
 def register(name: str, summary: str) -> Callable[[Maker], Maker]:
@@ -80,6 +83,10 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     options: dict[str, float] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
+        if (name, key) in RENAMED:
+            former, key = key, RENAMED[name, key]
+            text = f"option {former!r} of recipe {name!r} is called {key!r} now"
+            warnings.warn(f"{text}; the old name goes with the next release", FutureWarning, 2)
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ConfigError(f"recipe {name!r} has no option {key!r}; it has: {known}")
@@ -165,13 +172,13 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
 def _auto(
     bits: int,
     *,
-    calm: float = 0.02,
+    low_noise: float = 0.02,
     noisy: float = 0.2,
     widest: float = 3.0,
     overhead: float = 0.0,
     keep: float = 0.0,
 ) -> Recipe:
-    switch = NoiseSwitch(NoiseMeter(calm, noisy), overhead, keep)
+    switch = NoiseSwitch(NoiseMeter(low_noise, noisy), overhead, keep)
     return replace(_lean(bits, widest=widest), switch=switch)
 
 
