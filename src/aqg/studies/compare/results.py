@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> None:
     document, directory = map(Path, arguments)
     comparison = open_comparison(directory)
     tables = _all_tables(comparison, make_cells(comparison, comparable(read_outcomes(directory))))
-    text = refresh(document.read_text(encoding="utf-8"), [table for table, _ in tables])
-    for table, line in tables:
-        text = text.replace(table.to_markdown(), _with_line(table, line))
+    below = {table.name: line for table, line in tables}
+    text = document.read_text(encoding="utf-8")
+    text = refresh(text, [table for table, _ in tables], below=below)
     document.write_text(text, encoding="utf-8")
 
 
