@@ -146,7 +146,7 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     """Run what is missing, then print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("recipe", nargs="?", default="auto")
+    parser.add_argument("recipe", nargs="?", default="auto:keep=0")
     parser.add_argument("downlinks", nargs="*", default=list(DOWNLINKS))
     parser.add_argument("--tasks", default="local-iid,local-dirichlet")
     parser.add_argument("--seeds", type=int, default=1)

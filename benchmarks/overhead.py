@@ -33,7 +33,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in NAMES:
         for multiplier in (1, 2):
-            for recipe in ("auto", f"auto:overhead={options.overhead}"):
+            for recipe in ("auto:keep=0", f"auto:keep=0:overhead={options.overhead}"):
                 outcome = run(name, recipe, multiplier, options.data_dir)
                 num_messages = outcome.rounds * TASKS[name].config.clients
                 total = outcome.upload_bytes + num_messages * options.overhead

@@ -4,7 +4,8 @@
                                [--rounds 150] [--every 5] [--seed 0] [--device cpu] [--out FILE.csv]
 
 TASK is one of ``aqg compare --swap-in``. A step is a rule's, as ``aqg run --step`` names it, or
-``xN``: N times that of federated averaging, in every round. Accuracy is that on the validation
+``xN``: N times that of federated averaging, in every round (``x4:average=8``: with a mean over the
+last models). Accuracy is that on the validation
 set of the mean over the last models (with ``--step dog:average=0``, of the model itself); the step
 is in steps of federated averaging. FILE gets a line for every so many rounds.
 """
@@ -53,7 +54,8 @@ def main() -> None:
     task = SWAP_TASKS[options.task].config
     step, multiple = options.step, 1.0
     if step.startswith("x"):
-        step, multiple = "fixed", float(step[1:])
+        number, *rest = step[1:].split(":")
+        step, multiple = ":".join(["fixed", *rest]), float(number)
     config = replace(
         task,
         recipe=options.recipe,

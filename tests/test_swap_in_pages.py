@@ -24,7 +24,7 @@ def test_tables_are_those_of_the_runs(page: Path) -> None:
 
 def test_savings_and_delays_are_those_that_the_script_wrote() -> None:
     for task in readme.TASKS:
-        plain, runs = readme.read_runs(task, "fedavg"), readme.read_runs(task, "swap")
+        plain, runs = readme.read_runs(task, "fedavg"), readme.read_runs(task, "auto")
         assert [run.seed for run in plain] == [run.seed for run in runs]
         assert len(runs) >= 3
         for base, run in zip(plain, runs, strict=True):

@@ -1,7 +1,8 @@
 """Write the tables of README.md and docs/explanation/swap-in.md anew: ``python tools/readme.py``.
 
-They come from ``results/swap-in`` (`benchmarks/swap_in.py`) and ``results/swap-in-compare``
-(``aqg compare --swap-in``), and stand between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+They come from ``results/swap-in`` (`benchmarks/swap_in.py`), and from ``results/swap-in-large`` and
+``results/swap-in-compare`` (``aqg compare --swap-in``). They stand between ``<!-- table: NAME -->``
+and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from aqg.studies.document import refresh
 from aqg.studies.swap_in.comparison import open_swap_in
 from aqg.studies.swap_in.measure import PLATEAU
 from aqg.studies.swap_in.plan import read_outcomes
-from aqg.studies.swap_in.table import Cell, make_cells
+from aqg.studies.swap_in.table import Cell, as_tables, format_saving, make_cells
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
 SWAP_IN = ROOT / "results/swap-in/table.csv"
-FIELD = ROOT / "results/swap-in-compare"
+FIELDS = (ROOT / "results/swap-in-large", ROOT / "results/swap-in-compare")
 OURS = ("auto", "lean")
 TASKS = {
     "digits-local": "digits, 2,410 parameters, Dirichlet(0.3)",
@@ -110,7 +111,7 @@ def short_table() -> Table:
         )
     seeds = _seeds(len(read_runs(task, "auto")) for task in TASKS)
     note = f"Rounds and bytes of all clients until FedAvg's accuracy, less one point; {seeds}."
-    return Table("swap", "`auto` in place of FedAvg", note, header, tuple(rows))
+    return Table("in-place", "`auto` in place of FedAvg", note, header, tuple(rows))
 
 
 def long_table() -> Table:
@@ -136,33 +137,38 @@ def long_table() -> Table:
             )
         )
     note = "Bytes of all clients in both directions."
-    return Table("swap-ranges", "`auto` in place of federated averaging", note, header, tuple(rows))
+    return Table(
+        "in-place-ranges", "`auto` in place of federated averaging", note, header, tuple(rows)
+    )
 
 
 def field_table() -> Table:
     """Return `auto` beside the best recipe of the field, whose settings were searched."""
-    comparison = open_swap_in(FIELD)
-    cells = [c for c in make_cells(comparison, read_outcomes(FIELD)) if c.goal == PLATEAU]
+    rows, seeds = [], []
     header = ("task", "FedAvg", "`auto`, nothing set", "best of the field, searched")
-    rows = []
-    for task in comparison.tasks:
-        found = {cell.recipe: cell for cell in cells if cell.task == task.name}
-        others = [c for r, c in found.items() if r not in (*OURS, "fedavg") and c.savings]
-        if "fedavg" not in found or "auto" not in found or not others:
-            continue
-        best = max(others, key=_rank)
-        plain = found["fedavg"]
-        cost = format_bytes(round(plain.cost.value)) if plain.cost else "-"
-        rows.append(
-            (
-                task.name,
-                f"{_accuracy(plain)}, {cost}",
-                _outcome(found["auto"]),
-                f"`{best.recipe}`: {_outcome(best)}",
+    for folder in FIELDS:
+        comparison = open_swap_in(folder)
+        cells = [c for c in make_cells(comparison, read_outcomes(folder)) if c.goal == PLATEAU]
+        for task in comparison.tasks:
+            found = {cell.recipe: cell for cell in cells if cell.task == task.name}
+            if "auto" not in found:
+                continue
+            others = [c for r, c in found.items() if r.partition(":")[0] not in (*OURS, "fedavg")]
+            best = max((c for c in others if c.savings), key=_rank, default=None)
+            plain = found["fedavg"]
+            cost = format_bytes(round(plain.cost.value)) if plain.cost else "-"
+            rows.append(
+                (
+                    task.name,
+                    f"{_accuracy(plain)}, {cost}",
+                    _outcome(found["auto"]),
+                    "not run" if best is None else f"`{best.recipe}`: {_outcome(best)}",
+                )
             )
-        )
-    seeds = _seeds(cell.num_seeds for cell in cells if cell.task in {row[0] for row in rows})
-    note = f"Test accuracy, rounds and bytes in both directions, at the same target; {seeds}."
+            seeds.append(plain.num_seeds)
+    note = (
+        f"Test accuracy, rounds and bytes in both directions, at the same target; {_seeds(seeds)}."
+    )
     return Table("field", "`auto` and the field", note, header, tuple(rows))
 
 
@@ -181,7 +187,8 @@ def _outcome(cell: Cell) -> str:
     if cell.savings is None or cell.delay is None:
         return f"not reached ({cell.num_reached} of {cell.num_seeds} seeds)"
     text = (
-        f"{_accuracy(cell)}, {cell.delay.value:.2f} of the rounds, {cell.savings.value:.3g}× fewer"
+        f"{_accuracy(cell)}, {cell.delay.value:.2f} of the rounds, "
+        f"{format_saving(cell.savings.value)} fewer"
     )
     missed = cell.num_seeds - cell.num_reached
     return text + (f" ({cell.num_reached} of {cell.num_seeds} seeds)" if missed else "")
@@ -189,7 +196,10 @@ def _outcome(cell: Cell) -> str:
 
 def refreshed(page: Path) -> str:
     """Return a page with its tables written anew."""
-    return refresh(page.read_text(encoding="utf-8"), [short_table(), long_table(), field_table()])
+    comparison = open_swap_in(FIELDS[0])
+    large = as_tables(comparison, make_cells(comparison, read_outcomes(FIELDS[0])))
+    tables = [short_table(), long_table(), field_table(), *large]
+    return refresh(page.read_text(encoding="utf-8"), tables)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,15 @@ _TASK_NOTE = (
 _HEADER = ("recipe", "setting", "cost", "saved", "delay", "swap-in", "test", "seeds")
 
 
+def format_saving(factor: float) -> str:
+    """Return how many times fewer bytes.
+
+    >>> format_saving(1661.4), format_saving(8.349)
+    ('1,661×', '8.35×')
+    """
+    return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
+
+
 def as_tables(comparison: SwapIn, cells: Sequence[Cell]) -> list[Table]:
     """Return a table for each task, one of all tasks, and one of all goals."""
     tables = []
@@ -188,7 +197,7 @@ def _row(cell: Cell, task: SwapTask) -> tuple[str, ...]:
         name,
         setting,
         _with_interval(cell.cost, format_bytes),
-        _with_interval(cell.savings, lambda value: f"{value:,.3g}×"),
+        _with_interval(cell.savings, format_saving),
         _with_interval(cell.delay, lambda value: f"{value:.2f}"),
         is_swap_in,
         test,
@@ -224,7 +233,7 @@ def _short(cell: Cell | None) -> str:
         return f"as `{cell.same_as}`"
     if cell.savings is None or cell.delay is None:
         return f"–{mark}"
-    text = f"{cell.savings.value:,.3g}×, {cell.delay.value:.2f}"
+    text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
     if cell.num_reached < cell.num_seeds:
         text += f" ({cell.num_reached}/{cell.num_seeds})"
     return (f"**{text}**" if cell.is_swap_in else text) + mark
