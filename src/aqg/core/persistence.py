@@ -100,6 +100,8 @@ def _step_from_arrays(arrays: Arrays) -> StepState:
     vectors: dict[str, Any] = {
         n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS if f"step_{n}" in arrays
     }
+    if "mean" not in vectors:  # of an earlier version: the mean begins here
+        vectors["mean"] = np.zeros_like(arrays["step_start"])
     names = [name for name in StepState._fields if name not in _STEP_VECTORS]
     numbers = arrays["step_numbers"].tolist()  # fewer in files of earlier versions
     return StepState(**vectors, **dict(zip(names, numbers, strict=False)))

@@ -113,6 +113,10 @@ class _Averaging:
         if not 0 <= self.average < math.inf:
             raise ConfigError(f"average is {self.average}; it must be at least 0 and finite")
 
+    def _first_mean(self, parameters: FloatArray) -> FloatArray:
+        """Return the place of the mean, before there is one."""
+        return np.zeros_like(parameters if self.average else parameters[:0])
+
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
         """Return the state with the model after a step in the mean, where one is kept."""
         if state is None or not self.average:
@@ -131,7 +135,9 @@ class Fixed(_Averaging):
 
     def init(self, parameters: FloatArray) -> StepState | None:
         """Remember nothing but a mean, where one is asked for."""
-        return StepState(parameters[:0]) if self.average else None
+        if not self.average:
+            return None
+        return StepState(parameters[:0], mean=self._first_mean(parameters))
 
     def next(
         self,
@@ -192,7 +198,7 @@ class DistanceOverGradients(_Averaging):
 
     def init(self, parameters: FloatArray) -> StepState:
         """Start where the model does."""
-        return StepState(parameters.copy())
+        return StepState(parameters.copy(), mean=self._first_mean(parameters))
 
     def next(
         self,
@@ -208,7 +214,8 @@ class DistanceOverGradients(_Averaging):
         if length == 0:
             return state, _short(natural * state.scale)
         if state.num_updates and not length <= self._most_energy(state):
-            state = StepState(space.put(space.get(parameters)), scale=state.scale / 4.0)
+            start, mean = space.put(space.get(parameters)), state.mean
+            state = StepState(start, scale=state.scale / 4.0, mean=mean)
         least = natural * state.scale
         longest = least / self._fill(space, update, length)
         energy, reach = state.energy + length, state.reach
