@@ -16,8 +16,9 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import SGD
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, records
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aqg.flower.presence import Presence
     from aqg.flower.settings import Settings
     from aqg.flower.statistics import ServerModel
-    from aqg.protocol.mirrors import MirrorBook
+    from aqg.protocol.book import MirrorBook
     from aqg.wire.statistics import StatisticsMessage
 
 _logger = logging.getLogger("flwr.aqg")

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from aqg.flower.envelope import Payload
     from aqg.flower.exchange import Exchange
+    from aqg.protocol.book import MirrorBook
     from aqg.protocol.messages import Reply
-    from aqg.protocol.mirrors import MirrorBook
 
 _MOST_REPEATS = 2
 """How often a client that is lost is sent something else in one round."""

@@ -31,7 +31,8 @@ from aqg.flower.settings import Settings, describe_step, read_settings
 from aqg.flower.statistics import ServerModel
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.metrics import METRICS
-from aqg.protocol.mirrors import MirrorBook, fingerprint
+from aqg.protocol.book import MirrorBook
+from aqg.protocol.mirrors import fingerprint
 from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.models import ModelFiles
 from aqg.runs.summary import summarize
