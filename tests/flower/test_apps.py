@@ -301,7 +301,7 @@ def answer_without_aqg(reply: Message) -> None:
         (damage_size, "10000 bytes"),
         (damage_length, "40000 bytes"),
         (damage_version, "aqg 0.0.9"),
-        (answer_without_aqg, "alone"),
+        (answer_without_aqg, "without the mod"),
     ],
 )
 def test_a_damaged_reply_costs_that_client_its_update_only(
@@ -701,8 +701,10 @@ def claim(federation: Federation, node: int, samples: int) -> None:
     """Let a node say that it has so many samples."""
 
     def answer(who: int, reply: Message) -> Message:
-        if who == node and "hello" in reply.content:
-            reply.content["hello"]["samples"] = samples
+        if who == node and not round_of(reply) and reply.metadata.message_type == "train":
+            envelope = envelope_of(reply)
+            envelope.records[0][2]["samples"] = samples
+            reply.content["aqg"] = pack(envelope)
         return reply
 
     federation.grid.answer = answer

@@ -127,7 +127,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(
             peak = tracemalloc.get_traced_memory()[1] / (4 * length)
         finally:
             tracemalloc.stop()
-        taken = records.unpack_reply(reply.content, 4 * length)
+        taken = records.unpack_reply(reply.content, 4 * length).reply
         book.note_holding(0, taken)
         assert book.accept(0, taken, 1).message is not None
         book.step(0.1, 0.0, 1.0, SGD())

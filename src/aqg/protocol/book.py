@@ -158,6 +158,16 @@ class MirrorBook:
         elif reply.held_round == self.round:
             self.publisher.followed(client)
 
+    def note_start(self, client: int) -> None:
+        """Take note that a client is sent the starting model with its next order."""
+        if self.publisher is not None:
+            self.publisher.started(client)
+
+    def note_followed(self, client: int) -> None:
+        """Take note that a client holds the model of this round."""
+        if self.publisher is not None:
+            self.publisher.followed(client)
+
     def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
         """Take client ``m``'s reply to this round's order, or say why not."""
         try:
