@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower import records
-from aqg.flower.client_metrics import loss_in
+from aqg.flower.client_metrics import EXAMPLES, loss_in
 from aqg.flower.envelope import RECORD, refusal, unpack
 from aqg.flower.memory import Memory, partition_of
 from aqg.flower.serving import Client, Trained
@@ -150,7 +150,7 @@ class TaskLearner:
         statistics.load()
         said = task.evaluate(params) if task.evaluate is not None else float("nan")
         loss, metrics = loss_and_metrics(said)
-        return {"loss": loss, **metrics}
+        return {"loss": loss, EXAMPLES: task.num_samples, **metrics}
 
 
 def loss_and_metrics(said: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:

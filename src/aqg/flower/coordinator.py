@@ -12,12 +12,13 @@ import numpy as np
 
 from aqg.errors import MessageError, WireError
 from aqg.flower import records
-from aqg.flower.client_metrics import loss_in, mean_metrics, warn_of_nan
+from aqg.flower.client_metrics import EXAMPLES, loss_in, mean_metrics, warn_of_nan
 from aqg.flower.desk import EVALUATE, TRAIN
 from aqg.flower.exchange import Arrival, Sent
 from aqg.flower.intake import Answers, have_diverged, leave_out_absurd
 from aqg.flower.reports import Incident
 from aqg.flower.sending import Sending
+from aqg.flower.settings import cap_shares
 from aqg.flower.statistics import max_statistics_bytes
 from aqg.protocol.mirrors import max_frame_bytes
 
@@ -107,10 +108,11 @@ class Coordinator:
         self._intake = intake
         self._layout = model.layout
         self._training = settings.training()
+        self._measuring: _Measuring | None = None
 
     def run_round(self, metrics: Mapping[str, float]) -> RoundReport:
         """Run the next round to its end, and step if enough clients answered."""
-        opened = self._open_round()
+        opened = self._open_round(self._evaluate_in_time())
         started = finished = time.monotonic()
         not_sent = opened.sending.send(opened.asked)
         self._presence.ask_newcomers()
@@ -124,7 +126,7 @@ class Coordinator:
 
     def orders(self) -> list[Message]:
         """Return the orders of the next round, for somebody else to send."""
-        self._opened = self._open_round()
+        self._opened = self._open_round(Evaluation())
         self._started = time.monotonic()
         self._opened.messages.extend(self._opened.sending.write(self._opened.asked))
         return self._opened.messages
@@ -154,15 +156,18 @@ class Coordinator:
 
     def evaluation_orders(self) -> list[Message]:
         """Return orders to measure the current model, for somebody else to send."""
-        self._measuring = self._open_evaluation()
-        self._measuring.messages.extend(self._measuring.sending.write(self._roster.present))
-        return self._measuring.messages
+        self._measuring = opened = self._open_evaluation()
+        opened.messages.extend(opened.sending.write(self._roster.present))
+        return opened.messages
 
     def take_evaluations(self, replies: Iterable[Message]) -> Evaluation:
         """Return what the replies to `evaluation_orders` say."""
-        for arrival in self._arrivals(self._measuring.messages, replies, EVALUATE):
-            self._hear_measured(arrival, self._measuring, sends_again=False)
-        return self._evaluation(self._measuring)
+        opened, self._measuring = self._measuring, None
+        if opened is None:
+            return Evaluation()
+        for arrival in self._arrivals(opened.messages, replies, EVALUATE):
+            self._hear_measured(arrival, opened, sends_again=False)
+        return self._evaluation(opened)
 
     def _open_evaluation(self) -> _Measuring:
         self._equip_newcomers()
@@ -209,10 +214,20 @@ class Coordinator:
                     client,
                     self._roster.node_of(client),
                 )
-        weights = self.book.weights
-        pairs = [(float(weights[client]), found) for client, found in sorted(opened.found.items())]
         loss = self._intake.mean_loss(losses)
-        return Evaluation(loss, mean_metrics(pairs), opened.sending.downloads)
+        return Evaluation(loss, self._mean_metrics(opened.found), opened.sending.downloads)
+
+    def _mean_metrics(self, found: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+        """Return means weighted by examples, as far as clients say how many they measured on."""
+        clients = sorted(found)
+        if not clients:
+            return {}
+        weights = self.book.weights[clients]
+        examples = np.array([found[client].get(EXAMPLES, 0.0) for client in clients])
+        if self.settings.weighting == "samples" and (examples > 0).all():
+            weights = cap_shares(examples, self.settings.largest_share)
+        others = [{k: v for k, v in found[c].items() if k != EXAMPLES} for c in clients]
+        return mean_metrics(list(zip(weights.tolist(), others, strict=True)))
 
     def _arrivals(
         self, messages: list[Message], replies: Iterable[Message], kind: str
@@ -224,14 +239,18 @@ class Coordinator:
             if node is not None:
                 yield Arrival(Sent(node, kind, 0.0), reply, False, 0.0)
 
-    def _open_round(self) -> _Open:
-        """Wait for enough clients, let them evaluate if it is time, and choose whom to ask."""
+    def _evaluate_in_time(self) -> Evaluation:
+        """Let clients evaluate the model of the last round, if it is time for that."""
+        every, number = self.settings.client_eval_every, self.book.round
+        if not every or number == 1 or (number - 1) % every:
+            return Evaluation()
+        self._presence.require(self.settings.needed_clients)
+        return self.evaluate()
+
+    def _open_round(self, evaluation: Evaluation) -> _Open:
+        """Wait for enough clients, and choose whom to ask."""
         settings, number = self.settings, self.book.round
         self._presence.require(settings.needed_clients)
-        every = settings.client_eval_every
-        evaluation = Evaluation()
-        if every and number > 1 and (number - 1) % every == 0:
-            evaluation = self.evaluate()
         self._equip_newcomers()
         self._intake.update_weights()
         away = self._training.unsampled(number, settings.num_clients, settings.seed)

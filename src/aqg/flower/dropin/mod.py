@@ -2,6 +2,8 @@
 
 Before the app's handler runs, the mod puts the whole model into the message; after it, the mod
 replaces the arrays of the reply by what the server does not know yet. The handler stays as it is.
+The mod answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQG``
+(`aqg.flower.handlers`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.envelope import answer as reply_with
+from aqg.flower.handlers import serve
 from aqg.flower.memory import Memory
+from aqg.flower.records import is_hello, is_order
 from aqg.protocol.client import intact_base, log_reply, own_recipe
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
@@ -100,6 +104,9 @@ def make_mod(state_dir: Path | str | None = None) -> Mod:
             return call_next(message, context)
         try:
             envelope = unpack(message.content)
+            if is_order(envelope) or is_hello(envelope):
+                memory = Memory(context, directory, follows_node=False)
+                return serve(message, context, envelope, memory, call_next)
             memory = Memory(context, directory)
             models = _receive(message, envelope, memory)
         except AqgError as error:
