@@ -70,15 +70,15 @@ def test_without_compression_it_is_federated_averaging(downlink):
 def test_one_client_app_serves_both_servers_and_skips(tmp_path):
     grid = make_grid()
     wrapped = Compressed(FedAvg(**everyone()))
-    assert distance(wrapped.start(grid, first_arrays(), num_rounds=12).arrays) < 0.1
+    assert distance(wrapped.start(grid, first_arrays(), num_rounds=4).arrays) < 0.8
     strategy = make_strategy(recipe="lean", run_dir=str(tmp_path / "run"))
-    result = strategy.start(grid, first_arrays(), num_rounds=25)
-    assert distance(result.arrays) < 0.4
+    result = strategy.start(grid, first_arrays(), num_rounds=12)
+    assert distance(result.arrays) < 0.8
     np.testing.assert_array_equal(result.arrays["layer.frozen"].numpy(), FROZEN)
     rows = rows_of(tmp_path)
     assert not any(row.get("incidents") for row in rows)
     assert any(0 in row["widths"] for row in rows)  # some had nothing to say
-    assert strategy.results["rounds"] == 25
+    assert strategy.results["rounds"] == 12
     assert rows[0]["download_bytes"] > 4 * 4 * FROZEN.size > 20 * rows[-1]["download_bytes"]
 
 
@@ -144,7 +144,7 @@ def test_in_a_server_app():
     assert distance(found[0].arrays) < 0.5
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -159,7 +159,7 @@ class Killer:
 
     def round(self, report):
         if report.line.record.round == self.number:
-            raise Killed
+            raise KilledError
 
     def finish(self, summary):
         pass
@@ -173,7 +173,7 @@ def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
     whole = make_strategy(**options, run_dir=str(tmp_path / "whole"))
     expected = whole.start(make_grid(), first_arrays(), num_rounds=6)
     grid = make_grid()
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         make_strategy(**options, run_dir=str(tmp_path / "run"), loggers=[Killer(4)]).start(
             grid, first_arrays(), num_rounds=6
         )
@@ -350,7 +350,7 @@ def test_a_client_without_the_mod_is_told_apart(tmp_path):
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ConfigError, match="AQG has no setting 'patiense'; 'patience' is meant?"):
+    with pytest.raises(ConfigError, match="AQG has no setting 'patiense'; 'patience'"):
         make_strategy(patiense=3)
     with pytest.raises(ConfigError, match="unknown recipe 'magic'"):
         make_strategy(recipe="magic")
@@ -364,3 +364,83 @@ def test_bad_arguments_are_named():
         make_strategy(evaluate=lambda _: 1.0).start(
             make_grid(), first_arrays(), evaluate_fn=lambda number, arrays: None
         )
+
+
+def test_tasks_send_metrics_as_well(tmp_path):
+    torch = pytest.importorskip("torch")
+    from aqg.flower import FlowerTask, make_client_app
+
+    def make_task(context):
+        client = int(context.node_config["partition-id"])
+
+        def train(net, number):
+            with torch.no_grad():
+                net.weight += 0.1
+            return {"loss": 0.5, "rate": 1.0 / number, "client": client}
+
+        def evaluate(net):
+            return {"loss": 0.25, "mean": float(net.weight.detach().mean())}
+
+        return FlowerTask.from_training(make_net(), train, int(SIZES[client]), evaluate)
+
+    def make_net():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 1)
+
+    measured = []
+
+    def evaluate(net):
+        measured.append(float(net.weight.detach().mean()))
+        return {"mean": measured[-1], "broken": math.nan}
+
+    grid = make_grid(make_client_app(make_task))
+    strategy = make_strategy(recipe="gd", run_dir=str(tmp_path / "run"), evaluate=evaluate)
+    result = strategy.start(grid, make_net(), num_rounds=3)
+    rows = rows_of(tmp_path)
+    assert [row["train_rate"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert rows[0]["train_client"] == pytest.approx(np.average(np.arange(4), weights=SIZES))
+    assert [row["eval_mean"] for row in rows] == pytest.approx(measured[:3], rel=1e-5)
+    assert [row["test_broken"] for row in rows] == [None] * 3
+    assert {row["loss"] for row in rows} == {0.25}
+    assert sorted(result.evaluate_metrics_clientapp) == [0, 1, 2, 3]
+    assert isinstance(strategy.final, torch.nn.Linear)
+    assert strategy.results["eval_mean"] == pytest.approx(measured[3], rel=1e-5)
+
+
+def test_a_module_with_tied_weights_serves_plain_clients():
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = torch.nn.Linear(3, 3, bias=False)
+            self.second = torch.nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+            self.frozen = torch.nn.Linear(3, 1).requires_grad_(False)
+
+    seen = []
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message, context):
+        net = Tied()
+        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        seen.append(net.first.weight.detach().clone())
+        with torch.no_grad():
+            net.first.weight += 1.0
+        metrics = MetricRecord({"num-examples": 1})
+        content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    start = Tied().first.weight.detach().clone()
+    result = make_strategy(recipe="gd").start(make_grid(app), Tied(), num_rounds=2)
+    assert list(result.arrays) == list(Tied().state_dict())
+    for name in ("first.weight", "second.weight"):
+        np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)
+    np.testing.assert_allclose(seen[-1], start + 1.0, atol=1e-5)
+
+
+def test_compressed_does_not_go_around_it():
+    with pytest.raises(ConfigError, match="AQG compresses by itself"):
+        Compressed(make_strategy()).start(make_grid(), first_arrays())

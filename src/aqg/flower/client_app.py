@@ -131,13 +131,13 @@ class TaskLearner:
         said, gradient = task.train(params, order.round, key)
         statistics.take()
         loss, metrics = loss_and_metrics(said)
+        evaluated: dict[str, float] = {}
         if not order.evaluate:
             loss = float("nan")
         elif not task.train_measures and task.evaluate is not None:
             statistics.load()
-            loss, measured = loss_and_metrics(task.evaluate(params))
-            metrics = {**metrics, **measured}
-        return Trained(np.asarray(gradient), loss, task.num_samples, metrics)
+            loss, evaluated = loss_and_metrics(task.evaluate(params))
+        return Trained(np.asarray(gradient), loss, task.num_samples, metrics, evaluated)
 
     def evaluate(
         self,

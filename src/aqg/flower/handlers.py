@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable
     from numpy.typing import NDArray
 
+    from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.flower.envelope import Envelope
     from aqg.flower.memory import Memory
@@ -54,6 +55,7 @@ def serve(
     envelope: Envelope,
     memory: Memory,
     call_next: ClientAppCallable,
+    recipe: Recipe | None = None,
 ) -> Message:
     """Answer a message of our own strategy with a handler."""
     if records.is_hello(envelope):
@@ -66,7 +68,7 @@ def serve(
         why = "the starting model is not held here"
         return records.pack_reply(message, lost_reply(order, Holding(), why), wants_start=True)
     learner = HandlerLearner(message, context, given.config, start, call_next)
-    client = Client(message, context, order, memory)
+    client = Client(message, context, order, memory, recipe)
     try:
         if message.metadata.message_type == "train":
             return client.train(learner)

@@ -105,9 +105,10 @@ class Intake:
         incidents = self._count_samples(answers)
         faults: list[tuple[int, str]] = []
         statistics: list[tuple[float, StatisticsMessage]] = []
+        trained: list[tuple[float, Mapping[str, float]]] = []
         measured: list[tuple[float, Mapping[str, float]]] = []
         num_taken = statistics_bytes = 0
-        for client, (reply, found, _) in sorted(answers.replies.items()):
+        for client, (reply, found, of_model, _) in sorted(answers.replies.items()):
             node = self._roster.node_of(client)
             sent[client] = len(reply.frame) + len(reply.statistics)
             statistics_bytes += len(reply.statistics)
@@ -128,8 +129,9 @@ class Intake:
                 continue
             num_taken += 1
             statistics.append((float(self._book.weights[client]), said))
-            measured.append((float(self._book.weights[client]), found))
-            warn_of_nan(client, node, found)
+            trained.append((float(self._book.weights[client]), found))
+            measured.append((float(self._book.weights[client]), of_model))
+            warn_of_nan(client, node, {**found, **of_model})
             widths[client] = verdict.message.width
             losses[client] = reply.loss
             if reply.restarted:
@@ -165,8 +167,8 @@ class Intake:
             round_seconds=answers.seconds,
             work_seconds=max((answer.reply.work_seconds for answer in replies), default=0.0),
             diverged=diverged,
-            trained=mean_metrics(measured),
-            evaluated=dict(evaluated),
+            trained=mean_metrics(trained),
+            evaluated=mean_metrics(measured) | dict(evaluated),
         )
         if report.stepped:
             self._model.step(statistics)
@@ -178,7 +180,7 @@ class Intake:
         incidents = list(answers.incidents)
         if self._settings.weighting != "samples":
             return incidents
-        for client, (reply, _, _) in sorted(answers.replies.items()):
+        for client, (reply, *_) in sorted(answers.replies.items()):
             node = self._roster.node_of(client)
             if reply.stale or not self._roster.is_plain(node):
                 continue

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aqg.flower.envelope import Payload
     from aqg.protocol.messages import Order, Reply
 
-MODEL, METRICS, HELLO = "model", "metrics", "hello"
+MODEL, METRICS, EVALUATED, HELLO = "model", "metrics", "evaluated", "hello"
 CONFIG, START, FORM = "config", "start", "form"
 _BYTES = "bytes"
 _MOVEMENT_BYTES = 8
@@ -170,13 +170,15 @@ class Answer(NamedTuple):
 
     Attributes:
         reply: of the protocol.
-        metrics: that the client measured, by name.
+        metrics: that the client measured as it trained, by name.
+        evaluated: that it measured of the model of the order.
         wants_start: whether it needs the starting model.
 
     """
 
     reply: Reply
     metrics: dict[str, float]
+    evaluated: dict[str, float]
     wants_start: bool = False
 
 
@@ -184,6 +186,7 @@ def pack_reply(
     message: Message,
     reply: Reply,
     metrics: Mapping[str, float] | None = None,
+    evaluated: Mapping[str, float] | None = None,
     wants_start: bool = False,
 ) -> Message:
     """Return the message that answers another with a reply: one record."""
@@ -191,6 +194,8 @@ def pack_reply(
     envelope.add_model(MODEL, COMPRESSED, to_bytes(reply))
     if metrics:
         envelope.add(METRICS, MetricRecord(dict(metrics)))
+    if evaluated:
+        envelope.add(EVALUATED, MetricRecord(dict(evaluated)))
     if wants_start:
         envelope.add(START, ConfigRecord())
     return answer(message, envelope)
@@ -213,7 +218,8 @@ def _answer_in(envelope: Envelope, max_frame_bytes: int, max_statistics_bytes: i
     if (MODEL, COMPRESSED) not in kinds or len(envelope.parts) != 1:
         raise MessageError(f"the message is about {sorted(kinds)!r:.80}, not about one model")
     reply = _checked(envelope.parts[0], max_frame_bytes, max_statistics_bytes)
-    return Answer(reply, _metrics_in(envelope), (START, "c") in kinds)
+    metrics, evaluated = _metrics_in(envelope), _metrics_in(envelope, EVALUATED)
+    return Answer(reply, metrics, evaluated, (START, "c") in kinds)
 
 
 def _checked(part: bytes, max_frame_bytes: int, max_statistics_bytes: int) -> Reply:
@@ -245,10 +251,10 @@ def unpack_metrics(content: RecordDict) -> dict[str, float] | Answer:
     return _metrics_in(envelope)
 
 
-def _metrics_in(envelope: Envelope) -> dict[str, float]:
+def _metrics_in(envelope: Envelope, wanted: str = METRICS) -> dict[str, float]:
     found = {}
     for record_name, kind, values in envelope.records:
-        if record_name != METRICS:
+        if record_name != wanted:
             continue
         for name, value in envelope.small(kind, values).items():
             if not isinstance(value, float | int):

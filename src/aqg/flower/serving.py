@@ -59,7 +59,8 @@ class Trained:
         gradient: the vector to upload, ``(num_params,)``.
         loss: NaN where it is not known, or not wanted.
         num_samples: how many the client has.
-        metrics: more of them, by name.
+        metrics: that training measured, by name.
+        evaluated: that were measured of the model before training.
 
     """
 
@@ -67,6 +68,7 @@ class Trained:
     loss: float
     num_samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluated: Mapping[str, float] = field(default_factory=dict)
 
 
 class Learner(Protocol):
@@ -162,7 +164,7 @@ class Client:
             statistics=changed,
             fault=reply.fault or trouble[:MAX_FAULT_LENGTH],
         )
-        return records.pack_reply(message, reply, trained.metrics)
+        return records.pack_reply(message, reply, trained.metrics, trained.evaluated)
 
     def evaluate(self, learner: Learner) -> Message:
         """Return the reply to an order to evaluate."""

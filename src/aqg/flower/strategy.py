@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.errors import ConfigError
 from aqg.flower.desk import EVALUATE, TRAIN
+from aqg.flower.dropin.grid import CompressedGrid
 from aqg.flower.models import ServerModel, make_model
 from aqg.flower.run import Run
 from aqg.flower.settings import Settings, read_settings
@@ -160,6 +161,8 @@ class AQG(Strategy):
             changes["rounds"] = num_rounds
         if timeout is not None:
             changes["round_timeout"] = float(timeout)
+        if isinstance(grid, CompressedGrid):
+            raise ConfigError("AQG compresses by itself: write AQG(...), not Compressed(AQG(...))")
         settings = replace(self.settings, **changes)
         model = make_model(initial_arrays, *self._choice)
         configs = {TRAIN: train_config, EVALUATE: evaluate_config}

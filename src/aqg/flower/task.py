@@ -197,7 +197,14 @@ class FlowerTask:
             lambda buffers: layout.write_buffers(module, buffers),
         )
         measures = measure if evaluate is not None else None
-        return FlowerTask(run, num_samples, measures, model=model, start=start_model)
+        return FlowerTask(
+            run,
+            num_samples,
+            measures,
+            train_measures=evaluate is None,
+            model=model,
+            start=start_model,
+        )
 
 
 def num_arguments(function: Callable[..., object]) -> int:

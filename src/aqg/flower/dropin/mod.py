@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.clientapp.typing import ClientAppCallable
 
+    from aqg.core.recipe import Recipe
     from aqg.flower.dropin.tensors import Tensor
     from aqg.protocol.messages import Order, Reply
 
@@ -90,11 +91,12 @@ class _Model(NamedTuple):
     values: dict[str, Tensor]
 
 
-def make_mod(state_dir: Path | str | None = None) -> Mod:
+def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) -> Mod:
     """Return the mod with settings of your own.
 
     Args:
         state_dir: where a node remembers; by default see `aqg.flower.memory`.
+        recipe: of your own, where the strategy `AQG` has one.
 
     """
     directory = None if state_dir is None else Path(state_dir)
@@ -106,7 +108,7 @@ def make_mod(state_dir: Path | str | None = None) -> Mod:
             envelope = unpack(message.content)
             if is_order(envelope) or is_hello(envelope):
                 memory = Memory(context, directory, follows_node=False)
-                return serve(message, context, envelope, memory, call_next)
+                return serve(message, context, envelope, memory, call_next, recipe)
             memory = Memory(context, directory)
             models = _receive(message, envelope, memory)
         except AqgError as error:
