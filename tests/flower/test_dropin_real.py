@@ -40,12 +40,12 @@ def test_every_strategy_in_flowers_simulation(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     results = json.loads(out.read_text())
-    assert len(results) == 8
+    assert len(results) == 9
     for name, result in results.items():
         assert result["trained"] == result["evaluated"] == [1, 2], name
         assert result["refused"] == result["lost"] == 0, name
         assert result["up"] < result["plain_up"] / 20, name
-    for name in ("FedAvg", "FedProx"):
+    for name in ("FedAvg", "FedProx", "AQG"):
         assert results[name]["distance"] < 0.8, results[name]
 
 

@@ -49,9 +49,9 @@ def values_of(record):
 def test_without_compression_it_is_federated_averaging(downlink):
     fedavg = FedAvg(**everyone(fraction_evaluate=0.0))
     stock = fedavg.start(make_grid(make_app([])), first_arrays(), num_rounds=3)
-    result = make_strategy(recipe="gd", downlink=downlink).start(
-        make_grid(), first_arrays(), num_rounds=3
-    )
+    strategy = make_strategy(recipe="gd", downlink=downlink)
+    result = strategy.start(make_grid(), first_arrays(), num_rounds=3)
+    assert not any(strategy.results["deployment"]["incidents"].values())
     assert list(result.arrays) == list(stock.arrays)
     tolerances = {"full": 1e-5, "exact": 1e-5, "condensed": 0.3}
     for name, array in values_of(stock.arrays).items():
@@ -65,6 +65,13 @@ def test_without_compression_it_is_federated_averaging(downlink):
     assert result.train_metrics_clientapp.keys() == stock.train_metrics_clientapp.keys()
     first = result.train_metrics_clientapp[1]
     assert first["loss"] == pytest.approx(stock.train_metrics_clientapp[1]["loss"], rel=1e-5)
+
+
+def test_clients_that_are_not_asked_to_introduce_themselves_get_the_start_as_well():
+    strategy = make_strategy(recipe="gd", downlink="exact", weighting="equal")
+    result = strategy.start(make_grid(), first_arrays(), num_rounds=6)
+    assert distance(result.arrays, TARGETS.mean(axis=0)) < 0.01
+    assert not any(strategy.results["deployment"]["incidents"].values())
 
 
 def test_one_client_app_serves_both_servers_and_skips(tmp_path):

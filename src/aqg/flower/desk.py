@@ -78,6 +78,8 @@ class Desk:
         """Take note that a client has the starting model."""
         self.unequipped.discard(client)
         self._equipped.add(client)
+        if not self.unequipped:  # it is as large as the model
+            self._start = None
 
     def whole_model(self) -> Payload | None:
         """Return the model, where it travels whole: all orders of a round have it in common."""

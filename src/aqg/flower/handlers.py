@@ -28,7 +28,7 @@ from aqg.protocol.mirrors import lost_reply
 from aqg.protocol.store import ArrayStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from flwr.app import Context, Message
     from flwr.clientapp.typing import ClientAppCallable
@@ -82,7 +82,7 @@ class Start(NamedTuple):
 
     Attributes:
         form: what its tensors are.
-        params: ``θ``.
+        params: returns ``θ``; it is large, and seldom needed.
         buffers: that travel beside it.
         constants: tensors that do not travel.
         digest: of those, as the server names it.
@@ -90,7 +90,7 @@ class Start(NamedTuple):
     """
 
     form: Form
-    params: FloatArray
+    params: Callable[[], FloatArray]
     buffers: Buffers
     constants: dict[str, NDArray[Any]]
     digest: bytes
@@ -120,7 +120,7 @@ class StartStore:
             buffers = Buffers(read(index["values"]), read(index["counts"]))
             constants = {name: read(cell) for name, cell in index["constants"].items()}
             form = Form.from_json(index["form"])
-            return Start(form, read(index["params"]), buffers, constants, self._digest)
+            return Start(form, lambda: read(index["params"]), buffers, constants, self._digest)
         except _UNREADABLE as error:
             _logger.warning("the saved starting model cannot be used: %r", error)
             return None
@@ -129,21 +129,23 @@ class StartStore:
         """Write the starting model, whole or not at all, and return it."""
         form.check(record)
         values = values_of(record)
-        start = Start(
-            form, form.flatten(values), form.buffers(values), form.constants(values), self._digest
+        params, buffers, constants = (
+            form.flatten(values),
+            form.buffers(values),
+            form.constants(values),
         )
         self._arrays.reserve(_numbers_in(self._index()))
         write = self._arrays.write
         index = {
             "digest": self._digest.hex(),
             "form": form.to_json(),
-            "params": write(start.params),
-            "values": write(start.buffers.values),
-            "counts": write(start.buffers.counts),
-            "constants": {name: write(tensor) for name, tensor in start.constants.items()},
+            "params": write(params),
+            "values": write(buffers.values),
+            "counts": write(buffers.counts),
+            "constants": {name: write(tensor) for name, tensor in constants.items()},
         }
         self._arrays.commit(json.dumps(index), _numbers_in(index))
-        return start
+        return Start(form, lambda: params, buffers, constants, self._digest)
 
     def _index(self) -> dict[str, Any]:
         try:
@@ -202,7 +204,7 @@ class HandlerLearner:
 
     def start(self) -> FloatArray | None:
         """Return the model that the run started from."""
-        return self._start.params
+        return self._start.params()
 
     def train(self, order: Order, params: FloatArray, statistics: ClientStatistics) -> Trained:
         """Let the handler train, and return what it changed."""

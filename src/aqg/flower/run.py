@@ -198,6 +198,7 @@ class Run:
             loss = report.line.record.loss
             found = self._considered
             self._models.consider(number - 1, report.line.metrics, loss, lambda: found)
+            self._considered = None
         self._lines.append(report.line)
         metrics = {**report.line.metrics, **report.client_fields()}
         self._history.append(Line(report.line.record, metrics))
