@@ -350,10 +350,13 @@ def test_what_is_left_out_stays_as_it_was(tmp_path):
         assert len(saved["parameters"]) == 300
 
 
-def test_a_client_without_the_mod_is_told_apart(tmp_path):
-    strategy = make_strategy(max_failed_rounds=0, start_timeout=0.2, run_dir=str(tmp_path / "run"))
-    with pytest.raises((RunError, ConfigError), match="no client has said how many"):
+@pytest.mark.parametrize("weighting", ["samples", "equal"])
+def test_a_client_without_the_mod_is_told_apart(tmp_path, caplog, weighting):
+    strategy = make_strategy(max_failed_rounds=0, start_timeout=0.2, weighting=weighting)
+    complaint = {"samples": "no client has said how many", "equal": "1 rounds in a row"}
+    with pytest.raises((RunError, ConfigError), match=complaint[weighting]):
         strategy.start(make_grid(make_app([])), first_arrays(), num_rounds=2)
+    assert "does its app have mods=[aqg_mod]?" in caplog.text
 
 
 def test_bad_arguments_are_named():

@@ -280,7 +280,10 @@ class Coordinator:
                 max_statistics_bytes(self._layout),
             )
         except records.ClientError as error:
-            opened.incidents.append(Incident(client, node, "error", str(error)))
+            advice = ""
+            if error.is_raised and not self._desk.knows(client):
+                advice = "; does its app have mods=[aqg_mod]?"
+            opened.incidents.append(Incident(client, node, "error", f"{error}{advice}"))
             self._roster.heard(node, answered=not error.is_unreachable)
         except (MessageError, WireError) as error:
             text = records.plain(str(error))

@@ -78,8 +78,10 @@ class Presence:
             keys = ("partition", "samples", "plain")
             partition, samples, is_plain = records.unpack_hello(content, *keys)
         except (MessageError, WireError) as error:
-            advice = "" if str(error).startswith("it answers") else "; has its app mods=[aqg_mod]?"
+            is_raised = isinstance(error, records.ClientError) and error.is_raised
+            advice = "; does its app have mods=[aqg_mod]?" if is_raised else ""
             text = records.plain(f"could not introduce itself: {error}{advice}")
+            _logger.warning("node %d %s", node, text)
             self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
             return
         fewest = 1 if self._settings.weighting == "samples" and not is_plain else 0

@@ -46,6 +46,7 @@ _HEAD_BYTES = 16_384
 """More than a reply needs around its frame and its statistics."""
 _LONGEST_NAME = 80
 _LONGEST_ERROR = 200
+_RAISED = 2
 _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
 
@@ -305,12 +306,14 @@ class ClientError(MessageError):
 
     Attributes:
         is_unreachable: whether the node itself is gone, or did not pick up its order.
+        is_raised: whether its app raised an exception.
 
     """
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"code {code}: {plain(reason, _LONGEST_ERROR)}")
         self.is_unreachable = code in _UNREACHABLE
+        self.is_raised = code == _RAISED
 
 
 def content_of(reply: Message | None, problem: str) -> RecordDict:
