@@ -1122,7 +1122,8 @@ def test_steps_that_set_themselves_are_the_simulators(
     simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
     for _ in range(12):
         simulation.run_round()
-    assert np.array_equal(final, simulation.parameters)
+    assert np.array_equal(final, simulation.averaged)
+    assert not np.array_equal(final, simulation.parameters)
     fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
     assert not np.array_equal(fixed, final)
 
@@ -1132,5 +1133,5 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         federation.run(loggers=[Killer(3)])
     federation.config["step"] = "fixed"
-    with pytest.raises(ConfigError, match=r"step dog:first=1.* and step is fixed"):
+    with pytest.raises(ConfigError, match=r"step dog:average=8.* and step is fixed"):
         federation.run()

@@ -140,8 +140,13 @@ class Run:
 
     @property
     def parameters(self) -> FloatArray:
-        """``θ``."""
+        """``θ``, with which training goes on."""
         return self._coordinator.book.parameters
+
+    @property
+    def averaged(self) -> FloatArray:
+        """What is measured and kept: the mean of the last models where steps adapt, else ``θ``."""
+        return self._coordinator.book.state.averaged
 
     def run_round(self) -> RoundReport:
         """Run the next round, and write it down."""
@@ -172,10 +177,10 @@ class Run:
     def finish(self) -> Mapping[str, float]:
         """Let clients and server measure the final model, write the results; return metrics."""
         self.evaluation = self._coordinator.evaluate()
-        metrics = self._measure(self.parameters)
+        metrics = self._measure(self.averaged)
         self.results = self._summary(metrics)
         if self._models is not None:
-            make = partial(self.model.tensors, self.parameters)
+            make = partial(self.model.tensors, self.averaged)
             self._models.consider(len(self._lines), metrics, self.results["final_loss"], make)
             self._models.finish(len(self._lines), make)
         for writer in self._writers:
@@ -187,9 +192,9 @@ class Run:
         self._metrics: Mapping[str, float] = {}
         self._considered: Mapping[str, Any] | None = None
         if self.num_rounds % self._measured_every == 0:
-            self._metrics = self._measure(self.parameters)
+            self._metrics = self._measure(self.averaged)
             if self._models is not None:
-                self._considered = self.model.tensors(self.parameters)
+                self._considered = self.model.tensors(self.averaged)
 
     def _conclude(self, report: RoundReport) -> RoundReport:
         """Write a round down, and find out whether it was the last."""

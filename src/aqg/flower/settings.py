@@ -217,9 +217,11 @@ def describe_step(rule: StepRule) -> str:
     """Return the setting that makes a rule for the length of steps.
 
     >>> describe_step(make_step("dog:most=8"))
-    'dog:first=1:is_sparse=1:most=8:burst=30:widest=16'
+    'dog:average=8:first=1.25:is_sparse=1:most=8:burst=30:widest=16'
     """
-    options = asdict(rule) if isinstance(rule, DistanceOverGradients) else {}
+    options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
+    if isinstance(rule, Fixed) and not rule.average:
+        options = {}
     return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
 
 

@@ -153,7 +153,8 @@ class AQG(Strategy):
             evaluate_fn: called with the round and the model, before the first round and after
                 every one, or every ``metrics_every`` rounds where that is set.
 
-        The results have the rounds of this start; those before a restart are in ``run_dir``.
+        The results have the rounds of this start; those before a restart are in ``run_dir``. Where
+        steps adapt, the final model, and what the server measures, is the mean over the last ones.
 
         """
         changes: dict[str, Any] = {}
@@ -184,8 +185,8 @@ class AQG(Strategy):
             result.evaluate_metrics_clientapp[last] = _metric_record(run.evaluation.metrics)
         if metrics:
             result.evaluate_metrics_serverapp[last] = _metric_record(metrics)
-        result.arrays = model.record(run.parameters)
-        self.final = model.with_params(run.parameters)
+        result.arrays = model.record(run.averaged)
+        self.final = model.with_params(run.averaged)
         self.results = run.results
         return result
 

@@ -147,6 +147,11 @@ class ServerSession:
         return self._book.parameters
 
     @property
+    def averaged(self) -> FloatArray:
+        """The mean of the last models where steps adapt, else the model: what to use in the end."""
+        return self._book.state.averaged
+
+    @property
     def num_clients(self) -> int:
         """``M``."""
         return len(self._book.weights)
