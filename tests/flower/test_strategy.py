@@ -199,6 +199,25 @@ def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
     assert len(result.train_metrics_clientapp) == 3
 
 
+def test_a_damaged_start_is_sent_again(tmp_path):
+    grid = make_grid()
+
+    def damage(node, message):
+        if node == 102 and message.metadata.group_id == "3":
+            (run,) = (tmp_path / "state" / "partition-2").iterdir()
+            (run / "start" / "state.json").write_text("{")
+        return message
+
+    grid.deliver = damage
+    make_strategy(recipe="lean", run_dir=str(tmp_path / "run")).start(
+        grid, first_arrays(), num_rounds=4
+    )
+    first, second, third, fourth = rows_of(tmp_path)
+    assert [one["kind"] for one in third["incidents"]] == ["lost"]
+    assert third["widths"][2] >= 0  # and it answered in the same round
+    assert not any(row.get("incidents") for row in (first, second, fourth))
+
+
 def test_lost_and_damaged_replies_cost_that_client_its_update_only(tmp_path):
     grid = make_grid()
     strikes = {(3, 101): "lose", (4, 102): "damage", (5, 103): "no mod"}

@@ -63,7 +63,11 @@ def serve(
     given = records.unpack_given(message.content, envelope)
     order = given.order
     store = StartStore(memory.starts(key_of(order)), order.constants)
-    start = store.load() if given.start is None else store.save(*given.start)
+    if given.start is not None:
+        store.save(*given.start)
+        given = given._replace(start=None)  # it is as large as the model
+        del message.content[records.START]
+    start = store.load()
     if start is None or signature(start.form.layout)[: len(order.layout)] != order.layout:
         why = "the starting model is not held here"
         return records.pack_reply(message, lost_reply(order, Holding(), why), wants_start=True)
@@ -125,27 +129,22 @@ class StartStore:
             _logger.warning("the saved starting model cannot be used: %r", error)
             return None
 
-    def save(self, record: ArrayRecord, form: Form) -> Start:
-        """Write the starting model, whole or not at all, and return it."""
+    def save(self, record: ArrayRecord, form: Form) -> None:
+        """Write the starting model, whole or not at all."""
         form.check(record)
         values = values_of(record)
-        params, buffers, constants = (
-            form.flatten(values),
-            form.buffers(values),
-            form.constants(values),
-        )
+        buffers = form.buffers(values)
         self._arrays.reserve(_numbers_in(self._index()))
         write = self._arrays.write
         index = {
             "digest": self._digest.hex(),
             "form": form.to_json(),
-            "params": write(params),
+            "params": write(form.flatten(values)),
             "values": write(buffers.values),
             "counts": write(buffers.counts),
-            "constants": {name: write(tensor) for name, tensor in constants.items()},
+            "constants": {name: write(t) for name, t in form.constants(values).items()},
         }
         self._arrays.commit(json.dumps(index), _numbers_in(index))
-        return Start(form, lambda: params, buffers, constants, self._digest)
 
     def _index(self) -> dict[str, Any]:
         try:
