@@ -1,4 +1,4 @@
-"""The ClientApp of a task: what a client trains with `aqg`'s own functions."""
+"""The ClientApp of a task: the mod, with a task in the place of a handler."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from flwr.clientapp import ClientApp
 
-from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.flower import records
+from aqg.errors import ConfigError
 from aqg.flower.client_metrics import EXAMPLES, loss_in
-from aqg.flower.envelope import RECORD, refusal, unpack
-from aqg.flower.memory import Memory, partition_of
-from aqg.flower.serving import Client, Trained
+from aqg.flower.dropin.mod import mod_with
+from aqg.flower.envelope import refusal
+from aqg.flower.serving import Trained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from aqg.protocol.messages import Order
 
 _TASKS_KEPT = 8
-_NO_PARTITION = -1
 
 
 def make_client_app(
@@ -61,42 +59,35 @@ def make_client_app(
                 tasks.popitem(last=False)
         return tasks[key]
 
-    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        if not message.has_content() or RECORD not in message.content:
-            return call_next(message, context)
-        try:
-            envelope = unpack(message.content)
-            if records.is_hello(envelope):
-                return introduce(message, context, task_of(context).num_samples)
-            if not records.is_order(envelope):
-                raise MessageError("a task answers orders of the strategy AQG, not of others")
-            order = records.unpack_given(message.content, envelope).order
-            learner = TaskLearner(task_of(context), lambda: task_factory(context))
-            client = Client(message, context, order, Memory(context, follows_node=False), recipe)
-            is_training = message.metadata.message_type == "train"
-            return client.train(learner) if is_training else client.evaluate(learner)
-        except AqgError as error:
-            return refusal(message, error)
+    def host_of(context: Context, _: ClientAppCallable) -> TaskHost:
+        return TaskHost(task_of(context), lambda: task_factory(context))
 
-    app = ClientApp(mods=[*(mods or []), mod])
+    app = ClientApp(mods=[*(mods or []), mod_with(host_of, recipe=recipe)])
 
     @app.train()
     @app.evaluate()
     def handle(message: Message, context: Context) -> Message:  # noqa: ARG001
-        return refusal(message, ConfigError("the server does not use the strategy AQG of aqg"))
+        return refusal(message, ConfigError("a task trains for the strategy AQG, and no other"))
 
     return app
 
 
-def introduce(message: Message, context: Context, num_samples: int | None) -> Message:
-    """Return a node's introduction; without a number of samples, it says that with replies."""
-    partition = partition_of(context)
-    return records.pack_hello(
-        message,
-        partition=_NO_PARTITION if partition is None else partition,
-        samples=num_samples or 0,
-        plain=int(num_samples is None),
-    )
+class TaskHost:
+    """A node with a task.
+
+    Args:
+        task: the node's.
+        make_task: makes another, should training have changed the module that it starts from.
+
+    """
+
+    def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
+        self.num_samples: int | None = task.num_samples
+        self._learner = TaskLearner(task, make_task)
+
+    def learner(self, *_: object) -> TaskLearner:
+        """Return what trains."""
+        return self._learner
 
 
 class TaskLearner:

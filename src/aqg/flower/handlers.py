@@ -16,15 +16,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from aqg.errors import ConfigError, MessageError, RunError
 from aqg.flower import records
-from aqg.flower.client_app import introduce
 from aqg.flower.client_metrics import EXAMPLES, loss_in
 from aqg.flower.forms import Form, record_of, values_of
-from aqg.flower.serving import Client, Trained
+from aqg.flower.serving import Trained
 from aqg.flower.statistics import TaskModel, signature
 from aqg.objectives.layout import Buffers
 from aqg.protocol.client import key_of
-from aqg.protocol.follower import Holding
-from aqg.protocol.mirrors import lost_reply
 from aqg.protocol.store import ArrayStore
 
 if TYPE_CHECKING:
@@ -34,10 +31,9 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable
     from numpy.typing import NDArray
 
-    from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.envelope import Envelope
     from aqg.flower.memory import Memory
+    from aqg.flower.records import Given
     from aqg.flower.statistics import ClientStatistics
     from aqg.protocol.messages import Order
     from aqg.protocol.store import Vault
@@ -49,36 +45,32 @@ ARRAYS, CONFIG, ROUND = "arrays", "config", "server-round"
 _UNREADABLE = (RunError, MessageError, ConfigError, ValueError, KeyError, TypeError, AttributeError)
 
 
-def serve(
-    message: Message,
-    context: Context,
-    envelope: Envelope,
-    memory: Memory,
-    call_next: ClientAppCallable,
-    recipe: Recipe | None = None,
-) -> Message:
-    """Answer a message of our own strategy with a handler."""
-    if records.is_hello(envelope):
-        return introduce(message, context, None)
-    given = records.unpack_given(message.content, envelope)
-    order = given.order
-    store = StartStore(memory.starts(key_of(order)), order.constants)
-    if given.start is not None:
-        store.save(*given.start)
-        given = given._replace(start=None)  # it is as large as the model
-        del message.content[records.START]
-    start = store.load()
-    if start is None or signature(start.form.layout)[: len(order.layout)] != order.layout:
-        why = "the starting model is not held here"
-        return records.pack_reply(message, lost_reply(order, Holding(), why), wants_start=True)
-    learner = HandlerLearner(message, context, given.config, start, call_next)
-    client = Client(message, context, order, memory, recipe)
-    try:
-        if message.metadata.message_type == "train":
-            return client.train(learner)
-        return client.evaluate(learner)
-    except _FailedError as failed:
-        return failed.reply
+class HandlerHost:
+    """A node with a handler of Flower's.
+
+    Args:
+        call_next: the handler.
+
+    """
+
+    num_samples = None
+
+    def __init__(self, call_next: ClientAppCallable) -> None:
+        self._call_next = call_next
+
+    def learner(
+        self, message: Message, context: Context, given: Given, memory: Memory
+    ) -> HandlerLearner | None:
+        """Return what trains; None where it needs the starting model for that."""
+        order = given.order
+        store = StartStore(memory.starts(key_of(order)), order.constants)
+        if given.start is not None:
+            store.save(*given.start)
+            del message.content[records.START]  # it is as large as the model
+        start = store.load()
+        if start is None or signature(start.form.layout)[: len(order.layout)] != order.layout:
+            return None
+        return HandlerLearner(message, context, given.config, start, self._call_next)
 
 
 class Start(NamedTuple):
@@ -160,7 +152,7 @@ def _numbers_in(index: Mapping[str, Any]) -> set[int]:
     return {int(cell["number"]) for cell in cells if "number" in cell}
 
 
-class _FailedError(Exception):
+class FailedError(Exception):
     """The handler answered with an error of its own."""
 
     def __init__(self, reply: Message) -> None:
@@ -247,7 +239,7 @@ class HandlerLearner:
         self._message.content = RecordDict({ARRAYS: record_of(values), CONFIG: config})
         reply = self._call_next(self._message, self._context)
         if not reply.has_content():
-            raise _FailedError(reply)
+            raise FailedError(reply)
         return reply
 
     def _write(self, buffers: Buffers) -> None:

@@ -1,6 +1,6 @@
-"""A client's answer to an order of our own strategy: all that is not training itself.
+"""A client's answer to a message of our own strategy: all that is not training itself.
 
-The order leads to the model; a `Learner` trains it, be it a task or a handler of Flower's; and what
+An order leads to the model; a `Learner` trains it, be it a task or a handler of Flower's; and what
 it learned goes back as the update that the server does not know yet.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aqg.errors import ConfigError, GradientError, MessageError
 from aqg.flower import records
+from aqg.flower.memory import partition_of
 from aqg.flower.statistics import (
     ClientStatistics,
     Keeper,
@@ -29,8 +30,9 @@ from aqg.protocol.client import (
     own_recipe,
     terms_of,
 )
+from aqg.protocol.follower import Holding
 from aqg.protocol.messages import MAX_FAULT_LENGTH
-from aqg.protocol.mirrors import answer, stale_reply
+from aqg.protocol.mirrors import answer, lost_reply, stale_reply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,13 +41,16 @@ if TYPE_CHECKING:
 
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
+    from aqg.flower.envelope import Envelope
     from aqg.flower.memory import Memory
+    from aqg.flower.records import Given
     from aqg.flower.statistics import TaskModel
     from aqg.protocol.messages import Order
     from aqg.protocol.store import ClientStore
 
 _logger = logging.getLogger("flwr.aqg")
 
+_NO_PARTITION = -1
 _MESSAGE_BYTES = 12_000
 """What Flower adds to an order and its reply, to within a few hundred bytes:
 ``benchmarks/flower.py bytes``."""
@@ -95,8 +100,65 @@ class Learner(Protocol):
         """Measure a model."""
 
 
+class Host(Protocol):
+    """Has what trains on a node."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples it has; None where it says so with its replies."""
+
+    def learner(
+        self, message: Message, context: Context, given: Given, memory: Memory
+    ) -> Learner | None:
+        """Return what trains; None where it needs the starting model for that."""
+
+
+def serve(
+    message: Message,
+    context: Context,
+    envelope: Envelope,
+    memory: Memory,
+    host: Host,
+    recipe: Recipe | None = None,
+) -> Message:
+    """Answer a message of our own strategy.
+
+    Args:
+        message: from the server.
+        context: Flower's.
+        envelope: in the message.
+        memory: what the node remembers.
+        host: has what trains.
+        recipe: in place of the one that the server names.
+
+    """
+    if records.is_hello(envelope):
+        return _introduce(message, context, host.num_samples)
+    given = records.unpack_given(message.content, envelope)
+    order = given.order
+    learner = host.learner(message, context, given, memory)
+    if learner is None:
+        why = "the starting model is not held here"
+        return records.pack_reply(message, lost_reply(order, Holding(), why), wants_start=True)
+    del given  # it may hold the starting model
+    client = Client(message, context, order, memory, recipe)
+    if message.metadata.message_type == "train":
+        return client.train(learner)
+    return client.evaluate(learner)
+
+
+def _introduce(message: Message, context: Context, num_samples: int | None) -> Message:
+    partition = partition_of(context)
+    return records.pack_hello(
+        message,
+        partition=_NO_PARTITION if partition is None else partition,
+        samples=num_samples or 0,
+        plain=int(num_samples is None),
+    )
+
+
 class Client:
-    """A client while it answers one message.
+    """A client while it answers one order.
 
     Args:
         message: from the server.

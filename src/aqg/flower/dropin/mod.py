@@ -43,9 +43,10 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.envelope import answer as reply_with
-from aqg.flower.handlers import serve
+from aqg.flower.handlers import FailedError, HandlerHost
 from aqg.flower.memory import Memory
 from aqg.flower.records import is_hello, is_order
+from aqg.flower.serving import serve
 from aqg.protocol.client import intact_base, log_reply, own_recipe
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from aqg.core.recipe import Recipe
     from aqg.flower.dropin.tensors import Tensor
+    from aqg.flower.serving import Host
     from aqg.protocol.messages import Order, Reply
 
     Mod = Callable[[Message, Context, ClientAppCallable], Message]
@@ -99,6 +101,15 @@ def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) 
         recipe: of your own, where the strategy `AQG` has one.
 
     """
+    return mod_with(lambda _, call_next: HandlerHost(call_next), state_dir, recipe)
+
+
+def mod_with(
+    host_of: Callable[[Context, ClientAppCallable], Host],
+    state_dir: Path | str | None = None,
+    recipe: Recipe | None = None,
+) -> Mod:
+    """Return the mod with something else than the handler to train for our own strategy."""
     directory = None if state_dir is None else Path(state_dir)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -108,11 +119,14 @@ def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) 
             envelope = unpack(message.content)
             if is_order(envelope) or is_hello(envelope):
                 memory = Memory(context, directory, follows_node=False)
-                return serve(message, context, envelope, memory, call_next, recipe)
+                host = host_of(context, call_next)
+                return serve(message, context, envelope, memory, host, recipe)
             memory = Memory(context, directory)
             models = _receive(message, envelope, memory)
         except AqgError as error:
             return refusal(message, error)
+        except FailedError as failed:
+            return failed.reply
         if isinstance(models, Envelope):  # what the server must know before anything can be done
             return reply_with(message, models)
         reply = call_next(message, context)
