@@ -15,7 +15,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from aqg.errors import ConfigError, RunError
-from aqg.flower import AQG, Compressed, aqg_mod
+from aqg.flower import AQG, Compressed, aqg_mod, make_server_app
 
 from tests.flower.memory_grid import server_context
 from tests.flower.small_app import (
@@ -389,6 +389,8 @@ def test_bad_arguments_are_named():
         make_strategy(include="lora").start(make_grid(), first_arrays())
     with pytest.raises(ConfigError, match="the model to start from is a list"):
         make_strategy().start(make_grid(), [1.0])
+    with pytest.raises(ConfigError, match=r"a strategy, FedAvg: to keep that, write Compressed"):
+        make_server_app(FedAvg())(make_grid(), server_context({"num-clients": 2, "rounds": 3}))
     with pytest.raises(ConfigError, match="give one of them"):
         make_strategy(evaluate=lambda _: 1.0).start(
             make_grid(), first_arrays(), evaluate_fn=lambda number, arrays: None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Strategy
 
 from aqg.errors import ConfigError
 from aqg.flower.forms import VECTOR, Form, digest_of, record_of, values_of
@@ -198,6 +199,11 @@ def make_model(
         initial = form.flatten(values)
         form.layout.require_finite(initial)
         return ServerModel(form, initial, form.buffers(values), form.constants(values))
+    if isinstance(start, Strategy):
+        raise ConfigError(
+            f"the model to start from is a strategy, {type(start).__name__}: to keep that, write "
+            f"Compressed({type(start).__name__}(...)) in its place"
+        )
     if not isinstance(start, np.ndarray):
         raise ConfigError(
             f"the model to start from is a {type(start).__name__}; it must be a torch module, an "
