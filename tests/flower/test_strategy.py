@@ -14,8 +14,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 
+from aqg import make_recipe
+from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, aqg_mod, make_server_app
+from aqg.flower.checkpoint import load_checkpoint
+from aqg.protocol.store import ClientStore, DirectoryVault
 
 from tests.flower.memory_grid import server_context
 from tests.flower.small_app import (
@@ -475,3 +479,53 @@ def test_a_module_with_tied_weights_serves_plain_clients():
 def test_compressed_does_not_go_around_it():
     with pytest.raises(ConfigError, match="AQG compresses by itself"):
         Compressed(make_strategy()).start(make_grid(), first_arrays())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
+def test_after_any_faults_both_sides_agree_again(tmp_path, seed, downlink):
+    """Orders and replies are lost, states wiped and restored; then two rounds go well."""
+    rng = np.random.default_rng(seed)
+    grid = make_grid()
+    state = tmp_path / "state"
+    rounds, faulty = 12, 9
+
+    def trouble(node, message):
+        number = int(message.metadata.group_id or 0)
+        if not 0 < number <= faulty:
+            return message
+        own, copy = state / f"partition-{node - 100}", tmp_path / f"copy-{node}"
+        match rng.integers(12):
+            case 0:
+                return None
+            case 1:
+                shutil.rmtree(own, ignore_errors=True)
+            case 2 if own.exists() and not copy.exists():
+                shutil.copytree(own, copy)
+            case 3 if copy.exists():
+                shutil.rmtree(own, ignore_errors=True)
+                shutil.copytree(copy, own)
+            case 4:
+                for path in own.glob("*/start/state.json"):
+                    path.write_text("{")
+        return message
+
+    def lose(node, reply):
+        number = int(reply.metadata.group_id or 0)
+        return None if 0 < number <= faulty and rng.random() < 0.15 else reply
+
+    grid.deliver, grid.answer = trouble, lose
+    options = {"include": "*.weight", "round_timeout": 0.1, "downlink": downlink}
+    run = tmp_path / "run"
+    make_strategy(recipe="qgd", run_dir=str(run), **options).start(grid, first_arrays(), rounds)
+    rows = rows_of(tmp_path)
+    assert sum(len(row.get("incidents", [])) for row in rows[:faulty]) > 5
+    assert not rows[-1].get("incidents")
+    recipe = make_recipe("qgd")
+    saved = load_checkpoint(run, recipe, make_downlink(downlink))
+    assert saved is not None
+    for client in range(NUM_CLIENTS):
+        place = state / f"partition-{client}" / f"{saved.run}-{saved.fingerprint.hex()}"
+        mirror = ClientStore(DirectoryVault(place), place.name).load()
+        assert mirror is not None
+        assert mirror.current.stamp == saved.book.entries[client].stamp
