@@ -136,6 +136,8 @@ def test_flowers_own_loop_drives_it_as_well():
         np.testing.assert_array_equal(result.arrays[name].numpy(), array, err_msg=name)
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5, 6]
     assert sorted(result.evaluate_metrics_clientapp) == [3, 6]
+    with pytest.raises(ConfigError, match="a round that was not begun with configure_train"):
+        strategy.aggregate_train(6, [])
     with pytest.raises(ConfigError, match="round 7 is not the one that AQG made"):
         strategy.configure_train(7, first_arrays(), ConfigRecord(), grid)
     with pytest.raises(ConfigError, match="round 1 was not begun"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.errors import MessageError, WireError
+from aqg.errors import ConfigError, MessageError, WireError
 from aqg.flower import records
 from aqg.flower.client_metrics import EXAMPLES, loss_in, mean_metrics, warn_of_nan
 from aqg.flower.desk import EVALUATE, TRAIN
@@ -109,6 +109,8 @@ class Coordinator:
         self._layout = model.layout
         self._training = settings.training()
         self._measuring: _Measuring | None = None
+        self._opened: _Open | None = None
+        self._started = 0.0
 
     def run_round(self, metrics: Mapping[str, float]) -> RoundReport:
         """Run the next round to its end, and step if enough clients answered."""
@@ -126,17 +128,19 @@ class Coordinator:
 
     def orders(self) -> list[Message]:
         """Return the orders of the next round, for somebody else to send."""
-        self._opened = self._open_round(Evaluation())
+        self._opened = opened = self._open_round(Evaluation())
         self._started = time.monotonic()
-        self._opened.messages.extend(self._opened.sending.write(self._opened.asked))
-        return self._opened.messages
+        opened.messages.extend(opened.sending.write(opened.asked))
+        return opened.messages
 
     def take_replies(self, replies: Iterable[Message], metrics: Mapping[str, float]) -> RoundReport:
         """Do what `run_round` does with the replies to `orders`.
 
         A client that lacks part of the model is sent it with the next round's order.
         """
-        opened = self._opened
+        opened, self._opened = self._opened, None
+        if opened is None:
+            raise ConfigError("replies came for a round that was not begun with configure_train")
         missing = {message.metadata.dst_node_id for message in opened.messages}
         for arrival in self._arrivals(opened.messages, replies, TRAIN):
             missing.discard(arrival.sent.node)
