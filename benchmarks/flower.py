@@ -35,8 +35,9 @@ from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
 from aqg.flower.demo import APP, PRELOAD
 from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
 if TYPE_CHECKING:

@@ -128,7 +128,7 @@ def to_bytes(tensors: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
         return content
     from safetensors.numpy import save as save_arrays
 
-    return save_arrays({k: np.ascontiguousarray(v) for k, v in tensors.items()}, texts)
+    return save_arrays({k: np.asarray(v, order="C") for k, v in tensors.items()}, texts)
 
 
 def fill_module(module: torch.nn.Module, tensors: Mapping[str, Any], source: str) -> None:

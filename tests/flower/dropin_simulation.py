@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp import strategy as flower
 from flwr.simulation import run_simulation
 
-from aqg.flower import Compressed, aqg_mod
+from aqg.flower import AQG, Compressed, aqg_mod
 
 from tests.flower.small_app import NUM_CLIENTS, distance, first_arrays, make_app
 from tests.flower.test_dropin import Own, everyone
@@ -56,6 +56,19 @@ def main(out: str) -> None:
                 "up": counts.train.up,
                 "plain_up": counts.train.plain_up,
             }
+
+        own = AQG(NUM_CLIENTS, recipe="lean", client_eval_every=1)
+        result = own.start(grid, first_arrays(), ROUNDS, train_config=ConfigRecord({"lr": 0.5}))
+        incidents = own.results["deployment"]["incidents"]
+        results["AQG"] = {
+            "distance": distance(result.arrays),
+            "evaluated": sorted(result.evaluate_metrics_clientapp),
+            "trained": sorted(result.train_metrics_clientapp),
+            "refused": incidents["rejected"] + incidents["errors"],
+            "lost": incidents["lost"],
+            "up": own.results["upload_bytes"],
+            "plain_up": results["FedAvg"]["plain_up"],
+        }
 
     run_simulation(
         app,

@@ -24,12 +24,12 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.public import Public
 from aqg.core.recipe import Recipe
 from aqg.core.step_sizes import Fixed, StepRule
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
     Base,
     ClientMirror,
-    MirrorBook,
     answer,
     find_base,
     fingerprint,

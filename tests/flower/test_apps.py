@@ -301,7 +301,7 @@ def answer_without_aqg(reply: Message) -> None:
         (damage_size, "10000 bytes"),
         (damage_length, "40000 bytes"),
         (damage_version, "aqg 0.0.9"),
-        (answer_without_aqg, "alone"),
+        (answer_without_aqg, "without the mod"),
     ],
 )
 def test_a_damaged_reply_costs_that_client_its_update_only(
@@ -701,8 +701,10 @@ def claim(federation: Federation, node: int, samples: int) -> None:
     """Let a node say that it has so many samples."""
 
     def answer(who: int, reply: Message) -> Message:
-        if who == node and "hello" in reply.content:
-            reply.content["hello"]["samples"] = samples
+        if who == node and not round_of(reply) and reply.metadata.message_type == "train":
+            envelope = envelope_of(reply)
+            envelope.records[0][2]["samples"] = samples
+            reply.content["aqg"] = pack(envelope)
         return reply
 
     federation.grid.answer = answer
@@ -1120,7 +1122,8 @@ def test_steps_that_set_themselves_are_the_simulators(
     simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
     for _ in range(12):
         simulation.run_round()
-    assert np.array_equal(final, simulation.parameters)
+    assert np.array_equal(final, simulation.averaged)
+    assert not np.array_equal(final, simulation.parameters)
     fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
     assert not np.array_equal(fixed, final)
 
@@ -1130,5 +1133,5 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         federation.run(loggers=[Killer(3)])
     federation.config["step"] = "fixed"
-    with pytest.raises(ConfigError, match=r"step dog:first=1.* and step is fixed"):
+    with pytest.raises(ConfigError, match=r"step dog:average=8.* and step is fixed"):
         federation.run()

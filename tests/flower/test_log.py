@@ -19,10 +19,10 @@ from aqg.core.server import hear
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.flower import FlowerTask, make_client_app
 from aqg.flower.checkpoint import load_checkpoint
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.digests import public_digest
 from aqg.protocol.files import write_arrays
 from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
-from aqg.protocol.mirrors import MirrorBook
 from aqg.protocol.publisher import LogState, Publisher, public_of
 from aqg.wire.entry import encode_log, log_rounds, log_since
 

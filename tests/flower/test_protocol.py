@@ -20,13 +20,12 @@ from aqg.core.optimizers import SGD
 from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
+from aqg.protocol.book import MirrorBook, Verdict
 from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
     Base,
     ClientMirror,
-    MirrorBook,
-    Verdict,
     answer,
     find_base,
     fingerprint,

@@ -16,8 +16,9 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import SGD
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, records
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import ClientMirror, MirrorBook, answer, find_base, fingerprint
+from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(
             peak = tracemalloc.get_traced_memory()[1] / (4 * length)
         finally:
             tracemalloc.stop()
-        taken = records.unpack_reply(reply.content, 4 * length)
+        taken = records.unpack_reply(reply.content, 4 * length).reply
         book.note_holding(0, taken)
         assert book.accept(0, taken, 1).message is not None
         book.step(0.1, 0.0, 1.0, SGD())

@@ -252,3 +252,17 @@ def test_no_flower_and_no_torch_needed():
         "sys.exit(bool({'flwr', 'torch', 'aqg.runs'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_adaptive_steps_deliver_a_mean_over_the_last_models():
+    server = ServerSession(np.zeros(4, np.float32), 1, recipe="gd", step_size=0.5, step="dog")
+    fixed = ServerSession(np.zeros(4, np.float32), 1, recipe="gd", step_size=0.5)
+    for session in (server, fixed):
+        client = ClientSession()
+        for _ in range(6):
+            reply = client.answer(session.order(0), lambda model, number: model - 1.0)
+            session.take(0, reply)
+            session.step()
+    assert np.array_equal(fixed.averaged, fixed.parameters)
+    assert not np.array_equal(server.averaged, server.parameters)
+    assert np.abs(server.averaged - 1.0).max() < 1.0

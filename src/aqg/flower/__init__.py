@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from aqg.flower.dropin.mod import aqg_mod, make_mod
     from aqg.flower.dropin.strategy import Compressed
     from aqg.flower.server_app import make_server_app
+    from aqg.flower.strategy import AQG
     from aqg.flower.task import FlowerTask, flatten, load_flat
 
 _HOMES = {
+    "AQG": "aqg.flower.strategy",
     "Compressed": "aqg.flower.dropin.strategy",
     "FlowerTask": "aqg.flower.task",
     "aqg_mod": "aqg.flower.dropin.mod",
@@ -24,6 +26,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AQG",
     "Compressed",
     "FlowerTask",
     "aqg_mod",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array
-    from aqg.protocol.mirrors import MirrorBook
+    from aqg.protocol.book import MirrorBook
 
 _FORMAT = 2
 _OLDEST = 1

@@ -1,61 +1,33 @@
-"""The ClientApp: answers orders with frames, and remembers."""
+"""The ClientApp of a task: the mod, with a task in the place of a handler."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import OrderedDict
-from dataclasses import replace
-from functools import wraps
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from aqg.errors import AqgError, ConfigError, GradientError, MessageError
-from aqg.flower import records
+from aqg.errors import ConfigError
+from aqg.flower.client_metrics import EXAMPLES, loss_in
+from aqg.flower.dropin.mod import mod_with
 from aqg.flower.envelope import refusal
-from aqg.flower.memory import Memory, partition_of
-from aqg.flower.statistics import (
-    ClientStatistics,
-    Keeper,
-    check_agreement,
-    max_statistics_bytes,
-)
-from aqg.protocol.client import (
-    OutOfReachError,
-    agree,
-    intact_base,
-    key_of,
-    log_reply,
-    own_recipe,
-    terms_of,
-)
-from aqg.protocol.client import follow_log as follow_model
-from aqg.protocol.messages import MAX_FAULT_LENGTH
-from aqg.protocol.mirrors import answer, stale_reply
+from aqg.flower.serving import Trained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flwr.clientapp.typing import Mod
+    from flwr.app import Context, Message
+    from flwr.clientapp.typing import ClientAppCallable, Mod
 
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
+    from aqg.flower.statistics import ClientStatistics
     from aqg.flower.task import FlowerTask
     from aqg.protocol.messages import Order
-    from aqg.protocol.store import ClientStore
 
-    Handler = Callable[[Message, Context], Message]
-
-_logger = logging.getLogger("flwr.aqg")
-
-_MESSAGE_BYTES = 12_000
-"""What Flower adds to an order and its reply, to within a few hundred bytes:
-``benchmarks/flower.py bytes``."""
 _TASKS_KEPT = 8
-_NO_PARTITION = -1
 
 
 def make_client_app(
@@ -64,7 +36,7 @@ def make_client_app(
     recipe: Recipe | None = None,
     mods: list[Mod] | None = None,
 ) -> ClientApp:
-    """Make the ClientApp of a deployment.
+    """Make the ClientApp of a task, for the strategy `AQG`.
 
     Args:
         task_factory: makes a node's task from its context, with its own data.
@@ -77,7 +49,6 @@ def make_client_app(
     memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
 
     """
-    app = ClientApp(mods=mods)
     tasks: OrderedDict[tuple[int, int], FlowerTask] = OrderedDict()
 
     def task_of(context: Context) -> FlowerTask:
@@ -88,140 +59,105 @@ def make_client_app(
                 tasks.popitem(last=False)
         return tasks[key]
 
-    def follow_log(
-        context: Context, order: Order, agreed: Recipe, store: ClientStore
-    ) -> FloatArray | None:
-        """Return the model that the log leads to, and store it; None where there is no log."""
-        parcel = order.parcel
-        if parcel is None:
-            return None
+    def host_of(context: Context, _: ClientAppCallable) -> TaskHost:
+        return TaskHost(task_of(context), lambda: task_factory(context))
 
-        def start() -> FloatArray | None:
-            own = task_of(context).start
-            found = None if own is None else own()
-            if own is not None and found is None:  # training has changed the module: make another
-                fresh = task_factory(context).start
-                found = None if fresh is None else fresh()
-            return found
-
-        return follow_model(terms_of(order, agreed), parcel, store, start)
+    app = ClientApp(mods=[*(mods or []), mod_with(host_of, recipe=recipe)])
 
     @app.train()
-    @_refusing
-    def train(message: Message, context: Context) -> Message:
-        started = time.perf_counter()
-        order = records.unpack_order(message.content)
-        task = task_of(context)
-        agreed = agree(order, recipe)
-        chosen = own_recipe(agreed, order, task.is_exact, _MESSAGE_BYTES)
-        memory = Memory(context, follows_node=False)
-        store = memory.clients(key_of(order))
-        if order.serial <= store.answered:
-            _logger.warning("order for round %d is stale; nothing done", order.round)
-            return records.pack_reply(message, stale_reply(order))
-        try:
-            params = follow_log(context, order, agreed, store)
-        except OutOfReachError as lost:
-            return records.pack_reply(message, lost.reply(order))
-        base = intact_base(chosen, store, order)
-        statistics = _statistics(task, order, memory, context)
-        if params is None:
-            params = records.take_model(message.content, order.num_params, order.dtype)
-        loss, gradient = _train(task, order, params, statistics)
-        del params  # large models: what is not needed any more makes room for the answer
-        changed, trouble = statistics.finish()
-        if changed and not order.layout:
-            raise ConfigError(
-                "training changes buffers of the module, and the server was given a flat vector "
-                "without them: give make_server_app the module"
-            )
-        mirror, reply = answer(chosen, base, order, gradient, loss)
-        store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
-        log_reply(order, reply)
-        reply = replace(
-            reply,
-            loss=loss,
-            num_samples=task.num_samples,
-            work_seconds=time.perf_counter() - started,
-            statistics=changed,
-            fault=reply.fault or trouble[:MAX_FAULT_LENGTH],
-        )
-        return records.pack_reply(message, reply)
-
     @app.evaluate()
-    @_refusing
-    def evaluate(message: Message, context: Context) -> Message:
-        order = records.unpack_order(message.content)
-        memory = Memory(context, follows_node=False)
-        store = memory.clients(key_of(order))
-        try:
-            params = follow_log(context, order, agree(order, recipe), store)
-        except OutOfReachError as lost:
-            return records.pack_reply(message, lost.reply(order))
-        if params is None:
-            params = records.unpack_model(message.content, order.num_params, order.dtype)
-        else:
-            store.save()
-        task = task_of(context)
-        _statistics(task, order, memory, context).load()
-        loss = task.evaluate(params) if task.evaluate is not None else float("nan")
-        return records.pack_metrics(message, loss=float(loss), num_examples=task.num_samples)
-
-    @app.query()
-    def introduce(message: Message, context: Context) -> Message:
-        partition = partition_of(context)
-        content = records.pack_fields(
-            records.HELLO,
-            partition=_NO_PARTITION if partition is None else partition,
-            samples=task_of(context).num_samples,
-        )
-        return Message(content, reply_to=message)
+    def handle(message: Message, context: Context) -> Message:  # noqa: ARG001
+        return refusal(message, ConfigError("a task trains for the strategy AQG, and no other"))
 
     return app
 
 
-def _refusing(handler: Handler) -> Handler:
-    """Answer what cannot be used with one line, as the mod does."""
+class TaskHost:
+    """A node with a task.
 
-    @wraps(handler)
-    def refuse(message: Message, context: Context) -> Message:
-        try:
-            return handler(message, context)
-        except AqgError as error:
-            return refusal(message, error)
+    Args:
+        task: the node's.
+        make_task: makes another, should training have changed the module that it starts from.
 
-    return refuse
+    """
 
+    def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
+        self.num_samples: int | None = task.num_samples
+        self._learner = TaskLearner(task, make_task)
 
-def _statistics(
-    task: FlowerTask, order: Order, memory: Memory, context: Context
-) -> ClientStatistics:
-    """Check that both sides have the same model, and return what it has beside its parameters."""
-    frame = b""
-    if task.model is not None:
-        check_agreement(task.model, order.layout, order.constants)
-        limit = max_statistics_bytes(task.model.layout)
-        frame = order.statistics
-        if len(frame) > limit:
-            raise MessageError(f"the statistics have {len(frame)} bytes; {limit} are the most")
-    keeper = Keeper(memory.directory, context.state, key_of(order))
-    return ClientStatistics(task.model, frame, keeper)
+    def learner(self, *_: object) -> TaskLearner:
+        """Return what trains."""
+        return self._learner
 
 
-def _train(
-    task: FlowerTask, order: Order, params: FloatArray, statistics: ClientStatistics
-) -> tuple[float, FloatArray]:
-    """Return the loss where it is wanted, and the vector to upload."""
-    key = (order.seed, order.client, order.round)
-    statistics.load()
-    loss, gradient = task.train(params, order.round, key)
-    statistics.take()
-    vector = np.asarray(gradient)
-    if vector.shape != params.shape:
-        raise GradientError(f"train returned shape {vector.shape}; the model has {params.shape}")
-    if not order.evaluate:
-        loss = float("nan")
-    elif not task.train_measures and task.evaluate is not None:
+class TaskLearner:
+    """Trains and measures with a task.
+
+    Args:
+        task: the node's.
+        make_task: makes another, should training have changed the module that it starts from.
+
+    """
+
+    def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
+        self.is_exact = task.is_exact
+        self.model = task.model
+        self._task = task
+        self._make_task = make_task
+
+    def start(self) -> FloatArray | None:
+        """Return the model that the run started from, where the task knows it."""
+        own = self._task.start
+        found = None if own is None else own()
+        if own is not None and found is None:
+            fresh = self._make_task().start
+            found = None if fresh is None else fresh()
+        return found
+
+    def train(self, order: Order, params: FloatArray, statistics: ClientStatistics) -> Trained:
+        """Train, and measure the model where that is wanted and training did not."""
+        task = self._task
+        key = (order.seed, order.client, order.round)
         statistics.load()
-        loss = task.evaluate(params)
-    return float(loss), vector.astype(order.dtype, copy=False)
+        said, gradient = task.train(params, order.round, key)
+        statistics.take()
+        loss, metrics = loss_and_metrics(said)
+        evaluated: dict[str, float] = {}
+        if not order.evaluate:
+            loss = float("nan")
+        elif not task.train_measures and task.evaluate is not None:
+            statistics.load()
+            loss, evaluated = loss_and_metrics(task.evaluate(params))
+        return Trained(np.asarray(gradient), loss, task.num_samples, metrics, evaluated)
+
+    def evaluate(
+        self,
+        order: Order,  # noqa: ARG002
+        params: FloatArray,
+        statistics: ClientStatistics,
+    ) -> Mapping[str, float]:
+        """Measure the model, where the task can."""
+        task = self._task
+        statistics.load()
+        said = task.evaluate(params) if task.evaluate is not None else float("nan")
+        loss, metrics = loss_and_metrics(said)
+        return {"loss": loss, EXAMPLES: task.num_samples, **metrics}
+
+
+def loss_and_metrics(said: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Return the loss that a user's function returned, and metrics where it returned a mapping.
+
+    >>> loss_and_metrics({"loss": 0.5, "accuracy": 0.75})
+    (0.5, {'accuracy': 0.75})
+    """
+    if not isinstance(said, Mapping):
+        return float(said), {}
+    metrics = {}
+    for name, value in said.items():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"metric {name!r} is {value!r:.80}; it must be a number") from None
+    loss = loss_in(metrics)
+    metrics.pop("loss", None)
+    return loss, metrics

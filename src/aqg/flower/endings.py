@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from aqg.flower.client_metrics import EVALUATED, TRAINED
 from aqg.objectives.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def ending(settings: Settings, lines: Sequence[Line], seconds: float) -> str:
 
     Args:
         settings: of the run.
-        lines: of all its rounds, those before a restart included.
+        lines: of all its rounds, those before a restart included; their metrics are the server's
+            and the clients'.
         seconds: since this server began.
 
     """
@@ -51,8 +53,10 @@ def watched(monitor: str, lines: Sequence[Line]) -> list[float]:
     if name in ("", LOSS):
         found = [line.record.loss for line in lines]
         return [math.inf if math.isnan(v) else v for v in found if v is not None]
-    known = METRICS.get(name)
+    word = name.removeprefix(TRAINED).removeprefix(EVALUATED)
+    known = METRICS.get(word)
     is_rising = known.higher_is_better if known is not None else not monitor.startswith("-")
+    is_rising = is_rising and word != LOSS
     values = [line.metrics[name] for line in lines if name in line.metrics]
     signed = [-value if is_rising else value for value in values]
     return [math.inf if math.isnan(value) else value for value in signed]

@@ -12,9 +12,9 @@ parts                  for every array record that is compressed: number of byte
 last four bytes        CRC-32 of all before
 ====================== =====================================================================
 
-Messages of our own app and of the drop-in are alike: a model is one part. The kinds are ``c``
-(ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord that is compressed), ``f`` (one that is
-beside the envelope and has an order in it) and ``x`` (one that is beside it).
+A model is one part. The kinds are ``c`` (ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord
+that is compressed), ``f`` (one that is beside the envelope and has an order in it), ``x`` (one that
+is beside it) and ``s`` (an order of our own strategy, which keeps the model itself).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _MARK = 0xA1
 _CRC_BYTES = 4
 _BYTES = "bytes"
 _SMALL = ("c", "m")
-COMPRESSED, FULL, BESIDE = "a", "f", "x"
+COMPRESSED, FULL, BESIDE, SERVED = "a", "f", "x", "s"
+_WITH_PART = (COMPRESSED, FULL, SERVED)
 _MOST_BYTES = 1 << 40
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
@@ -53,7 +54,7 @@ class Envelope:
 
     Attributes:
         records: name, kind and, for small ones, content of each record, in order.
-        parts: what stands for the array records of kinds ``a`` and ``f``, in order.
+        parts: what stands for the array records of kinds ``a``, ``f`` and ``s``, in order.
         version: of the ``aqg`` that wrote it.
 
     """
@@ -101,7 +102,7 @@ class Envelope:
         head, position = _part(body, 1)
         envelope = _read_head(head)
         for _, kind, _ in envelope.records:
-            if kind in (COMPRESSED, FULL):
+            if kind in _WITH_PART:
                 part, position = _part(body, position)
                 envelope.parts.append(part)
         if position != len(body):
@@ -189,7 +190,7 @@ def _read_head(head: bytes) -> Envelope:
         for name, kind, *rest in rows:
             content = rest[0] if rest else None
             is_right = isinstance(name, str) and (kind in _SMALL) == isinstance(content, dict)
-            if not is_right or kind not in (*_SMALL, COMPRESSED, FULL, BESIDE):
+            if not is_right or kind not in (*_SMALL, *_WITH_PART, BESIDE):
                 raise ValueError(f"record {name!r}")
             records.append((name, kind, content))
     except (ValueError, TypeError, RecursionError) as error:

@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 
     Attributes:
         node: to which it went; replies are taken to be from there, whatever they say.
-        kind: Flower's type of the message: ``train``, ``evaluate`` or ``query``.
+        kind: what it is: ``train``, ``evaluate`` or ``hello``.
         at: when it was sent, in seconds of the clock.
 
     """
@@ -90,8 +90,11 @@ class Exchange:
         """Return the nodes that are connected."""
         return set(self._grid.get_node_ids())
 
-    def send(self, messages: Sequence[Message]) -> list[int]:
-        """Push messages; return the nodes whose message was not taken."""
+    def send(self, messages: Sequence[Message], kind: str = "") -> list[int]:
+        """Push messages; return the nodes whose message was not taken.
+
+        Their ``kind`` is Flower's type of message, unless another is given.
+        """
         if not messages:
             return []
         taken = set(self._grid.push_messages(messages))
@@ -100,7 +103,7 @@ class Exchange:
         for message in messages:
             metadata = message.metadata
             if metadata.message_id in taken:  # what the grid returns may be shorter than the list
-                sent = Sent(metadata.dst_node_id, metadata.message_type, now)
+                sent = Sent(metadata.dst_node_id, kind or metadata.message_type, now)
                 self._open[metadata.message_id] = sent
             else:
                 refused.append(metadata.dst_node_id)

@@ -67,10 +67,20 @@ class Memory:
 
     def clients(self, key: str) -> ClientStore:
         """Return the place for a client's mirror and model of a run of our own server."""
+        self._forget_others(key)
+        return ClientStore(self._vault(key, "aqg"), key)
+
+    def starts(self, key: str) -> Vault:
+        """Return the place for the model that a run of our own server started from."""
+        self._forget_others(key)
+        if self.directory is None:
+            return ContextVault(self._context.state, f"aqg-start-{key}")
+        return DirectoryVault(self.directory / key / "start")
+
+    def _forget_others(self, key: str) -> None:
+        """Delete old memories of other runs, as a new run begins."""
         if self.directory is not None and not (self.directory / key).exists():
             forget_old_runs(self.directory, days_to_keep(self._context))
-            return ClientStore(DirectoryVault(self.directory / key), key)
-        return ClientStore(self._vault(key, "aqg"), key)
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the public copy of a model."""

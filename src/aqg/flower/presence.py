@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 
-from aqg.errors import MessageError, RunError
+from aqg.errors import MessageError, RunError, WireError
 from aqg.flower import records
 from aqg.flower.reports import Incident
+from aqg.flower.settings import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from aqg.flower.exchange import Arrival, Exchange
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-QUERY = "query"
+HELLO = "hello"
+_TRAIN = "train"
+"""Flower's type of message for introductions: every app has a handler for those."""
+_NO_ROUND = "0"
 _NO_CLIENT = -1
-MOST_SAMPLES = 2**53
-"""Whole numbers up to here are exact as floats."""
 _HELLO_SECONDS = 5.0
 """How long nodes between two rounds may take to send an introduction that they have announced."""
 
@@ -53,16 +55,19 @@ class Presence:
         asked = {node: at for node, at in self._asked.items() if now - at < patience}
         newcomers = [node for node in self.roster.strangers() if node not in asked]
         self._asked = asked | dict.fromkeys(newcomers, now)
-        content = RecordDict({records.HELLO: ConfigRecord({"wanted": True})})
+        content = records.ask_hello()
         return [
-            Message(content, dst_node_id=node, message_type=QUERY, ttl=patience)
-            for node in newcomers
+            Message(content, node, _TRAIN, ttl=patience, group_id=_NO_ROUND) for node in newcomers
         ]
+
+    def ask_newcomers(self) -> None:
+        """Ask newcomers to introduce themselves."""
+        self._exchange.send(self.introductions(), HELLO)
 
     def hear(self, arrival: Arrival) -> None:
         """Take in an introduction; count whatever else comes outside of its time."""
         node = arrival.sent.node
-        if arrival.sent.kind != QUERY:
+        if arrival.sent.kind != HELLO:
             client = self.roster.client_of(node)
             if arrival.reply is not None and arrival.reply.has_content():
                 late = _NO_CLIENT if client is None else client
@@ -70,19 +75,21 @@ class Presence:
             return  # Flower's word that an order has expired is no news: it was missing before
         try:
             content = records.content_of(arrival.reply, arrival.problem)
-            partition, samples = records.unpack_integers(
-                content, records.HELLO, "partition", "samples"
-            )
-        except MessageError as error:
-            text = records.plain(f"could not introduce itself: {error}")
+            keys = ("partition", "samples", "plain")
+            partition, samples, is_plain = records.unpack_hello(content, *keys)
+        except (MessageError, WireError) as error:
+            is_raised = isinstance(error, records.ClientError) and error.is_raised
+            advice = "; does its app have mods=[aqg_mod]?" if is_raised else ""
+            text = records.plain(f"could not introduce itself: {error}{advice}")
+            _logger.warning("node %d %s", node, text)
             self._incidents.append(Incident(_NO_CLIENT, node, "error", text))
             return
-        fewest = 1 if self._settings.weighting == "samples" else 0
+        fewest = 1 if self._settings.weighting == "samples" and not is_plain else 0
         if not fewest <= samples <= MOST_SAMPLES:
             bound = f"{fewest} to {MOST_SAMPLES} are taken"
             self.roster.refuse(node, f"node {node} reports {samples} samples; {bound}")
             return
-        self.roster.introduce(node, partition, samples)
+        self.roster.introduce(node, partition, samples, bool(is_plain))
 
     def wait_for(self, num_clients: int, seconds: float) -> bool:
         """Wait until so many clients are there; return whether they came in time."""
@@ -90,7 +97,7 @@ class Presence:
         waited = 0.0
         while True:
             self.refresh()
-            self._exchange.send(self.introductions())
+            self.ask_newcomers()
             for arrival in self._exchange.poll(min(max(0.0, seconds - waited), _HELLO_SECONDS)):
                 self.hear(arrival)
             if len(self.roster.present) >= num_clients and self._all_introduced():
@@ -126,4 +133,8 @@ class Presence:
         """Whether the clients' weights are known, where they matter."""
         if self._settings.weighting == "equal":
             return True
-        return bool(all(self.roster.num_samples[client] for client in self.roster.present))
+        roster = self.roster
+        return all(
+            roster.num_samples[client] or roster.is_plain(roster.node_of(client))
+            for client in roster.present
+        )

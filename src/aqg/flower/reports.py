@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aqg.flower.client_metrics import EVALUATED, TRAINED
+from aqg.flower.client_metrics import metric_fields as client_fields
 from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
-from aqg.runs.directory import metric_fields
+from aqg.runs.directory import finite_or_none, metric_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aqg.runs.directory import Line
 
@@ -75,6 +77,8 @@ class RoundReport:
         work_seconds: the slowest client's own work.
         diverged: whether more than half of the clients asked, and at least two where there are
             more than one, report a loss beyond all use.
+        trained: what clients measured as they trained, by name: the means.
+        evaluated: what they measured of the model before the round, where they were asked.
 
     """
 
@@ -85,11 +89,17 @@ class RoundReport:
     round_seconds: float
     work_seconds: float
     diverged: bool = False
+    trained: Mapping[str, float] = field(default_factory=dict)
+    evaluated: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def overhead_seconds(self) -> float:
         """What the round took beyond the slowest client's own work."""
         return max(0.0, self.round_seconds - self.work_seconds)
+
+    def client_fields(self) -> dict[str, float]:
+        """Return the clients' metrics under the names that they have in ``rounds.jsonl``."""
+        return client_fields(TRAINED, self.trained) | client_fields(EVALUATED, self.evaluated)
 
     def counts(self) -> dict[str, int]:
         """Return how many incidents there were of each kind."""
@@ -107,6 +117,7 @@ class RoundReport:
             "round_seconds": round(self.round_seconds, 4),
             "work_seconds": round(self.work_seconds, 4),
             "overhead_seconds": round(self.overhead_seconds, 4),
+            **{name: finite_or_none(value) for name, value in self.client_fields().items()},
             **self.counts(),
         }
         if self.incidents:
@@ -120,6 +131,7 @@ class RoundReport:
         values: dict[str, float | None] = {
             "loss": record.loss,
             **{next(iter(metric_fields({name: v}))): v for name, v in self.line.metrics.items()},
+            **self.client_fields(),
             "uploads": record.num_uploads,
             "upload_bytes": record.upload_bytes,
             "download_bytes": record.download_bytes,

@@ -52,6 +52,7 @@ class Roster:
         self._silent: set[int] = set()
         self._refused: dict[int, str] = {}
         self._unfit: set[int] = set()
+        self._plain: set[int] = set()
 
     @property
     def nodes(self) -> list[int]:
@@ -70,6 +71,10 @@ class Roster:
     def client_of(self, node: int) -> int | None:
         """Return the client that a node is, if it is one."""
         return self._clients.get(node)
+
+    def is_plain(self, node: int) -> bool:
+        """Tell whether a node has a handler of Flower's kind, and no task and model of ours."""
+        return node in self._plain
 
     def strangers(self) -> list[int]:
         """Return connected nodes that have not reported yet."""
@@ -93,8 +98,12 @@ class Roster:
         for node in newcomers[len(free) :]:
             self._refused.setdefault(node, f"all {self.num_clients} clients are there already")
 
-    def introduce(self, node: int, partition: int, num_samples: int) -> None:
+    def introduce(
+        self, node: int, partition: int, num_samples: int, is_plain: bool = False
+    ) -> None:
         """Take note of what a node reports about itself."""
+        if is_plain:
+            self._plain.add(node)
         self._claims[node] = partition, num_samples
         self._reported.add(node)
         if self.trust_partition_id:

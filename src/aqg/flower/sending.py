@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flwr.app import Message
 
-    from aqg.flower.envelope import Payload
+    from aqg.flower.desk import Desk
     from aqg.flower.exchange import Exchange
-    from aqg.protocol.messages import Reply
-    from aqg.protocol.mirrors import MirrorBook
+    from aqg.flower.records import Answer
 
 _MOST_REPEATS = 2
 """How often a client that is lost is sent something else in one round."""
-
-
-class Desk(Protocol):
-    """Writes orders; `aqg.flower.coordinator.Coordinator` is one."""
-
-    book: MirrorBook
-
-    def whole_model(self) -> Payload | None:
-        """Return the model, where it travels whole: all orders of a round have it in common."""
-
-    def message(
-        self,
-        client: int,
-        kind: str,
-        model: Payload | None,
-        seconds: float,
-        evaluate: bool = False,
-    ) -> tuple[Message, int]:
-        """Return an order to a client that is good for so many seconds, and the bytes in it."""
 
 
 class Sending:
@@ -61,23 +41,40 @@ class Sending:
         self._end = exchange.now() + seconds
         self._repeats: Counter[int] = Counter()
 
+    def write(self, clients: list[int]) -> list[Message]:
+        """Return an order for each, to be sent by somebody else."""
+        seconds = self._end - self._exchange.now()
+        messages = []
+        for client in clients:
+            message, num_bytes = self._desk.message(
+                client, self._kind, self._model, seconds, self._evaluate
+            )
+            self.downloads[client] += num_bytes
+            messages.append(message)
+        return messages
+
     def send(self, clients: list[int]) -> list[int]:
         """Send an order to each; return the nodes whose order was not taken."""
-        seconds = self._end - self._exchange.now()
-        orders = [
-            self._desk.message(client, self._kind, self._model, seconds, self._evaluate)
-            for client in clients
-        ]
-        refused = self._exchange.send([message for message, _ in orders])
-        for client, (message, num_bytes) in zip(clients, orders, strict=True):
-            if message.metadata.dst_node_id not in refused:
-                self.downloads[client] += num_bytes
+        before = self.downloads.copy()
+        messages = self.write(clients)
+        refused = self._exchange.send(messages)
+        for client, message in zip(clients, messages, strict=True):
+            if message.metadata.dst_node_id in refused:
+                del self.downloads[client]
+                if client in before:
+                    self.downloads[client] = before[client]
         return refused
 
-    def is_sent_again(self, client: int, reply: Reply) -> bool:
+    def is_sent_again(self, client: int, answer: Answer) -> bool:
         """Send a client that is lost what it lacks, if there is time; otherwise it is next time."""
-        self._desk.book.note_holding(client, reply)
+        self.note_lost(client, answer)
         if self._repeats[client] >= _MOST_REPEATS or self._exchange.now() >= self._end:
             return False
         self._repeats[client] += 1
         return not self.send([client])
+
+    def note_lost(self, client: int, answer: Answer) -> None:
+        """Take note of what a client that is lost holds, and whether it needs the start."""
+        self._desk.book.note_holding(client, answer.reply)
+        if answer.wants_start:
+            self._desk.unequipped.add(client)

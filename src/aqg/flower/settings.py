@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
+MOST_SAMPLES = 2**53
+"""Whole numbers up to here are exact as floats."""
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _LIKELY_MISSPELLED = 0.9
 
@@ -63,14 +65,17 @@ class Settings:
             ``min_clients`` before any other.
         max_failed_rounds: the run stops after so many rounds in a row without a step.
         eval_every: rounds from one measured loss to the next.
+        client_eval_every: rounds from one evaluation by the clients' own handlers to the next, in
+            messages of their own; 0: at the end only.
         metrics_every: rounds from one call of the server's ``evaluate`` to the next; 0 stands for
             50 calls, evenly over the run.
         max_seconds: the run ends after the round in which the server has run so long; 0: never.
         max_bytes: the run ends after so many bytes up and down, as they are counted; 0: never.
         patience: the run ends when what ``monitor`` names has not improved so many times in a
             row that it was measured; 0: never.
-        monitor: a metric of ``evaluate``, or ``loss``; ``-name`` for a metric of one's own that is
-            better the smaller it is. Empty stands for the loss.
+        monitor: a metric of ``evaluate``, ``train_NAME`` or ``eval_NAME`` for one of the clients',
+            or ``loss``; ``-name`` for a metric of one's own that is better the smaller it is. Empty
+            stands for the loss.
         run_dir: where the run is written and resumed from; empty: nowhere.
         checkpoint_every: rounds from one checkpoint to the next.
         trust_partition_id: know clients by the ``partition-id`` that their nodes claim, for
@@ -99,6 +104,7 @@ class Settings:
     start_timeout: float = 120.0
     max_failed_rounds: int = 10
     eval_every: int = 1
+    client_eval_every: int = 0
     metrics_every: int = 0
     max_seconds: float = 0.0
     max_bytes: int = 0
@@ -114,7 +120,7 @@ class Settings:
         for name in ("num_clients", "rounds", "eval_every", "checkpoint_every"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         _require("max_failed_rounds", self.max_failed_rounds, self.max_failed_rounds >= 0, "0 up")
-        for name in ("metrics_every", "max_seconds", "max_bytes", "patience"):
+        for name in ("client_eval_every", "metrics_every", "max_seconds", "max_bytes", "patience"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("round_timeout", "start_timeout"):
             value = getattr(self, name)
@@ -211,9 +217,11 @@ def describe_step(rule: StepRule) -> str:
     """Return the setting that makes a rule for the length of steps.
 
     >>> describe_step(make_step("dog:most=8"))
-    'dog:first=1:is_sparse=1:most=8:burst=30:widest=16'
+    'dog:average=8:first=1.25:is_sparse=1:most=8:burst=30:widest=16'
     """
-    options = asdict(rule) if isinstance(rule, DistanceOverGradients) else {}
+    options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
+    if isinstance(rule, Fixed) and not rule.average:
+        options = {}
     return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
 
 

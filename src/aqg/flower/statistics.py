@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flwr.app import RecordDict
-    from numpy.typing import NDArray
-    from torch import nn
 
-    from aqg.wire.statistics import StatisticsMessage
 
 _TENSOR_BYTES = 2
 _KEPT = "aqg-statistics"
@@ -71,7 +68,7 @@ def check_agreement(model: TaskModel, theirs: bytes, constants: bytes) -> None:
         return
     if theirs[:DIGEST_BYTES] != layout.fingerprint:
         raise ConfigError(f"the server's model is another: {_difference(layout, theirs)}")
-    if constants != model.constants:
+    if len(constants) == DIGEST_BYTES and constants != model.constants:
         raise ConfigError(
             f"frozen parameters or constant buffers of {layout.model} differ from the server's; "
             "load the same checkpoint on both sides"
@@ -107,7 +104,7 @@ def _short(spec: Any) -> bytes:
 
 def max_statistics_bytes(layout: ModelLayout | None) -> int:
     """Return the length of the longest frame of statistics that can be valid."""
-    if layout is None:
+    if layout is None or not (layout.statistics or layout.counters):
         return 0
     num_tensors = len(layout.statistics) + len(layout.counters)
     return 64 + 3 * num_tensors + 9 * (layout.num_statistics + layout.num_counters)
@@ -203,75 +200,3 @@ class Keeper:
         stream = io.BytesIO()
         np.savez(stream, allow_pickle=False, **arrays)
         self._records[_KEPT] = ConfigRecord({"key": self._key, "bytes": stream.getvalue()})
-
-
-class ServerModel:
-    """The server's module: its layout, its statistics, and how a model is measured with them.
-
-    Args:
-        module: the model to start from; it takes other values whenever it is measured.
-        layout: which of its tensors travel.
-
-    """
-
-    def __init__(self, module: nn.Module, layout: ModelLayout) -> None:
-        self.layout = layout
-        self.signature = signature(layout)
-        self.constants = layout.constants_digest(module)
-        self._module = module
-        self._shared = SharedStatistics.first(layout, layout.read_buffers(module))
-        self._averages = layout.policy == "average" and layout.carries_buffers
-
-    @property
-    def can_be_measured(self) -> bool:
-        """Whether the server has the statistics that its model is to be used with."""
-        return self.layout.policy != "local" or not any(self.layout.tracked)
-
-    def broadcast(self) -> bytes:
-        """Return the frame that goes to every client with the model."""
-        return self._shared.broadcast() if self._averages else b""
-
-    def read(self, frame: bytes) -> StatisticsMessage:
-        """Return what a client's frame says; raise `WireError` where it cannot be used."""
-        return self._shared.read(frame)
-
-    def step(self, messages: Sequence[tuple[float, StatisticsMessage]]) -> None:
-        """Average what clients sent."""
-        if self._averages:
-            self._shared = self._shared.step(messages)
-
-    def with_params(self, params: Any) -> nn.Module:
-        """Return the module with these parameters and the current statistics, ready for use."""
-        self.layout.load(self._module, params)
-        self.layout.write_buffers(self._module, self._shared.buffers)
-        return self._module.eval()
-
-    def save(self, directory: Path, round_number: int) -> None:
-        """Write the statistics that belong to a round; those written before are kept, too."""
-        if not self._averages:
-            return
-        shared = self._shared
-        arrays: dict[str, NDArray[Any]] = {
-            "fingerprint": np.frombuffer(self.layout.fingerprint, np.uint8),
-            "values": shared.buffers.values,
-            "counts": shared.buffers.counts,
-            "travels": shared.travels,
-        }
-        write_arrays(directory / f"statistics-{round_number}.npz", arrays)
-        found = {int(file.stem.split("-")[1]): file for file in directory.glob("statistics-*.npz")}
-        for number in sorted(found)[:-2]:
-            found[number].unlink(missing_ok=True)
-
-    def restore(self, directory: Path, round_number: int) -> None:
-        """Go on from the statistics of a round."""
-        if not self._averages:
-            return
-        file = directory / f"statistics-{round_number}.npz"
-        arrays = read_arrays(file)
-        if arrays["fingerprint"].tobytes() != self.layout.fingerprint:
-            raise ConfigError(
-                f"run-dir {str(directory)!r} holds a run with another model; give it a new "
-                "directory"
-            )
-        buffers = Buffers(arrays["values"], arrays["counts"])
-        self._shared = self._shared._replace(buffers=buffers, travels=arrays["travels"])

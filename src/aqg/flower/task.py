@@ -14,7 +14,7 @@ from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.local import LocalTraining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
 
     Key = tuple[int, int, int]
-    Train = Callable[[FloatArray, int, Key], tuple[float, FloatArray]]
-    Evaluate = Callable[[FloatArray], float]
+    Said = float | Mapping[str, float]
+    Train = Callable[[FloatArray, int, Key], tuple[Said, FloatArray]]
+    Evaluate = Callable[[FloatArray], Said]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class FlowerTask:
     Attributes:
         train: from ``θ``, the round and the key ``(seed, client, round)`` of random draws, makes
             the loss at ``θ`` (NaN where it is not known) and the vector to upload: a gradient, or
-            a pseudo-gradient like ``θ - θ_local``; ``(num_params,)``.
+            a pseudo-gradient like ``θ - θ_local``; ``(num_params,)``. In place of the loss it may
+            return metrics by name, with ``loss`` among them.
         num_samples: how many samples the client has.
-        evaluate: the client's loss at ``θ``; None where it cannot be measured.
+        evaluate: the client's loss at ``θ``, or metrics by name; None where it cannot be measured.
         train_measures: whether the loss that ``train`` returns is that of ``θ`` on all samples.
         is_exact: whether the vector depends on ``θ`` alone, as a gradient on all samples does.
             Otherwise the default recipe measures how much of it is noise.
@@ -137,9 +139,9 @@ class FlowerTask:
     @staticmethod
     def from_training(
         module: torch.nn.Module,
-        train: Callable[..., float],
+        train: Callable[..., Said],
         num_samples: int,
-        evaluate: Callable[[torch.nn.Module], float] | None = None,
+        evaluate: Callable[[torch.nn.Module], Said] | None = None,
         *,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -149,10 +151,11 @@ class FlowerTask:
 
         Args:
             module: takes the server's model before ``train`` and ``evaluate`` are called.
-            train: trains the module in place, however it likes, and returns a loss. If it takes a
-                second argument, that is the round, counted from 1: for learning rates that fall.
+            train: trains the module in place, however it likes, and returns a loss, or metrics by
+                name with ``loss`` among them. If it takes a second argument, that is the round,
+                counted from 1: for learning rates that fall.
             num_samples: how many samples the client has.
-            evaluate: returns the module's loss on the client's samples.
+            evaluate: returns the module's loss on the client's samples, or metrics by name.
             include: name patterns of the parameters that travel, such as ``"*.lora_*"``; by
                 default all that require a gradient.
             exclude: name patterns of parameters and buffers that stay with the client.
@@ -175,17 +178,17 @@ class FlowerTask:
             is_used = True
             layout.load(module, params)
 
-        def run(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
+        def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
             load(params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
-            loss = float(train(module, round_number) if takes_round else train(module))
+            said = train(module, round_number) if takes_round else train(module)
             pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
-            return loss, pseudo_gradient.astype(params.dtype, copy=False)
+            return said, pseudo_gradient.astype(params.dtype, copy=False)
 
-        def measure(params: FloatArray) -> float:
+        def measure(params: FloatArray) -> Said:
             load(params)
-            return float(evaluate(module)) if evaluate is not None else float("nan")
+            return evaluate(module) if evaluate is not None else float("nan")
 
         model = TaskModel(
             layout,
@@ -194,7 +197,14 @@ class FlowerTask:
             lambda buffers: layout.write_buffers(module, buffers),
         )
         measures = measure if evaluate is not None else None
-        return FlowerTask(run, num_samples, measures, model=model, start=start_model)
+        return FlowerTask(
+            run,
+            num_samples,
+            measures,
+            train_measures=evaluate is None,
+            model=model,
+            start=start_model,
+        )
 
 
 def num_arguments(function: Callable[..., object]) -> int:

@@ -13,10 +13,11 @@ from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.server import Peer, ServerState
 from aqg.core.step_sizes import Fixed
 from aqg.errors import RunError
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.messages import Stamp
-from aqg.protocol.mirrors import Entry, MirrorBook, content_digest
+from aqg.protocol.mirrors import Entry, content_digest
 from aqg.protocol.publisher import LogState, Publisher, public_of
 
 if TYPE_CHECKING:

@@ -203,6 +203,11 @@ class Publisher:
         if self._starts[client] == _UNKNOWN:  # it can have come from there only
             self._starts[client] = _HAS
 
+    def started(self, client: int) -> None:
+        """Take note that a client gets the starting model, and nothing else, by other means."""
+        self._starts[client] = _HAS
+        self.positions[client] = 1 if self._log.first == 1 else _NOTHING
+
     def lost(self, client: int, holding: Holding) -> None:
         """Take note of what a client holds that could not follow.
 

@@ -18,6 +18,7 @@ from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
+from aqg.protocol.book import MirrorBook
 from aqg.protocol.checkpoint import (
     as_array,
     book_from_arrays,
@@ -28,7 +29,7 @@ from aqg.protocol.checkpoint import (
 from aqg.protocol.coding import reply_from_bytes, to_bytes
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import MirrorBook, fingerprint, max_frame_bytes
+from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -144,6 +145,11 @@ class ServerSession:
     def parameters(self) -> FloatArray:
         """The model of this round."""
         return self._book.parameters
+
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the last models where steps adapt, else the model: what to use in the end."""
+        return self._book.state.averaged
 
     @property
     def num_clients(self) -> int:

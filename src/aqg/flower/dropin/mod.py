@@ -2,6 +2,8 @@
 
 Before the app's handler runs, the mod puts the whole model into the message; after it, the mod
 replaces the arrays of the reply by what the server does not know yet. The handler stays as it is.
+The mod answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQG``
+(`aqg.flower.handlers`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.envelope import answer as reply_with
+from aqg.flower.handlers import FailedError, HandlerHost
 from aqg.flower.memory import Memory
+from aqg.flower.records import is_hello, is_order
+from aqg.flower.serving import serve
 from aqg.protocol.client import intact_base, log_reply, own_recipe
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
@@ -53,7 +58,9 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.clientapp.typing import ClientAppCallable
 
+    from aqg.core.recipe import Recipe
     from aqg.flower.dropin.tensors import Tensor
+    from aqg.flower.serving import Host
     from aqg.protocol.messages import Order, Reply
 
     Mod = Callable[[Message, Context, ClientAppCallable], Message]
@@ -86,13 +93,23 @@ class _Model(NamedTuple):
     values: dict[str, Tensor]
 
 
-def make_mod(state_dir: Path | str | None = None) -> Mod:
+def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) -> Mod:
     """Return the mod with settings of your own.
 
     Args:
         state_dir: where a node remembers; by default see `aqg.flower.memory`.
+        recipe: of your own, where the strategy `AQG` has one.
 
     """
+    return mod_with(lambda _, call_next: HandlerHost(call_next), state_dir, recipe)
+
+
+def mod_with(
+    host_of: Callable[[Context, ClientAppCallable], Host],
+    state_dir: Path | str | None = None,
+    recipe: Recipe | None = None,
+) -> Mod:
+    """Return the mod with something else than the handler to train for our own strategy."""
     directory = None if state_dir is None else Path(state_dir)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -100,10 +117,16 @@ def make_mod(state_dir: Path | str | None = None) -> Mod:
             return call_next(message, context)
         try:
             envelope = unpack(message.content)
+            if is_order(envelope) or is_hello(envelope):
+                memory = Memory(context, directory, follows_node=False)
+                host = host_of(context, call_next)
+                return serve(message, context, envelope, memory, host, recipe)
             memory = Memory(context, directory)
             models = _receive(message, envelope, memory)
         except AqgError as error:
             return refusal(message, error)
+        except FailedError as failed:
+            return failed.reply
         if isinstance(models, Envelope):  # what the server must know before anything can be done
             return reply_with(message, models)
         reply = call_next(message, context)

@@ -1,0 +1,69 @@
+"""Metrics that clients measure, with names: their means, weighted by examples."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_logger = logging.getLogger("flwr.aqg")
+
+TRAINED, EVALUATED = "train_", "eval_"
+"""Begin the names of fields with what clients measured while they trained, and of the model."""
+EXAMPLES = "num-examples"
+"""The metric by which others are weighted, under Flower's name for it."""
+_LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss")
+
+
+def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of every metric over the clients that sent it; NaN stays NaN.
+
+    Args:
+        found: the weight and the metrics of every client.
+
+    >>> mean_metrics([(10.0, {"accuracy": 0.5}), (30.0, {"accuracy": 0.9, "own": 2.0})])
+    {'accuracy': 0.8, 'own': 2.0}
+
+    """
+    means = {}
+    for name in dict.fromkeys(name for _, metrics in found for name in metrics):
+        pairs = [(weight, metrics[name]) for weight, metrics in found if name in metrics]
+        total = sum(weight for weight, _ in pairs)
+        if total > 0:
+            means[name] = sum(weight * value for weight, value in pairs) / total
+        else:
+            means[name] = sum(value for _, value in pairs) / len(pairs)
+    return means
+
+
+def warn_of_nan(client: int, node: int, metrics: Mapping[str, float]) -> None:
+    """Say which metrics of a client are NaN: so are their means."""
+    names = sorted(name for name, value in metrics.items() if math.isnan(value))
+    if names:
+        _logger.warning("client %d (node %d) reports NaN for %s", client, node, ", ".join(names))
+
+
+def loss_in(metrics: Mapping[str, float]) -> float:
+    """Return the loss among a client's metrics; NaN where there is none.
+
+    >>> loss_in({"accuracy": 0.5, "train_loss": 0.25})
+    0.25
+    """
+    return next((metrics[name] for name in _LOSSES if name in metrics), math.nan)
+
+
+def metric_fields(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under the names of their fields in ``rounds.jsonl``.
+
+    >>> metric_fields(EVALUATED, {"top-5 accuracy": 0.9, "eval_loss": 0.1})
+    {'eval_top_5_accuracy': 0.9, 'eval_loss': 0.1}
+    """
+    fields = {}
+    for name, value in metrics.items():
+        word = re.sub(r"\W", "_", name)
+        fields[word if word.startswith(prefix) else prefix + word] = value
+    return fields

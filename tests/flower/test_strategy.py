@@ -1,0 +1,533 @@
+"""Our own strategy with ordinary Flower clients: the mod, and handlers that know nothing of aqg."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+
+from aqg import make_recipe
+from aqg.core.downlink import make_downlink
+from aqg.errors import ConfigError, RunError
+from aqg.flower import AQG, Compressed, aqg_mod, make_server_app
+from aqg.flower.checkpoint import load_checkpoint
+from aqg.protocol.store import ClientStore, DirectoryVault
+
+from tests.flower.memory_grid import server_context
+from tests.flower.small_app import (
+    FROZEN,
+    NUM_CLIENTS,
+    SIZES,
+    TARGETS,
+    distance,
+    first_arrays,
+    make_app,
+)
+from tests.flower.test_dropin import everyone, make_grid
+
+OPTIONS = {"round_timeout": 5.0, "start_timeout": 5.0, "step": "fixed"}
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
+
+
+def make_strategy(**options):
+    return AQG(**{"num_clients": NUM_CLIENTS, **OPTIONS, **options})
+
+
+def values_of(record):
+    return {name: array.numpy() for name, array in record.items()}
+
+
+@pytest.mark.parametrize("downlink", ["full", "exact", "condensed"])
+def test_without_compression_it_is_federated_averaging(downlink):
+    fedavg = FedAvg(**everyone(fraction_evaluate=0.0))
+    stock = fedavg.start(make_grid(make_app([])), first_arrays(), num_rounds=3)
+    strategy = make_strategy(recipe="gd", downlink=downlink)
+    result = strategy.start(make_grid(), first_arrays(), num_rounds=3)
+    assert not any(strategy.results["deployment"]["incidents"].values())
+    assert list(result.arrays) == list(stock.arrays)
+    tolerances = {"full": 1e-5, "exact": 1e-5, "condensed": 0.3}
+    for name, array in values_of(stock.arrays).items():
+        found = result.arrays[name].numpy()
+        if name == "bn.num_batches_tracked":
+            assert found == 6
+            continue
+        assert found.dtype == array.dtype
+        rounding = 2**-9 if "running" in name else tolerances[downlink]
+        np.testing.assert_allclose(found, array, rtol=1e-6, atol=rounding, err_msg=name)
+    assert result.train_metrics_clientapp.keys() == stock.train_metrics_clientapp.keys()
+    first = result.train_metrics_clientapp[1]
+    assert first["loss"] == pytest.approx(stock.train_metrics_clientapp[1]["loss"], rel=1e-5)
+
+
+def test_clients_that_are_not_asked_to_introduce_themselves_get_the_start_as_well():
+    strategy = make_strategy(recipe="gd", downlink="exact", weighting="equal")
+    result = strategy.start(make_grid(), first_arrays(), num_rounds=6)
+    assert distance(result.arrays, TARGETS.mean(axis=0)) < 0.01
+    assert not any(strategy.results["deployment"]["incidents"].values())
+
+
+def test_one_client_app_serves_both_servers_and_skips(tmp_path):
+    grid = make_grid()
+    wrapped = Compressed(FedAvg(**everyone()))
+    assert distance(wrapped.start(grid, first_arrays(), num_rounds=4).arrays) < 0.8
+    strategy = make_strategy(recipe="lean", run_dir=str(tmp_path / "run"))
+    result = strategy.start(grid, first_arrays(), num_rounds=12)
+    assert distance(result.arrays) < 0.8
+    np.testing.assert_array_equal(result.arrays["layer.frozen"].numpy(), FROZEN)
+    rows = rows_of(tmp_path)
+    assert not any(row.get("incidents") for row in rows)
+    assert any(0 in row["widths"] for row in rows)  # some had nothing to say
+    assert strategy.results["rounds"] == 12
+    assert rows[0]["download_bytes"] > 4 * 4 * FROZEN.size > 20 * rows[-1]["download_bytes"]
+
+
+def rows_of(path):
+    text = (path / "run" / "rounds.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_what_handlers_and_functions_are_told():
+    seen, evaluated = [], []
+
+    def evaluate(number, arrays):
+        evaluated.append((number, distance(arrays)))
+        return MetricRecord({"distance": evaluated[-1][1]})
+
+    grid = make_grid(make_app([aqg_mod], seen=seen))
+    result = make_strategy(client_eval_every=2).start(
+        grid,
+        first_arrays(),
+        num_rounds=5,
+        train_config=ConfigRecord({"lr": 0.5}),
+        evaluate_fn=evaluate,
+    )
+    assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4, 5]
+    assert {config["server-round"] for _, config, _ in seen} == {1, 2, 3, 4, 5}
+    assert {config["lr"] for _, config, _ in seen} == {0.5}
+    assert all(names == ["arrays", "config"] for _, _, names in seen)
+    assert sorted(result.evaluate_metrics_clientapp) == [2, 4, 5]
+    assert sorted(result.evaluate_metrics_serverapp) == [0, 1, 2, 3, 4, 5]
+    for number in (2, 4, 5):  # clients and server measured the same model
+        on_clients = result.evaluate_metrics_clientapp[number]["distance"]
+        assert on_clients == pytest.approx(evaluated[number][1], rel=1e-6)
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5]
+
+
+def test_flowers_own_loop_drives_it_as_well():
+    grid = make_grid()
+    strategy = make_strategy(recipe="gd", downlink="exact", client_eval_every=3)
+    result = Strategy.start(strategy, grid, first_arrays(), num_rounds=6)
+    own = make_strategy(recipe="gd", downlink="exact").start(
+        make_grid(), first_arrays(), num_rounds=6
+    )
+    for name, array in values_of(own.arrays).items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array, err_msg=name)
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5, 6]
+    assert sorted(result.evaluate_metrics_clientapp) == [3, 6]
+    with pytest.raises(ConfigError, match="a round that was not begun with configure_train"):
+        strategy.aggregate_train(6, [])
+    with pytest.raises(ConfigError, match="round 7 is not the one that AQG made"):
+        strategy.configure_train(7, first_arrays(), ConfigRecord(), grid)
+    with pytest.raises(ConfigError, match="round 1 was not begun"):
+        make_strategy().aggregate_train(1, [])
+
+
+def test_in_a_server_app():
+    app, found = ServerApp(), []
+
+    @app.main()
+    def main(grid, context):
+        strategy = AQG.from_run_config(context.run_config)
+        found.append(strategy.start(grid, first_arrays()))
+
+    config = {"num-clients": NUM_CLIENTS, "rounds": 10, "recipe": "lean", "batch-size": 3}
+    app(make_grid(), server_context(config))
+    assert distance(found[0].arrays) < 0.5
+
+
+class KilledError(Exception):
+    pass
+
+
+class Killer:
+    """Kills the server after a round."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def start(self, config, next_round):
+        pass
+
+    def round(self, report):
+        if report.line.record.round == self.number:
+            raise KilledError
+
+    def finish(self, summary):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
+    options = {"recipe": "lean", "downlink": "exact"}
+    whole = make_strategy(**options, run_dir=str(tmp_path / "whole"))
+    expected = whole.start(make_grid(), first_arrays(), num_rounds=6)
+    grid = make_grid()
+    with pytest.raises(KilledError):
+        make_strategy(**options, run_dir=str(tmp_path / "run"), loggers=[Killer(4)]).start(
+            grid, first_arrays(), num_rounds=6
+        )
+    result = make_strategy(**options, run_dir=str(tmp_path / "run")).start(
+        grid, first_arrays(), num_rounds=6
+    )
+    for name, array in values_of(expected.arrays).items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array, err_msg=name)
+    shutil.rmtree(tmp_path / "state" / "partition-1")
+    result = make_strategy(**options, run_dir=str(tmp_path / "run")).start(
+        grid, first_arrays(), num_rounds=9
+    )
+    kinds = [one["kind"] for row in rows_of(tmp_path) for one in row.get("incidents", [])]
+    assert set(kinds[:-2]) == {"rollback"}  # of the round that was run again
+    assert kinds[-2:] == ["lost", "resync"]  # it gets the start again; its mirror begins anew
+    assert len(result.train_metrics_clientapp) == 3
+
+
+def test_a_damaged_start_is_sent_again(tmp_path):
+    grid = make_grid()
+
+    def damage(node, message):
+        if node == 102 and message.metadata.group_id == "3":
+            (run,) = (tmp_path / "state" / "partition-2").iterdir()
+            (run / "start" / "state.json").write_text("{")
+        return message
+
+    grid.deliver = damage
+    make_strategy(recipe="lean", run_dir=str(tmp_path / "run")).start(
+        grid, first_arrays(), num_rounds=4
+    )
+    first, second, third, fourth = rows_of(tmp_path)
+    assert [one["kind"] for one in third["incidents"]] == ["lost"]
+    assert third["widths"][2] >= 0  # and it answered in the same round
+    assert not any(row.get("incidents") for row in (first, second, fourth))
+
+
+def test_lost_and_damaged_replies_cost_that_client_its_update_only(tmp_path):
+    grid = make_grid()
+    strikes = {(3, 101): "lose", (4, 102): "damage", (5, 103): "no mod"}
+
+    def strike(node, reply):
+        number = int(reply.metadata.group_id or 0)
+        how = strikes.get((number, node))
+        if how == "lose":
+            return None
+        if how == "damage":
+            data = bytearray(reply.content["aqg"]["bytes"])
+            data[len(data) // 2] ^= 4
+            reply.content["aqg"]["bytes"] = bytes(data)
+        if how == "no mod":
+            reply.content = RecordDict({"arrays": first_arrays()})
+        return reply
+
+    grid.answer = strike
+    make_strategy(recipe="qgd", run_dir=str(tmp_path / "run"), round_timeout=0.5).start(
+        grid, first_arrays(), num_rounds=7
+    )
+    found = [
+        (row["round"], one["client"], one["kind"])
+        for row in rows_of(tmp_path)
+        for one in row.get("incidents", [])
+    ]
+    assert found == [
+        (3, 1, "missing"),
+        (4, 2, "rejected"),
+        (4, 1, "rollback"),
+        (5, 3, "rejected"),
+        (5, 2, "rollback"),
+        (6, 3, "rollback"),
+    ]
+    texts = [one["text"] for row in rows_of(tmp_path) for one in row.get("incidents", [])]
+    assert "mods=[aqg_mod]" in texts[3]
+
+
+def own_app(reply_with):
+    """Return an app whose handler answers with what a function makes."""
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        return Message(reply_with(message, client), reply_to=message)
+
+    return app
+
+
+def trained(message, client, **metrics):
+    values = {name: array.numpy() for name, array in message.content["arrays"].items()}
+    values["layer.weight"] = values["layer.weight"] * 0.5 + TARGETS[client] * 0.5
+    arrays = ArrayRecord({name: Array(np.asarray(v)) for name, v in values.items()})
+    metrics = {"num-examples": int(SIZES[client]), **metrics}
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
+
+
+def test_any_metrics_are_averaged_by_examples_and_nan_is_reported(tmp_path, caplog):
+    def answer(message, client):
+        number = int(message.content["config"]["server-round"])
+        own = {"own": 1.0} if client == 3 else {}
+        score = math.nan if (client, number) == (1, 2) else float(client)
+        return trained(message, client, train_loss=0.25, score=score, **own)
+
+    with caplog.at_level(logging.INFO, logger="flwr.aqg"):
+        result = make_strategy(run_dir=str(tmp_path / "run")).start(
+            make_grid(own_app(answer)), first_arrays(), num_rounds=3
+        )
+    first, second, third = rows_of(tmp_path)
+    expected = float(np.average(np.arange(4.0), weights=SIZES))
+    assert first["train_score"] == third["train_score"] == pytest.approx(expected)
+    assert first["loss"] == first["train_loss"] == 0.25
+    assert first["train_own"] == 1.0
+    assert second["train_score"] is None
+    assert math.isnan(result.train_metrics_clientapp[2]["score"])
+    assert "client 1 (node 101) reports NaN for score" in caplog.text
+    assert "train_score 2" in caplog.text
+    # The app has no handler for evaluation: the last loss of training is the final one.
+    assert result.evaluate_metrics_clientapp == {}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_loss"] == 0.25
+
+
+def test_a_report_shows_the_clients_metrics(tmp_path):
+    from aqg.report.runs import read_run
+
+    grid = make_grid()
+    make_strategy(run_dir=str(tmp_path / "run"), client_eval_every=1).start(
+        grid, first_arrays(), num_rounds=3
+    )
+    run = read_run(tmp_path / "run", "run")
+    assert np.isfinite(run.extras["train_start"]).all()
+    assert np.isnan(run.extras["eval_distance"][0])  # nobody evaluates before the first round
+    assert run.summary is not None
+    assert run.summary["eval_distance"] < run.extras["eval_distance"][1]
+
+
+@pytest.mark.parametrize(("monitor", "rounds"), [("train_score", 5), ("eval_distance", 4)])
+def test_a_run_can_end_by_the_clients_metrics(tmp_path, monitor, rounds):
+    def answer(message, client):
+        number = int(message.content["config"]["server-round"])
+        return trained(message, client, score=float(min(number, 3)))
+
+    app = make_app([aqg_mod]) if monitor.startswith("eval") else own_app(answer)
+    options = {"patience": 2, "monitor": monitor, "client_eval_every": 1}
+    make_strategy(run_dir=str(tmp_path / "run"), **options).start(
+        make_grid(app), first_arrays(), num_rounds=12
+    )
+    assert len(rows_of(tmp_path)) == rounds  # the distance falls, which counts as no progress
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda content: content.pop("arrays"), "has 0 ArrayRecords"),
+        (lambda content: content.update(more=first_arrays()), "has 2 ArrayRecords"),
+        (lambda content: content["metrics"].pop("num-examples"), "num-examples 0"),
+        (
+            lambda content: content["arrays"].update({"layer.weight": Array(np.zeros(2))}),
+            "array 'layer.weight' is (2,) float64; the model has (30, 10) float32",
+        ),
+        (lambda content: content["arrays"].pop("layer.weight"), "no 'layer.weight'"),
+    ],
+)
+def test_a_reply_that_will_not_do_is_refused_with_the_node(tmp_path, spoil, complaint):
+    def answer(message, client):
+        content = trained(message, client)
+        if client == 2:
+            spoil(content)
+        return content
+
+    make_strategy(run_dir=str(tmp_path / "run"), max_share=1.0).start(
+        make_grid(own_app(answer)), first_arrays(), num_rounds=2
+    )
+    for row in rows_of(tmp_path):
+        (incident,) = row["incidents"]
+        assert (incident["client"], incident["node"]) == (2, 102)
+        assert incident["kind"] in ("error", "rejected")
+        assert complaint in incident["text"]
+
+
+def test_what_is_left_out_stays_as_it_was(tmp_path):
+    strategy = make_strategy(recipe="lean", include="*.weight", run_dir=str(tmp_path / "run"))
+    result = strategy.start(make_grid(), first_arrays(), num_rounds=8)
+    assert distance(result.arrays) < 1.0
+    np.testing.assert_array_equal(result.arrays["layer.frozen"].numpy(), FROZEN)
+    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
+        assert len(saved["parameters"]) == 300
+
+
+@pytest.mark.parametrize("weighting", ["samples", "equal"])
+def test_a_client_without_the_mod_is_told_apart(tmp_path, caplog, weighting):
+    strategy = make_strategy(max_failed_rounds=0, start_timeout=0.2, weighting=weighting)
+    complaint = {"samples": "no client has said how many", "equal": "1 rounds in a row"}
+    with pytest.raises((RunError, ConfigError), match=complaint[weighting]):
+        strategy.start(make_grid(make_app([])), first_arrays(), num_rounds=2)
+    assert "does its app have mods=[aqg_mod]?" in caplog.text
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ConfigError, match="AQG has no setting 'patiense'; 'patience'"):
+        make_strategy(patiense=3)
+    with pytest.raises(ConfigError, match="unknown recipe 'magic'"):
+        make_strategy(recipe="magic")
+    with pytest.raises(ConfigError, match="rounds is 0; it must be at least 1"):
+        make_strategy().start(make_grid(), first_arrays(), num_rounds=0)
+    with pytest.raises(ConfigError, match="include pattern 'lora' matches none of the 4 arrays"):
+        make_strategy(include="lora").start(make_grid(), first_arrays())
+    with pytest.raises(ConfigError, match="the model to start from is a list"):
+        make_strategy().start(make_grid(), [1.0])
+    with pytest.raises(ConfigError, match=r"a strategy, FedAvg: to keep that, write Compressed"):
+        make_server_app(FedAvg())(make_grid(), server_context({"num-clients": 2, "rounds": 3}))
+    with pytest.raises(ConfigError, match="give one of them"):
+        make_strategy(evaluate=lambda _: 1.0).start(
+            make_grid(), first_arrays(), evaluate_fn=lambda number, arrays: None
+        )
+
+
+def test_tasks_send_metrics_as_well(tmp_path):
+    torch = pytest.importorskip("torch")
+    from aqg.flower import FlowerTask, make_client_app
+
+    def make_task(context):
+        client = int(context.node_config["partition-id"])
+
+        def train(net, number):
+            with torch.no_grad():
+                net.weight += 0.1
+            return {"loss": 0.5, "rate": 1.0 / number, "client": client}
+
+        def evaluate(net):
+            return {"loss": 0.25, "mean": float(net.weight.detach().mean())}
+
+        return FlowerTask.from_training(make_net(), train, int(SIZES[client]), evaluate)
+
+    def make_net():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 1)
+
+    measured = []
+
+    def evaluate(net):
+        measured.append(float(net.weight.detach().mean()))
+        return {"mean": measured[-1], "broken": math.nan}
+
+    grid = make_grid(make_client_app(make_task))
+    strategy = make_strategy(recipe="gd", run_dir=str(tmp_path / "run"), evaluate=evaluate)
+    result = strategy.start(grid, make_net(), num_rounds=3)
+    rows = rows_of(tmp_path)
+    assert [row["train_rate"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert rows[0]["train_client"] == pytest.approx(np.average(np.arange(4), weights=SIZES))
+    assert [row["eval_mean"] for row in rows] == pytest.approx(measured[:3], rel=1e-5)
+    assert [row["test_broken"] for row in rows] == [None] * 3
+    assert {row["loss"] for row in rows} == {0.25}
+    assert sorted(result.evaluate_metrics_clientapp) == [0, 1, 2, 3]
+    assert isinstance(strategy.final, torch.nn.Linear)
+    assert strategy.results["eval_mean"] == pytest.approx(measured[3], rel=1e-5)
+
+
+def test_a_module_with_tied_weights_serves_plain_clients():
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = torch.nn.Linear(3, 3, bias=False)
+            self.second = torch.nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+            self.frozen = torch.nn.Linear(3, 1).requires_grad_(False)
+
+    seen = []
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message, context):
+        net = Tied()
+        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        seen.append(net.first.weight.detach().clone())
+        with torch.no_grad():
+            net.first.weight += 1.0
+        metrics = MetricRecord({"num-examples": 1})
+        content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    start = Tied().first.weight.detach().clone()
+    result = make_strategy(recipe="gd").start(make_grid(app), Tied(), num_rounds=2)
+    assert list(result.arrays) == list(Tied().state_dict())
+    for name in ("first.weight", "second.weight"):
+        np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)
+    np.testing.assert_allclose(seen[-1], start + 1.0, atol=1e-5)
+
+
+def test_compressed_does_not_go_around_it():
+    with pytest.raises(ConfigError, match="AQG compresses by itself"):
+        Compressed(make_strategy()).start(make_grid(), first_arrays())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("downlink", ["exact", "condensed"])
+def test_after_any_faults_both_sides_agree_again(tmp_path, seed, downlink):
+    """Orders and replies are lost, states wiped and restored; then two rounds go well."""
+    rng = np.random.default_rng(seed)
+    grid = make_grid()
+    state = tmp_path / "state"
+    rounds, faulty = 12, 9
+
+    def trouble(node, message):
+        number = int(message.metadata.group_id or 0)
+        if not 0 < number <= faulty:
+            return message
+        own, copy = state / f"partition-{node - 100}", tmp_path / f"copy-{node}"
+        match rng.integers(12):
+            case 0:
+                return None
+            case 1:
+                shutil.rmtree(own, ignore_errors=True)
+            case 2 if own.exists() and not copy.exists():
+                shutil.copytree(own, copy)
+            case 3 if copy.exists():
+                shutil.rmtree(own, ignore_errors=True)
+                shutil.copytree(copy, own)
+            case 4:
+                for path in own.glob("*/start/state.json"):
+                    path.write_text("{")
+        return message
+
+    def lose(node, reply):
+        number = int(reply.metadata.group_id or 0)
+        return None if 0 < number <= faulty and rng.random() < 0.15 else reply
+
+    grid.deliver, grid.answer = trouble, lose
+    options = {"include": "*.weight", "round_timeout": 0.1, "downlink": downlink}
+    run = tmp_path / "run"
+    make_strategy(recipe="qgd", run_dir=str(run), **options).start(grid, first_arrays(), rounds)
+    rows = rows_of(tmp_path)
+    assert sum(len(row.get("incidents", [])) for row in rows[:faulty]) > 5
+    assert not rows[-1].get("incidents")
+    recipe = make_recipe("qgd")
+    saved = load_checkpoint(run, recipe, make_downlink(downlink))
+    assert saved is not None
+    for client in range(NUM_CLIENTS):
+        place = state / f"partition-{client}" / f"{saved.run}-{saved.fingerprint.hex()}"
+        mirror = ClientStore(DirectoryVault(place), place.name).load()
+        assert mirror is not None
+        assert mirror.current.stamp == saved.book.entries[client].stamp
