@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg import __version__
@@ -28,6 +27,8 @@ from aqg.flower.dropin.tensors import (
     is_same,
     kinds_of,
     record_of,
+    subtract,
+    values_of,
     vector_dtype,
 )
 from aqg.flower.envelope import (
@@ -158,7 +159,7 @@ def _follow(order: Order, beside: object, memory: Memory) -> _Model:
         schema = Schema.of(beside)
         if schema is None:
             raise MessageError("the model holds arrays that are not NumPy's")
-        values = {name: array.numpy() for name, array in beside.items()}
+        values = values_of(beside)
         copy = PublicCopy.of(values, schema, order.layout[1:], order.round)
     else:
         found = store.load()
@@ -211,7 +212,7 @@ def _fits(record: ArrayRecord, schema: Schema) -> bool:
 def _answer(record: ArrayRecord, model: _Model, memory: Memory) -> bytes:
     """Return what stands for a trained model."""
     order, schema, before = model.order, model.schema, model.values
-    after = {name: array.numpy() for name, array in record.items()}
+    after = values_of(record)
     kinds = kinds_of(schema, (), ())
     changed = {
         name
@@ -254,8 +255,7 @@ def _respond(
             fingerprint=agreement(recipe, size, dtype, order.seed, schema),
         )
     update = flatten(before, chosen)
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at by the recipe
-        update -= flatten(after, chosen)
+    subtract(update, after, chosen)
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
