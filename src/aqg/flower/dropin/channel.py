@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Condensed
+from aqg.core.links import is_lasting
 from aqg.core.messages import Skip
-from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError
+from aqg.flower.dropin.coarse import CoarseDownlink, recipe_of
 from aqg.flower.dropin.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
 from aqg.flower.dropin.publishing import Steps, condense, measure_change, squared_norm
 from aqg.flower.dropin.tensors import (
@@ -85,7 +86,7 @@ class Settings:
     seed: int = 0
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    downlink: Condensed = field(default_factory=Condensed)
+    downlink: Condensed | CoarseDownlink = field(default_factory=Condensed)
     clip: Callable[[], float | None] = lambda: None
 
 
@@ -125,7 +126,7 @@ class Channel:
         self.schema = schema
         self._run = run
         self._settings = settings
-        self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
+        self._recipe = recipe_of(settings.recipe, settings.bits, settings.max_staleness)
         self._kinds = kinds_of(schema, settings.include, settings.exclude)
         self._candidates = schema.bitmap(n for n, k in self._kinds.items() if k is Kind.VECTOR)
         self._values = values_like(record, schema)
@@ -145,6 +146,7 @@ class Channel:
         self._history: tuple[float, ...] = ()
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
+        self._repeats = False
         self._zero: dict[tuple[int, str], Peer] = {}
         self._context_pays = True
 
@@ -258,6 +260,7 @@ class Channel:
             self.note(node, phase)
             raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         self._peers[node] = layout, peer
+        self._repeats |= isinstance(message, Skip) or is_lasting(message)
         update = update_of(self._recipe, peer, message, size)
         total, count = self._sums.get(layout, (None, 0))
         self._sums[layout] = update if total is None else total + update, count + 1
@@ -322,7 +325,7 @@ class Channel:
                 self._steps,
                 self._senders,
                 copy.version,
-                self._settings.downlink,
+                self._next_downlink(),
             )
             if message is not None:
                 frame, vector = self._encode(message), moved(vector, message, specs)
@@ -337,6 +340,12 @@ class Channel:
         self._copy = PublicCopy(copy.version + 1, copy.layout, vector, tensors, digests)
         self._digest = self._copy.digest()
         self._cut()
+
+    def _next_downlink(self) -> Condensed | CoarseDownlink:
+        """Return how the next entry is made, after what nodes have sent."""
+        downlink, repeats = self._settings.downlink, self._repeats
+        self._repeats = False
+        return Condensed() if repeats and isinstance(downlink, CoarseDownlink) else downlink
 
     def _encode(self, message: Message) -> bytes:
         """Write the frame of an entry; with the context coder, as long as that pays."""

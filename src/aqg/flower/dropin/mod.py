@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg import __version__
-from aqg.core.recipes import make_recipe
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.dropin.channel import OPEN, agreement
+from aqg.flower.dropin.coarse import recipe_of
 from aqg.flower.dropin.copies import PublicCopy, follow_log
 from aqg.flower.dropin.tensors import (
     Kind,
@@ -179,7 +179,7 @@ def _follow(order: Order, beside: object, memory: Memory) -> _Model:
 
 def _agree(order: Order, schema: Schema, version: str) -> None:
     """Raise `ConfigError` unless both sides mean the same."""
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
+    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
     ours = agreement(recipe, order.num_params, order.dtype, order.seed, schema)
     if ours != order.fingerprint:
         raise ConfigError(
@@ -241,7 +241,7 @@ def _respond(
     """Return the reply for the tensors that are compressed, and remember it."""
     if not chosen:
         return replace(stale_reply(order), stale=False)
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
+    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
         zero = Snapshot.zero(recipe, size, dtype).stamp

@@ -2,7 +2,8 @@
 
 A change of few coordinates, as sparse replies make it, is answered in kind: the largest coordinates
 of the difference as sparse ternary. Any other change is quantized with the fewest bits that bring
-the copy within a tolerance of the model. What is left out stays in the difference.
+the copy within a tolerance of the model. `CoarseDownlink` sends a coarse message in any case. What
+is left out stays in the difference.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.links import Link
+from aqg.core.quantizers import Request
 from aqg.core.round import Clients, News, speak
 from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.flower.dropin.coarse import Coarse, CoarseDownlink
 from aqg.flower.dropin.tensors import PIECE
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ def condense(
     steps: Steps,
     senders: int,
     version: int,
-    downlink: Condensed,
+    downlink: Condensed | CoarseDownlink,
 ) -> AnyUpload | None:
     """Return what is to be added to the public copy; None for nothing.
 
@@ -107,6 +110,11 @@ def condense(
     """
     if not np.isfinite(model).all():  # it diverged; clients stay where they are
         return None
+    if isinstance(downlink, CoarseDownlink):
+        gap = np.subtract(model, copy, out=model)
+        square = squared_norm(gap)
+        request = Request(0, squared_norm=square)
+        return Coarse(downlink.width).quantize(gap, request) if square else None
     if num_changed * _SPARSE <= len(model):
         gap = np.subtract(model, copy, out=model)
         count = max(_FEWEST, round(downlink.ratio * num_changed / max(1, senders)))

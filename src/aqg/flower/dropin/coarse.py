@@ -1,0 +1,162 @@
+"""Coarse messages for strategies that average replies.
+
+Local training makes updates that are noise for the greater part, with a few large coordinates. Both
+directions round them to multiples of a step that is several times the root mean square of the
+coordinates: most become zero, which the coder writes in a fraction of a bit. What is left out is
+sent later: a client keeps it as the residual of error feedback, the server has it in the difference
+between model and public copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.downlink import Condensed, make_downlink
+from aqg.core.grids import MIN_STEP, Grid, round_up_to_bfloat16
+from aqg.core.messages import Upload
+from aqg.core.noise import NoiseMeter
+from aqg.core.policies import Always
+from aqg.core.quantizers import NormOnly, Request
+from aqg.core.recipe import Recipe
+from aqg.core.recipes import make_recipe
+from aqg.core.stages import ErrorFeedback, NoiseSwitch
+from aqg.errors import ConfigError
+from aqg.flower.dropin.tensors import PIECE
+
+if TYPE_CHECKING:
+    from aqg.core.types import Float64Array, FloatArray, Levels
+
+COARSE = "coarse"
+"""The name of the recipe and of the downlink."""
+_WIDTH = 8
+_TOP = (1 << (_WIDTH - 1)) - 1
+_ROUNDING = 0.4
+"""Added before rounding down: what is below 0.6 steps becomes zero, which costs least."""
+
+
+@dataclass(frozen=True)
+class Coarse(NormOnly):
+    """Multiples of a step that is ``width`` times the root mean square of the coordinates.
+
+    What is below 0.6 steps becomes zero.
+
+    >>> vector = np.array([0.1, -0.1, 4.0, 0.1, -2.2, 0.1], np.float32)
+    >>> upload = Coarse(1.0).quantize(vector, Request(8, squared_norm=float(vector @ vector)))
+    >>> [round(value, 2) for value in upload.values(np.float32).tolist()]
+    [0.0, 0.0, 3.73, 0.0, -1.87, 0.0]
+    """
+
+    width: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.width < math.inf:
+            raise ConfigError(f"width is {self.width}; it must be above 0 and finite")
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        """Round to the nearest multiple, or to the one below."""
+        step = self.width * math.sqrt(request.squared_norm / max(1, len(vector)))
+        if step < MIN_STEP:  # rounding up would overshoot
+            return Upload(np.ones(len(vector), np.uint8), 0.0, 2, Grid.MIDTREAD)
+        step = round_up_to_bfloat16(step)
+        largest = math.floor(float(np.abs(vector).max(initial=0.0)) / step + _ROUNDING)
+        width = max(2, min(largest, _TOP).bit_length() + 1)
+        return Upload(_round(vector, step, (1 << (width - 1)) - 1), step, width, Grid.MIDTREAD)
+
+
+def _round(vector: FloatArray, step: float, top: int) -> Levels:
+    """Return the levels, from 0 for ``-top`` to ``2·top``."""
+    levels = np.empty(len(vector), np.uint8)
+    for start in range(0, len(vector), PIECE):
+        piece = vector[start : start + PIECE] / vector.dtype.type(step)
+        sizes = np.minimum(np.floor(np.abs(piece) + vector.dtype.type(_ROUNDING)), top)
+        levels[start : start + PIECE] = top + np.copysign(sizes, piece).astype(np.int16)
+    return levels
+
+
+@dataclass(frozen=True)
+class CoarseSwitch(NoiseSwitch):
+    """Coarse messages with error feedback while updates are noise; the recipe's mirror otherwise.
+
+    Error feedback makes updates that repeat themselves overshoot, and a mirror does not.
+
+    Attributes:
+        width: of `Coarse`.
+
+    """
+
+    width: float = Coarse.width
+
+    @cached_property
+    def branches(self) -> tuple[Recipe, ...]:
+        """Return the one for noise."""
+        quantizer = Coarse(self.width)
+        return (Recipe(policy=Always(_WIDTH), quantizer=quantizer, stages=(ErrorFeedback(),)),)
+
+    def _branch(self, notes: Float64Array) -> int:
+        return int(self.meter.is_noisy(notes))
+
+
+@dataclass(frozen=True)
+class CoarseDownlink:
+    """The difference between model and public copy as a coarse message.
+
+    After a round in which a reply was for longer than the round, since the node's updates repeat
+    themselves, it is sent as `Condensed` does, which comes nearer to the model.
+
+    Attributes:
+        width: of `Coarse`.
+
+    """
+
+    width: float = Coarse.width
+
+    name = COARSE
+
+    def __post_init__(self) -> None:
+        Coarse(self.width)
+
+
+def recipe_of(spec: str, bits: int, max_staleness: int) -> Recipe:
+    """Return the recipe of a name with options: ``coarse``, or one of `aqg.core.recipes`.
+
+    >>> recipe_of("coarse:width=3", 4, 100).switch.width
+    3.0
+    """
+    name, *settings = spec.split(":")
+    if name != COARSE:
+        return make_recipe(spec, bits, max_staleness)
+    width = _options("recipe", settings, {"width": Coarse.width})["width"]
+    base = make_recipe("auto", bits, max_staleness)
+    return replace(base, switch=CoarseSwitch(NoiseMeter(), width=width))
+
+
+def downlink_of(spec: str) -> Condensed | CoarseDownlink:
+    """Return the downlink of a name with options: ``condensed`` or ``coarse``."""
+    name, *settings = spec.split(":")
+    if name == COARSE:
+        return CoarseDownlink(**_options("downlink", settings, asdict(CoarseDownlink())))
+    condensed = make_downlink(spec)
+    if not isinstance(condensed, Condensed):
+        raise ConfigError(f"downlink is {spec!r}; here it is 'condensed' or 'coarse', with options")
+    return condensed
+
+
+def _options(what: str, settings: list[str], defaults: dict[str, float]) -> dict[str, float]:
+    chosen = dict(defaults)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in defaults:
+            known = ", ".join(defaults)
+            raise ConfigError(f"{what} {COARSE!r} has no option {key!r}; it has: {known}")
+        try:
+            chosen[key] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"option {key} of {what} {COARSE!r} is {value!r}, not a number"
+            ) from None
+    return chosen
