@@ -5,7 +5,8 @@
 
 TASK is one of ``aqg compare --swap-in``. A step is a rule's, as ``aqg run --step`` names it, or
 ``xN``: N times that of federated averaging, in every round. Accuracy is that on the validation
-set; the step is in steps of federated averaging. FILE gets a line for every so many rounds.
+set of the mean over the last models (with ``--step dog:average=0``, of the model itself); the step
+is in steps of federated averaging. FILE gets a line for every so many rounds.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main() -> None:
         if number % options.every and number not in (1, 3):
             continue
         measured = replace(simulation.problem, test=simulation.problem.validation)
-        accuracy = measured.measure(simulation.parameters).get("accuracy", float("nan"))
+        accuracy = measured.measure(simulation.averaged).get("accuracy", float("nan"))
         rates = simulation.state().model.downlink
         length = config.alpha if rates is None else rates.rates.step_size
         row = (*key, number, f"{accuracy:.3f}", f"{length / task.alpha:.1f}", sent, received)

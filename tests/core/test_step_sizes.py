@@ -48,7 +48,7 @@ def descend(
 
 
 def test_the_formula_is_that_of_distance_over_gradients() -> None:
-    rule = DistanceOverGradients(is_sparse=False, most=100.0)
+    rule = DistanceOverGradients(first=1.0, is_sparse=False, most=100.0)
     rng = np.random.default_rng(5)
     params = start = rng.normal(size=SIZE)
     state: StepState | None = rule.init(params)

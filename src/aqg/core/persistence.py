@@ -87,13 +87,22 @@ def model_from_arrays(arrays: Arrays) -> Model:
     )
 
 
+_STEP_VECTORS = ("start", "mean")
+
+
 def _step_to_arrays(state: StepState) -> dict[str, NDArray[Any]]:
-    start, *numbers = state
-    return {"step_start": start, "step_numbers": np.array(numbers, np.float64)}
+    numbers = [number for name, number in state._asdict().items() if name not in _STEP_VECTORS]
+    vectors = {f"step_{name}": getattr(state, name) for name in _STEP_VECTORS}
+    return {**vectors, "step_numbers": np.array(numbers, np.float64)}
 
 
 def _step_from_arrays(arrays: Arrays) -> StepState:
-    return StepState(np.array(arrays["step_start"]), *arrays["step_numbers"].tolist())
+    vectors: dict[str, Any] = {
+        n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS if f"step_{n}" in arrays
+    }
+    names = [name for name in StepState._fields if name not in _STEP_VECTORS]
+    numbers = arrays["step_numbers"].tolist()  # fewer in files of earlier versions
+    return StepState(**vectors, **dict(zip(names, numbers, strict=False)))
 
 
 def _downlink_to_arrays(state: DownlinkState) -> dict[str, NDArray[Any]]:

@@ -183,7 +183,7 @@ def _auto(
 
 
 @register("swap", "ours: auto, with as many coordinates as keep up with federated averaging")
-def _swap(bits: int, *, keep: float = 0.01) -> Recipe:
+def _swap(bits: int, *, keep: float = 0.007) -> Recipe:
     return _auto(bits, keep=keep)
 
 

@@ -84,6 +84,12 @@ class Model(NamedTuple):
     is_moved: bool = False
     step: StepState | None = None
 
+    @property
+    def averaged(self) -> Array:
+        """The mean of the models so far, where one is kept; else the model. See `step_sizes`."""
+        is_kept = self.step is not None and self.step.num_models > 0
+        return self.step.mean if is_kept else self.parameters  # type: ignore[union-attr]
+
 
 def init_model(
     parameters: FloatArray,
@@ -258,7 +264,7 @@ def step(
         last_step=squared_norm if is_pending else None,
         optimizer=optimizer_state,
         downlink=model.downlink,
-        step=step_state,
+        step=rule.follow(step_state, parameters),
     )
     return moved, rates
 
@@ -336,6 +342,12 @@ class ServerState(NamedTuple):
     def parameters(self) -> FloatArray:
         """The model ``θ^k``."""
         params: FloatArray = self.model.parameters
+        return params
+
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the models so far, where one is kept; else the model."""
+        params: FloatArray = self.model.averaged
         return params
 
     @property
@@ -491,7 +503,7 @@ def publish_round(
         raise ConfigError(f"sampled is {sampled!r}; it must be above 0 and at most 1")
     if (state.model.downlink is None) != isinstance(downlink, Full):
         raise ConfigError(f"the server's state was not made for the downlink {downlink!r}")
-    if (state.model.step is None) != isinstance(rule, Fixed):
+    if (state.model.step is None) != (rule.init(state.parameters[:0]) is None):
         raise ConfigError(f"the server's state was not made for the step {rule.name!r}")
     count, before = state.num_clients, state.model
     model = _copied(before) if isinstance(downlink, Condensed) else before

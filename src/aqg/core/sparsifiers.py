@@ -31,6 +31,8 @@ _LEAST_SHARE = 0.2
 _GROWTH = 0.7
 """How messages grow with the rounds between them, as a power: less than those, since residuals also
 hold noise, which cancels."""
+_LEAST_SWAPPED = 400.0
+"""Coordinates with which small models keep up with whole updates."""
 _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 
@@ -95,9 +97,9 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.7`` times
-    the larger of ``keep·n`` and ``3√n``, and for that no more than ``n/10``: training goes on as
-    fast as with whole updates. Small models need a larger part of their coordinates, and it costs
-    them little.
+    the larger of ``keep·n`` and ``min(400, n/16)``, and for that no more than ``n/10``: training
+    goes on as fast as with whole updates. Small models need a larger part of their coordinates, and
+    it costs them little.
 
     Attributes:
         overhead: the transport's bytes.
@@ -129,14 +131,15 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 4196, 15901]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
-        [147, 249, 3557]
+        [151, 400, 3557]
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         swapped = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            swapped = growth * max(self.keep * num_params, 3.0 * math.sqrt(num_params))
+            least = min(_LEAST_SWAPPED, num_params / 16.0)
+            swapped = growth * max(self.keep * num_params, least)
         fitting = min(max(self.overhead / 4.0, swapped), _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting)))
 

@@ -204,7 +204,7 @@ def _run(
         is_measured = (number - 1) % measured_every == 0
         if is_measured:
             model = _snapshot(simulation)
-            metrics = simulation.problem.measure(simulation.parameters)
+            metrics = simulation.problem.measure(simulation.averaged)
         if validate is not None:
             metrics[VALIDATION] = validate()
             referee.look_before(number, metrics[VALIDATION])
@@ -235,7 +235,7 @@ def _run(
     save()
 
     final_loss = simulation.loss()
-    metrics = simulation.problem.measure(simulation.parameters)
+    metrics = simulation.problem.measure(simulation.averaged)
     final_value = math.nan
     if validate is not None:
         final_value = validate()
@@ -341,7 +341,7 @@ class _Referee:
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
     """Return the test accuracy of the model; on the device, where only the accuracy is wanted."""
-    problem, params = simulation.problem, simulation.parameters
+    problem, params = simulation.problem, simulation.averaged
     backend = getattr(simulation, "backend", None)
     if backend is None or problem.metrics is not None or problem.test is None:
         return problem.measure(params).get("accuracy", math.nan)
@@ -355,7 +355,7 @@ def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
 
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
     """Return what makes the tensors of the model as it is now, by name."""
-    params, buffers = simulation.parameters, shared_buffers(simulation)
+    params, buffers = simulation.averaged, shared_buffers(simulation)
     return lambda: name_tensors(simulation.problem.objective, params, buffers)
 
 

@@ -193,7 +193,7 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
         if math.isnan(start):
             raise ConfigError(f"{config.title} has no {goal.kind} on its validation set")
     elif goal.kind == "accuracy":
-        measured = simulation.problem.measure(simulation.parameters)
+        measured = simulation.problem.measure(simulation.averaged)
         if "accuracy" not in measured:
             found = f"only {', '.join(measured)}" if measured else "nothing"
             raise ConfigError(

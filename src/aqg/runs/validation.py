@@ -70,7 +70,7 @@ class Validator:
 
     def __call__(self) -> float:
         """Return the accuracy or the loss; NaN for a model that holds NaN or infinity."""
-        params = self._simulation.parameters
+        params = self._simulation.averaged
         if not np.isfinite(params).all():
             return math.nan
         return self._simulation.problem.validate(self._put(params), self._samples, self._kind)

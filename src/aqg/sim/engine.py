@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.server import Model
     from aqg.core.space import Array
+    from aqg.core.step_sizes import StepState
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.protocol.log import Content
     from aqg.sim.problem import Problem
@@ -135,6 +136,12 @@ class FastSimulation:
     def parameters(self) -> FloatArray:
         """The current model."""
         params: FloatArray = self.backend.get(self._model.parameters)
+        return params
+
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the models so far, where the step's rule keeps one; else the model."""
+        params: FloatArray = self.backend.get(self._model.averaged)
         return params
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
@@ -359,8 +366,14 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
         passing=None if model.passing is None else move(model.passing),
         optimizer=OptimizerState(*map(move, model.optimizer)),
         downlink=_downlink_in(move, model.downlink),
-        step=None if model.step is None else model.step._replace(start=move(model.step.start)),
+        step=_step_in(move, model.step),
     )
+
+
+def _step_in(move: Callable[[Array], Array], state: StepState | None) -> StepState | None:
+    if state is None:
+        return None
+    return state._replace(start=move(state.start), mean=move(state.mean))
 
 
 def _downlink_in(

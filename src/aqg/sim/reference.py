@@ -265,6 +265,11 @@ class ReferenceSimulation:
         """The current model."""
         return self.server.state.parameters
 
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the models so far, where the step's rule keeps one; else the model."""
+        return self.server.state.averaged
+
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
         broadcast = self.server.broadcast()
