@@ -146,7 +146,7 @@ class Channel:
         self._history: tuple[float, ...] = ()
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
-        self._repeats = False
+        self._num_lasting = 0
         self._zero: dict[tuple[int, str], Peer] = {}
         self._context_pays = True
 
@@ -260,7 +260,7 @@ class Channel:
             self.note(node, phase)
             raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         self._peers[node] = layout, peer
-        self._repeats |= isinstance(message, Skip) or is_lasting(message)
+        self._num_lasting += isinstance(message, Skip) or is_lasting(message)
         update = update_of(self._recipe, peer, message, size)
         total, count = self._sums.get(layout, (None, 0))
         self._sums[layout] = update if total is None else total + update, count + 1
@@ -343,9 +343,11 @@ class Channel:
 
     def _next_downlink(self) -> Condensed | CoarseDownlink:
         """Return how the next entry is made, after what nodes have sent."""
-        downlink, repeats = self._settings.downlink, self._repeats
-        self._repeats = False
-        return Condensed() if repeats and isinstance(downlink, CoarseDownlink) else downlink
+        downlink, num_lasting = self._settings.downlink, self._num_lasting
+        self._num_lasting = 0
+        if isinstance(downlink, CoarseDownlink) and 2 * num_lasting > self._senders:
+            return Condensed()
+        return downlink
 
     def _encode(self, message: Message) -> bytes:
         """Write the frame of an entry; with the context coder, as long as that pays."""

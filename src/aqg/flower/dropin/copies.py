@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from aqg.flower.dropin.tensors import Schema, Spec, Tensor, Values
 
 _LAYOUT, _VECTOR, _KEPT = 1, 2, 4
-_EIGHTH = 8
+_FEW = 8
+"""A move of more than one coordinate in so many is not looked at."""
 
 
 class PublicCopy(NamedTuple):
@@ -100,20 +101,17 @@ class Move(NamedTuple):
 
 
 def move_between(before: PublicCopy, after: PublicCopy) -> Move | None:
-    """Return how the vector moved; None where it did not.
-
-    Of a move of many coordinates it is those of every eighth place.
-    """
+    """Return how the vector moved; None where it did not, or in more than a few places."""
     if before.layout != after.layout:
         return None
     old, new = before.vector, after.vector
-    places, values, num_left = [], [], len(new) // _EIGHTH
+    places, values, num_left = [], [], len(new) // _FEW
     for start in range(0, len(new), PIECE):
         steps = new[start : start + PIECE] - old[start : start + PIECE]
         found = np.flatnonzero(steps)
         num_left -= len(found)
         if num_left < 0:
-            return Move(np.arange(0, len(new), _EIGHTH), new[::_EIGHTH] - old[::_EIGHTH])
+            return None
         places.append(found + start)
         values.append(steps[found])
     move = Move(np.concatenate(places), np.concatenate(values))
