@@ -1,6 +1,6 @@
 """What it costs to swap a recipe into an app: rounds and bytes until it is as good as averaging.
 
-    python benchmarks/swap_in.py [--tasks local-iid,…] [--recipes swap,auto@2,…] [--seeds 3]
+    python benchmarks/swap_in.py [--tasks local-iid,…] [--recipes auto,stc@2,…] [--seeds 3]
                                  [--rounds 100] [--device cpu] [--out FOLDER]
 
 For each task and seed, federated averaging in full precision, with whole models as downloads, is
@@ -104,7 +104,7 @@ def rounds_of(simulation: FastSimulation, is_full: bool) -> Iterator[tuple[float
         whole = model_bytes * sum(width != DROPPED for width in record.widths)
         sent += whole if is_full else record.upload_bytes
         received += whole if is_full else record.download_bytes
-        accuracy = simulation.problem.test_accuracy(simulation.parameters)
+        accuracy = simulation.problem.test_accuracy(simulation.averaged)
         yield (math.nan if accuracy is None else accuracy), sent, received
 
 

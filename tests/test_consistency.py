@@ -17,7 +17,7 @@ import typer
 
 import aqg
 from aqg.cli.app import app, run_app
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.runs.config import SETTINGS, resolve
 from aqg.studies.compare.comparison import open_comparison
@@ -114,11 +114,10 @@ OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address
 """Options of Flower's commands that pages name by themselves."""
 
 
-def test_swap_is_what_pages_say():
-    swap = make_recipe("swap")
-    said = {keep for text in TEXTS.values() for keep in re.findall(r"`auto:(keep=[\d.]+)`", text)}
-    assert len(said) == 1, said
-    assert make_recipe(f"auto:{said.pop()}") == swap
+def test_the_default_is_what_pages_say():
+    """How much a client sends, as a part of its coordinates."""
+    said = {keep for text in TEXTS.values() for keep in re.findall(r"`keep = ([\d.]+)`", text)}
+    assert said == {str(RECIPES["auto"].options["keep"])}
 
 
 def test_the_bounds_of_adaptive_steps_are_those_of_the_code():

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
 SWAP_IN = ROOT / "results/swap-in/table.csv"
 FIELD = ROOT / "results/swap-in-compare"
-OURS = ("swap", "auto", "lean")
+OURS = ("auto", "lean")
 TASKS = {
     "digits-local": "digits, 2,410 parameters, Dirichlet(0.3)",
     "local-iid": "MNIST, 159,010 parameters, IID",
@@ -94,11 +94,11 @@ def _seeds(counts: Iterable[int]) -> str:
 
 
 def short_table() -> Table:
-    """Return `swap` beside federated averaging: accuracy, rounds, bytes up and down."""
-    header = ("task", "accuracy", "FedAvg: rounds, up, down", "`swap`: rounds, up, down", "fewer")
+    """Return `auto` beside federated averaging: accuracy, rounds, bytes up and down."""
+    header = ("task", "accuracy", "FedAvg: rounds, up, down", "`auto`: rounds, up, down", "fewer")
     rows = []
     for task, words in TASKS.items():
-        plain, runs = read_runs(task, "fedavg"), read_runs(task, "swap")
+        plain, runs = read_runs(task, "fedavg"), read_runs(task, "auto")
         rows.append(
             (
                 words,
@@ -108,9 +108,9 @@ def short_table() -> Table:
                 f"{geometric_mean(run.saving for run in runs):,.0f}×",
             )
         )
-    seeds = _seeds(len(read_runs(task, "swap")) for task in TASKS)
+    seeds = _seeds(len(read_runs(task, "auto")) for task in TASKS)
     note = f"Rounds and bytes of all clients until FedAvg's accuracy, less one point; {seeds}."
-    return Table("swap", "`swap` in place of FedAvg", note, header, tuple(rows))
+    return Table("swap", "`auto` in place of FedAvg", note, header, tuple(rows))
 
 
 def long_table() -> Table:
@@ -118,7 +118,7 @@ def long_table() -> Table:
     header = ("task", "FedAvg: rounds, bytes", "rounds", "delay", "bytes", "saving")
     rows = []
     for task in TASKS:
-        plain, runs = read_runs(task, "fedavg"), read_runs(task, "swap")
+        plain, runs = read_runs(task, "fedavg"), read_runs(task, "auto")
         delays = _delays(plain, runs)
         savings = sorted(run.saving for run in runs)
         totals = [
@@ -136,19 +136,19 @@ def long_table() -> Table:
             )
         )
     note = "Bytes of all clients in both directions."
-    return Table("swap-ranges", "`swap` in place of federated averaging", note, header, tuple(rows))
+    return Table("swap-ranges", "`auto` in place of federated averaging", note, header, tuple(rows))
 
 
 def field_table() -> Table:
-    """Return `swap` beside the best recipe of the field, whose settings were searched."""
+    """Return `auto` beside the best recipe of the field, whose settings were searched."""
     comparison = open_swap_in(FIELD)
     cells = [c for c in make_cells(comparison, read_outcomes(FIELD)) if c.goal == PLATEAU]
-    header = ("task", "FedAvg", "`swap`, nothing set", "best of the field, searched")
+    header = ("task", "FedAvg", "`auto`, nothing set", "best of the field, searched")
     rows = []
     for task in comparison.tasks:
         found = {cell.recipe: cell for cell in cells if cell.task == task.name}
         others = [c for r, c in found.items() if r not in (*OURS, "fedavg") and c.savings]
-        if "fedavg" not in found or "swap" not in found or not others:
+        if "fedavg" not in found or "auto" not in found or not others:
             continue
         best = max(others, key=_rank)
         plain = found["fedavg"]
@@ -157,13 +157,13 @@ def field_table() -> Table:
             (
                 task.name,
                 f"{_accuracy(plain)}, {cost}",
-                _outcome(found["swap"]),
+                _outcome(found["auto"]),
                 f"`{best.recipe}`: {_outcome(best)}",
             )
         )
     seeds = _seeds(cell.num_seeds for cell in cells if cell.task in {row[0] for row in rows})
     note = f"Test accuracy, rounds and bytes in both directions, at the same target; {seeds}."
-    return Table("field", "`swap` and the field", note, header, tuple(rows))
+    return Table("field", "`auto` and the field", note, header, tuple(rows))
 
 
 def _rank(cell: Cell) -> tuple[bool, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from aqg.core.downlink import make_downlink
 from aqg.core.optimizers import SGD, Momentum
+from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
@@ -26,7 +28,7 @@ from aqg.core.step_sizes import (
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aqg.core.types import Float64Array
+    from aqg.core.types import Float64Array, FloatArray
 
 SPACE = NumpySpace()
 SIZE = 100
@@ -85,10 +87,10 @@ def test_the_norm_of_the_starting_model_sets_no_scale(norm: float) -> None:
 def test_sparse_updates_begin_as_if_all_coordinates_moved() -> None:
     update = np.zeros(SIZE)
     update[:4] = 1.0
-    rule = DistanceOverGradients()
+    rule = DistanceOverGradients(first=1.0)
     _, step_size = rule.next(SPACE, rule.init(update), update, update, 0.5)
     assert step_size == 0.5 * 5
-    dense = DistanceOverGradients(is_sparse=False)
+    dense = DistanceOverGradients(first=1.0, is_sparse=False)
     _, step_size = dense.next(SPACE, dense.init(update), update, update, 0.5)
     assert step_size == 0.5
 
@@ -138,8 +140,37 @@ def test_values_beyond_all_numbers_leave_the_state_finite() -> None:
     for length in (1.0, 1e200, 1e-200, 1.0):
         state, step_size = rule.next(SPACE, state, zeros, zeros + length, 0.1)
         assert state is not None
-        assert all(map(math.isfinite, state[1:]))
+        numbers = (state.reach, state.energy, state.num_updates, state.scale)
+        assert all(map(math.isfinite, numbers))
         assert is_short(step_size)
+
+
+def test_the_mean_is_that_of_the_last_ninth_of_the_models() -> None:
+    """Weights of the formula, a mean that no step begins with, and none where none is asked for."""
+    recipe, rng = make_recipe("stc:keep=0.1"), np.random.default_rng(9)
+    for rule, gamma in ((DistanceOverGradients(), 8.0), (Fixed(average=3.0), 3.0), (Fixed(), 0.0)):
+        state: ServerState = init_server(recipe, rng.normal(size=SIZE), 1, rule=rule)
+        plain: ServerState = init_server(
+            recipe, state.parameters, 1, rule=replace(rule, average=0.0)
+        )
+        models: list[FloatArray] = []
+        for _ in range(30):
+            upload = recipe.quantizer.quantize(rng.normal(size=SIZE), REQUEST)
+            state, plain = (hear(recipe, one, 0, upload) for one in (state, plain))
+            state, _ = publish_round(recipe, state, 0.1, rule=rule)
+            plain, _ = publish_round(recipe, plain, 0.1, rule=replace(rule, average=0.0))
+            models.append(state.parameters)
+            assert np.array_equal(state.parameters, plain.parameters)
+        expected = models[-1]
+        if gamma:
+            expected = models[0]
+            for count, model in enumerate(models[1:], start=2):
+                weight = (gamma + 1) / (gamma + count)
+                expected = (1 - weight) * expected + weight * model
+            assert not np.allclose(state.averaged, state.parameters)
+        assert np.allclose(state.averaged, expected, rtol=1e-12)
+        arrays = model_to_arrays(state.model)
+        assert np.array_equal(model_from_arrays(arrays).averaged, state.averaged)
 
 
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])
@@ -173,7 +204,6 @@ def test_a_state_for_another_rule_is_refused() -> None:
     ("recipe", "are_exact", "rule"),
     [
         ("auto", False, DistanceOverGradients()),
-        ("swap", False, DistanceOverGradients()),
         ("stc", False, DistanceOverGradients()),
         ("qsgd", False, DistanceOverGradients(first=4.0, is_sparse=False)),
         ("auto", True, Fixed()),
@@ -191,11 +221,12 @@ def test_auto_suits_the_recipe(recipe: str, are_exact: bool, rule: object) -> No
     ("spec", "message"),
     [
         ("long", "unknown step 'long'; choose from auto, fixed, dog"),
-        ("dog:rho=1", "step 'dog' has no option 'rho'; it has: first, is_sparse, most, burst"),
+        ("dog:rho=1", "step 'dog' has no option 'rho'; it has: average, first"),
         ("dog:most=x", "option most of step 'dog' is 'x', not a number"),
         ("dog:most=0.5", "most is 0.5; it must be at least 1 and finite"),
         ("dog:first=0", "first is 0.0; it must be above 0 and finite"),
-        ("fixed:most=1", "step 'fixed' has no option 'most'; it has: none"),
+        ("fixed:most=1", "step 'fixed' has no option 'most'; it has: average"),
+        ("fixed:average=-1", "average is -1.0; it must be at least 0 and finite"),
     ],
 )
 def test_bad_settings_are_named(spec: str, message: str) -> None:

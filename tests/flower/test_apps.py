@@ -1097,7 +1097,7 @@ def local_federation(path: Path, **config: Any) -> Federation:
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.67])
-@pytest.mark.parametrize("recipe", ["swap", "qsgd"])
+@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
 def test_steps_that_set_themselves_are_the_simulators(
     tmp_path: Path, recipe: str, participation: float
 ) -> None:
@@ -1126,7 +1126,7 @@ def test_steps_that_set_themselves_are_the_simulators(
 
 
 def test_a_run_does_not_go_on_with_other_steps(tmp_path: Path) -> None:
-    federation = local_federation(tmp_path, recipe="swap", alpha=0.0, step="dog")
+    federation = local_federation(tmp_path, recipe="auto", alpha=0.0, step="dog")
     with pytest.raises(Killed):
         federation.run(loggers=[Killer(3)])
     federation.config["step"] = "fixed"

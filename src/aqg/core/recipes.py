@@ -176,15 +176,10 @@ def _auto(
     noisy: float = 0.2,
     widest: float = 3.0,
     overhead: float = 0.0,
-    keep: float = 0.0,
+    keep: float = 0.007,
 ) -> Recipe:
     switch = NoiseSwitch(NoiseMeter(low_noise, noisy), overhead, keep)
     return replace(_lean(bits, widest=widest), switch=switch)
-
-
-@register("swap", "ours: auto, with as many coordinates as keep up with federated averaging")
-def _swap(bits: int, *, keep: float = 0.007) -> Recipe:
-    return _auto(bits, keep=keep)
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
 _MARKERS = "osD^vPX<>hp"
-_OUR_COLORS = ("#D55E00", "#F0C000")
+_OUR_COLORS = ("#D55E00",)
 _PANEL = 3.6
 """Inches."""
 _MOST_COLUMNS = 3

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aqg.studies.swap_in.tasks import SwapTask
 
 FEDAVG = "fedavg"
-OURS = ("auto", "swap")
+OURS = ("auto",)
 _LEFT_OUT = ("gd", "lag")
 """With local training these sum stale updates in full precision; `fedavg` stands for them."""
 
