@@ -65,7 +65,7 @@ class Coarse(NormOnly):
     [0.0, 0.0, 3.73, 0.0, -1.87, 0.0]
     """
 
-    width: float = 4.0
+    width: float = 3.5
 
     def __post_init__(self) -> None:
         if not 0 < self.width < math.inf:
