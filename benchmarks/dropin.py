@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--app", choices=("before", "after"), action="append", help="of accuracy")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--recipe", default="lean", help="of accuracy")
+    parser.add_argument("--recipe", help="of accuracy; the wrapper's own choice by default")
+    parser.add_argument("--downlink", help="likewise")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     options = parser.parse_args()
     {
@@ -164,8 +165,8 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     torch.set_num_threads(1)
     client, server = (import_module(f"{package}.{side}_app") for side in ("client", "server"))
     if hasattr(server, "Compressed"):
-        recipe = options.recipe
-        server.Compressed = lambda inner: strategy.Compressed(inner, recipe=recipe)
+        chosen = {"recipe": options.recipe, "downlink": options.downlink}
+        server.Compressed = lambda inner: strategy.Compressed(inner, **chosen)
     rates = {"digits": 0.05, "adapters": 0.2}
     config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
     config["learning-rate"] = rates[package]

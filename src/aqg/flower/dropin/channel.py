@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Condensed
+from aqg.core.links import is_lasting
 from aqg.core.messages import Skip
-from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError
+from aqg.flower.dropin.coarse import CoarseDownlink, recipe_of
 from aqg.flower.dropin.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
-from aqg.flower.dropin.publishing import Steps, condense
+from aqg.flower.dropin.publishing import Steps, condense, measure_change, squared_norm
 from aqg.flower.dropin.tensors import (
     Kind,
     Schema,
@@ -24,7 +25,7 @@ from aqg.flower.dropin.tensors import (
     is_same,
     kinds_of,
     record_of,
-    unflatten,
+    shifted,
     values_like,
     vector_dtype,
 )
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
-    from aqg.core.types import BoolArray, Float64Array
+    from aqg.core.types import FloatArray
     from aqg.flower.dropin.tensors import Spec, Tensor
 
 INCARNATION = 1
@@ -53,8 +54,6 @@ OPEN, CLOSED = b"\1", b"\0"
 _CAUTION = 0.03
 """Recipes are told this part of the movement. A round of local training goes far: an update that is
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
-_ROUNDING = 64.0
-"""Averages of equal numbers are off by less than this many units in the last place."""
 
 
 _TRY_EVERY = 8
@@ -87,7 +86,7 @@ class Settings:
     seed: int = 0
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    downlink: Condensed = field(default_factory=Condensed)
+    downlink: Condensed | CoarseDownlink = field(default_factory=Condensed)
     clip: Callable[[], float | None] = lambda: None
 
 
@@ -127,13 +126,13 @@ class Channel:
         self.schema = schema
         self._run = run
         self._settings = settings
-        self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
+        self._recipe = recipe_of(settings.recipe, settings.bits, settings.max_staleness)
         self._kinds = kinds_of(schema, settings.include, settings.exclude)
         self._candidates = schema.bitmap(n for n, k in self._kinds.items() if k is Kind.VECTOR)
         self._values = values_like(record, schema)
         self._copy = PublicCopy.of(self._values, schema, self._candidates)
         self._arrays = dict(record)
-        self._full: tuple[int, ArrayRecord] = (1, record)
+        self._full: ArrayRecord | None = record
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
@@ -145,8 +144,9 @@ class Channel:
         self._peers: dict[int, tuple[bytes, Peer]] = {}
         self._steps = Steps()
         self._history: tuple[float, ...] = ()
-        self._sums: dict[bytes, tuple[Float64Array, int]] = {}
+        self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
+        self._num_lasting = 0
         self._zero: dict[tuple[int, str], Peer] = {}
         self._context_pays = True
 
@@ -260,11 +260,11 @@ class Channel:
             self.note(node, phase)
             raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         self._peers[node] = layout, peer
+        self._num_lasting += isinstance(message, Skip) or is_lasting(message)
         update = update_of(self._recipe, peer, message, size)
-        total, count = self._sums.get(layout, (np.zeros(size), 0))
-        total += update
-        self._sums[layout] = total, count + 1
-        return unflatten(flatten(phase.values, specs) - update, specs)
+        total, count = self._sums.get(layout, (None, 0))
+        self._sums[layout] = update if total is None else total + update, count + 1
+        return shifted(phase.values, update, specs)
 
     def _check_layout(self, layout: bytes, phase: Phase) -> None:
         if layout == phase.layout:
@@ -310,25 +310,22 @@ class Channel:
         """Add an entry, and go to the next version of the public copy."""
         copy = self._copy if layout is None else self._copy.with_layout(self.schema, layout)
         specs = self.schema.chosen(copy.layout)
-        mean = self._mean_update(copy.layout)
+        mean = self._mean_square(copy.layout)
         frame, kept, vector = b"", b"", copy.vector
         tensors, digests = dict(copy.kept), dict(copy.digests)
         if is_news:
-            model, before = flatten(values, specs), flatten(self._values, specs)
-            change = np.subtract(model, before, dtype=np.float64)
-            with np.errstate(over="ignore", invalid="ignore"):
-                square = float(np.vdot(change, change))
+            square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
             self._steps = self._steps.after(square)
             if mean is not None:
-                self._note_movement(square, float(np.vdot(mean, mean)))
+                self._note_movement(square, mean)
             message = condense(
-                model,
+                flatten(values, specs),
                 vector,
-                int(np.count_nonzero(_is_change(change, before))),
+                num_changed,
                 self._steps,
                 self._senders,
                 copy.version,
-                self._settings.downlink,
+                self._next_downlink(),
             )
             if message is not None:
                 frame, vector = self._encode(message), moved(vector, message, specs)
@@ -339,9 +336,18 @@ class Channel:
                 digests |= {name: tensor_digest(tensors[name]) for name in changed}
             self._values = values
         self._entries.append(encode_entry(layout, frame, kept))
+        self._full = None
         self._copy = PublicCopy(copy.version + 1, copy.layout, vector, tensors, digests)
         self._digest = self._copy.digest()
         self._cut()
+
+    def _next_downlink(self) -> Condensed | CoarseDownlink:
+        """Return how the next entry is made, after what nodes have sent."""
+        downlink, num_lasting = self._settings.downlink, self._num_lasting
+        self._num_lasting = 0
+        if isinstance(downlink, CoarseDownlink) and 2 * num_lasting > self._senders:
+            return Condensed()
+        return downlink
 
     def _encode(self, message: Message) -> bytes:
         """Write the frame of an entry; with the context coder, as long as that pays."""
@@ -361,15 +367,16 @@ class Channel:
             return not is_same(as_received(tensor, kind), held)
         if tensor.dtype.kind != "f":
             return True
-        change = np.subtract(tensor, held, dtype=np.float64)
-        return bool(_is_change(change, held).any() or not np.isfinite(tensor).all())
+        spec = self.schema.specs[self.schema.places[name]]
+        _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
+        return num_changed > 0 or not np.isfinite(tensor).all()
 
-    def _mean_update(self, layout: bytes) -> Float64Array | None:
-        """Return the mean of the replies since the last entry."""
+    def _mean_square(self, layout: bytes) -> float | None:
+        """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
         total, count = self._sums.pop(layout, (None, 0))
         self._senders = max(1, count)
         self._sums = {}
-        return None if total is None else total / count
+        return None if total is None else squared_norm(total) / count**2
 
     def _note_movement(self, step: float, mean: float) -> None:
         """Put the scale of the last step into the history that recipes look at.
@@ -383,11 +390,9 @@ class Channel:
 
     def _whole(self) -> ArrayRecord:
         """Return the public copy as a record."""
-        version, record = self._full
-        if version != self._copy.version:
-            record = record_of(self._copy.values(self.schema), self.schema)
-            self._full = self._copy.version, record
-        return record
+        if self._full is None:
+            self._full = record_of(self._copy.values(self.schema), self.schema)
+        return self._full
 
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
@@ -402,13 +407,6 @@ class Channel:
         drop = max(oldest - self._first, len(self._entries) - kept, 0)
         del self._entries[:drop]
         self._first += drop
-
-
-def _is_change(change: Float64Array, before: Tensor) -> BoolArray:
-    """Tell where a tensor has changed by more than an average of equal numbers does."""
-    bound = _ROUNDING * np.finfo(before.dtype).eps * np.abs(before)
-    changed: BoolArray = np.abs(change) > bound
-    return changed
 
 
 def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:

@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg import __version__
-from aqg.core.recipes import make_recipe
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.dropin.channel import OPEN, agreement
-from aqg.flower.dropin.copies import PublicCopy, follow_log
+from aqg.flower.dropin.coarse import recipe_of, with_response
+from aqg.flower.dropin.copies import Move, PublicCopy, follow_log, move_between
 from aqg.flower.dropin.tensors import (
     Kind,
     Schema,
@@ -30,6 +29,8 @@ from aqg.flower.dropin.tensors import (
     is_same,
     kinds_of,
     record_of,
+    subtract,
+    values_of,
     vector_dtype,
 )
 from aqg.flower.envelope import (
@@ -84,6 +85,7 @@ class _Model(NamedTuple):
         schema: its tensors.
         copy: the public copy.
         values: what the handler receives.
+        move: how the copy moved since the last order, where that is known.
 
     """
 
@@ -91,6 +93,7 @@ class _Model(NamedTuple):
     schema: Schema
     copy: PublicCopy
     values: dict[str, Tensor]
+    move: Move | None
 
 
 def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) -> Mod:
@@ -176,12 +179,12 @@ def _receive(message: Message, envelope: Envelope, memory: Memory) -> dict[str, 
 
 def _follow(order: Order, beside: object, memory: Memory) -> _Model:
     """Return the model that an order is about, after comparing digests, and remember it."""
-    store = memory.copies(order.run)
+    store, move = memory.copies(order.run), None
     if isinstance(beside, ArrayRecord):
         schema = Schema.of(beside)
         if schema is None:
             raise MessageError("the model holds arrays that are not NumPy's")
-        values = {name: array.numpy() for name, array in beside.items()}
+        values = values_of(beside)
         copy = PublicCopy.of(values, schema, order.layout[1:], order.round)
     else:
         found = store.load()
@@ -192,16 +195,16 @@ def _follow(order: Order, beside: object, memory: Memory) -> _Model:
             copy = follow_log(held, order.log, schema)
         except AqgError as error:
             raise _LostError(str(error)) from None
-        values = copy.values(schema)
+        values, move = copy.values(schema), move_between(held, copy)
     if copy.digest() != order.public:
         raise _LostError(f"version {copy.version} has another digest here than at the server")
     store.save(copy, schema)
-    return _Model(order, schema, copy, values)
+    return _Model(order, schema, copy, values, move)
 
 
 def _agree(order: Order, schema: Schema, version: str) -> None:
     """Raise `ConfigError` unless both sides mean the same."""
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
+    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
     ours = agreement(recipe, order.num_params, order.dtype, order.seed, schema)
     if ours != order.fingerprint:
         raise ConfigError(
@@ -234,7 +237,7 @@ def _fits(record: ArrayRecord, schema: Schema) -> bool:
 def _answer(record: ArrayRecord, model: _Model, memory: Memory) -> bytes:
     """Return what stands for a trained model."""
     order, schema, before = model.order, model.schema, model.values
-    after = {name: array.numpy() for name, array in record.items()}
+    after = values_of(record)
     kinds = kinds_of(schema, (), ())
     changed = {
         name
@@ -247,24 +250,20 @@ def _answer(record: ArrayRecord, model: _Model, memory: Memory) -> bytes:
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
     rest = encode_kept(after, kept, schema, kinds) if kept else b""
-    reply = _respond(order, schema, chosen, layout, before, after, memory)
+    reply = _respond(model, chosen, layout, after, memory)
     return to_bytes(replace(reply, statistics=layout + rest, held_round=order.round))
 
 
 def _respond(
-    order: Order,
-    schema: Schema,
-    chosen: list[Spec],
-    layout: bytes,
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    memory: Memory,
+    model: _Model, chosen: list[Spec], layout: bytes, after: dict[str, Tensor], memory: Memory
 ) -> Reply:
     """Return the reply for the tensors that are compressed, and remember it."""
+    order, schema, move = model.order, model.schema, model.move
     if not chosen:
         return replace(stale_reply(order), stale=False)
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
+    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
+        move = None
         size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
         zero = Snapshot.zero(recipe, size, dtype).stamp
         order = replace(
@@ -276,13 +275,12 @@ def _respond(
             digest=zero.digest,
             fingerprint=agreement(recipe, size, dtype, order.seed, schema),
         )
-    update = flatten(before, chosen)
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at by the recipe
-        update -= flatten(after, chosen)
+    update = flatten(model.values, chosen)
+    subtract(update, after, chosen)
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
-    own = own_recipe(recipe, order, False, MESSAGE_BYTES)
+    own = with_response(own_recipe(recipe, order, False, MESSAGE_BYTES), move, update)
     mirror, reply = answer(own, intact_base(own, store, order), order, update)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)

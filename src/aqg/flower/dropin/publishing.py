@@ -2,7 +2,8 @@
 
 A change of few coordinates, as sparse replies make it, is answered in kind: the largest coordinates
 of the difference as sparse ternary. Any other change is quantized with the fewest bits that bring
-the copy within a tolerance of the model. What is left out stays in the difference.
+the copy within a tolerance of the model. `CoarseDownlink` sends a coarse message in any case. What
+is left out stays in the difference.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.links import Link
+from aqg.core.quantizers import Request
 from aqg.core.round import Clients, News, speak
 from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.flower.dropin.coarse import Coarse, CoarseDownlink
+from aqg.flower.dropin.tensors import PIECE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aqg.core.downlink import Condensed
     from aqg.core.messages import AnyUpload
     from aqg.core.types import FloatArray
+    from aqg.flower.dropin.tensors import Spec, Values
 
-_SPACE = NumpySpace()
+_SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
 _NO_LOSS = np.full(1, math.nan)
 _FEWEST = 32
@@ -31,6 +38,10 @@ _SPARSE = 8
 """A change of less than one coordinate in so many is sparse."""
 _STEPS = 10
 """How many past steps the tolerance looks at."""
+
+
+_ROUNDING = 64.0
+"""Averages of equal numbers are off by less than this many units in the last place."""
 
 
 class Steps(NamedTuple):
@@ -48,6 +59,34 @@ class Steps(NamedTuple):
         return sum(self.squares) / len(self.squares) if self.squares else 0.0
 
 
+def squared_norm(vector: FloatArray) -> float:
+    """Return ``‖v‖²``, summed in double precision, without a second vector."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(vector), PIECE):
+            piece = vector[start : start + PIECE].astype(np.float64)
+            total += float(np.vdot(piece, piece))
+    return total
+
+
+def measure_change(
+    values: Values, before: Values, specs: Sequence[Spec], dtype: str
+) -> tuple[float, int]:
+    """Return ``‖θ - θ'‖²``, and how many values changed by more than rounding in ``dtype`` does."""
+    square, count, bound = 0.0, 0, _ROUNDING * float(np.finfo(dtype).eps)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for spec in specs:
+            new, old = values[spec.name].reshape(-1), before[spec.name].reshape(-1)
+            for start in range(0, len(new), PIECE):
+                was = old[start : start + PIECE].astype(np.float64)
+                change = new[start : start + PIECE] - was
+                square += float(np.vdot(change, change))
+                np.abs(was, out=was)
+                was *= bound
+                count += int(np.count_nonzero(np.abs(change) > was))
+    return square, count
+
+
 def condense(
     model: FloatArray,
     copy: FloatArray,
@@ -55,12 +94,12 @@ def condense(
     steps: Steps,
     senders: int,
     version: int,
-    downlink: Condensed,
+    downlink: Condensed | CoarseDownlink,
 ) -> AnyUpload | None:
     """Return what is to be added to the public copy; None for nothing.
 
     Args:
-        model: the strategy's model, flat.
+        model: the strategy's model, flat; it is written to.
         copy: the public copy.
         num_changed: how many coordinates of the model changed in its last step.
         steps: how far it moved.
@@ -71,13 +110,18 @@ def condense(
     """
     if not np.isfinite(model).all():  # it diverged; clients stay where they are
         return None
+    if isinstance(downlink, CoarseDownlink):
+        gap = np.subtract(model, copy, out=model)
+        square = squared_norm(gap)
+        request = Request(0, squared_norm=square)
+        return Coarse(downlink.width).quantize(gap, request) if square else None
     if num_changed * _SPARSE <= len(model):
-        gap = model - copy
+        gap = np.subtract(model, copy, out=model)
         count = max(_FEWEST, round(downlink.ratio * num_changed / max(1, senders)))
         kept = largest(gap, min(count, len(gap)))
         return ternary(gap, kept, TERNARY_WIDTH) if len(kept) else None
     link = Link(copy[None], np.zeros((1, 0), np.int8), np.ones(1, np.bool_))
     holder = Clients(len(copy), link, np.zeros(1, np.int64), {})
     news = News(version, downlink.tolerance * steps.mean, _NO_LOSS)
-    spoken = speak(_SPACE, downlink.lasting, holder, _FIRST, model.copy()[None], news)
+    spoken = speak(_SPACE, downlink.lasting, holder, _FIRST, model[None], news)
     return spoken.uploads[0] if spoken.uploads else None

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Strategy
 
-from aqg.core.downlink import Condensed, make_downlink
-from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.flower.dropin.channel import Settings
+from aqg.flower.dropin.coarse import COARSE, downlink_of, recipe_of
 from aqg.flower.dropin.grid import CompressedGrid, Counts
 
 if TYPE_CHECKING:
@@ -31,6 +30,14 @@ _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
 )
+_AVERAGING = (
+    strategies.FedAvg,
+    strategies.FedAvgM,
+    strategies.FedAdam,
+    strategies.FedAdagrad,
+    strategies.FedYogi,
+    strategies.FedProx,
+)
 
 
 class Compressed(Strategy):
@@ -41,15 +48,18 @@ class Compressed(Strategy):
 
     Args:
         strategy: does what it always does.
-        recipe: the compressor, see ``aqg recipes``. With ``lean`` every reply is near the client's
-            model, as strategies expect that look at single replies. Recipes with error feedback,
-            such as ``auto`` on noisy updates, suit strategies that average replies.
+        recipe: the compressor: ``coarse`` (`aqg.flower.dropin.coarse`) or one of ``aqg recipes``.
+            By default ``coarse`` for those of Flower's strategies that average replies, and
+            ``lean`` for all others: with it every reply is near the client's model, as strategies
+            expect that look at single replies.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many silent rounds a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
-        downlink: how clients' copy of the model follows the server's: ``"condensed"`` with
-            options, see `aqg.core.downlink.Condensed`.
+        downlink: how clients' copy of the model follows the server's: ``"coarse"`` or
+            ``"condensed"`` with options, see `aqg.flower.dropin.coarse.CoarseDownlink` and
+            `aqg.core.downlink.Condensed`. By default the first where the recipe is ``coarse``, and
+            the second otherwise.
         seed: of recipes that draw.
 
     """
@@ -58,21 +68,22 @@ class Compressed(Strategy):
         self,
         strategy: Strategy,
         *,
-        recipe: str = "lean",
+        recipe: str | None = None,
         bits: int = 4,
         max_staleness: int = 100,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
-        downlink: str = "condensed",
+        downlink: str | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"strategy is a {type(strategy).__name__}; it must be a Strategy")
         self.strategy = strategy
-        make_recipe(recipe, bits, max_staleness)
-        condensed = make_downlink(downlink)
-        if not isinstance(condensed, Condensed):
-            raise ConfigError(f"downlink is {downlink!r}; here it is 'condensed', with options")
+        if recipe is None:
+            recipe = COARSE if averages(strategy) else "lean"
+        if downlink is None:
+            downlink = COARSE if recipe.partition(":")[0] == COARSE else "condensed"
+        recipe_of(recipe, bits, max_staleness)
         self.settings = Settings(
             recipe=recipe,
             bits=bits,
@@ -80,7 +91,7 @@ class Compressed(Strategy):
             seed=seed,
             include=_patterns(include),
             exclude=_patterns(exclude),
-            downlink=condensed,
+            downlink=downlink_of(downlink),
             clip=self._clipping_norm,
         )
         self.counts = Counts()
@@ -139,6 +150,15 @@ class Compressed(Strategy):
         if not isinstance(self.strategy, _CLIENTS_CLIP):
             return None
         return float(self.strategy.clipping_norm)
+
+
+def averages(strategy: Strategy) -> bool:
+    """Tell whether a strategy makes the model from the mean of the replies, as Flower's own do.
+
+    A class that aggregates in a way of its own may look at single replies, as medians do: each of
+    them must then be near the node's model.
+    """
+    return type(strategy).aggregate_train in {kind.aggregate_train for kind in _AVERAGING}
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:

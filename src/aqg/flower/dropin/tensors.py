@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from fnmatch import fnmatchcase
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ _FLOATS = ("float16", "float32", "float64")
 _STATISTICS = ("running_mean", "running_var")
 _COUNTERS = ("num_batches_tracked",)
 _NUMPY = "numpy.ndarray"
+PIECE = 1 << 20
+"""Values that are looked at together: large models need no second vector to be compared."""
 
 
 class Kind(enum.Enum):
@@ -146,14 +149,16 @@ def flatten(values: Values, specs: Sequence[Spec]) -> FloatArray:
     return vector
 
 
-def unflatten(vector: FloatArray, specs: Sequence[Spec]) -> dict[str, Tensor]:
-    """Return the tensors of a vector, each in its own precision."""
+def unflatten(
+    vector: FloatArray, specs: Sequence[Spec], dtype: np.dtype[Any] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a vector, each in its own precision, or all in one."""
     tensors: dict[str, Tensor] = {}
     position = 0
     for spec in specs:
         part = vector[position : position + spec.size].reshape(spec.shape)
         with np.errstate(over="ignore"):
-            tensors[spec.name] = part.astype(spec.dtype, copy=False)
+            tensors[spec.name] = part.astype(dtype or spec.dtype, copy=False)
         position += spec.size
     return tensors
 
@@ -165,9 +170,36 @@ def rounded(vector: FloatArray, specs: Sequence[Spec]) -> FloatArray:
     return flatten(unflatten(vector, specs), specs)
 
 
+def tensor_of(array: Array) -> Tensor:
+    """Return the tensor of an array; it lies in the array's own bytes, and cannot be written to."""
+    if array.stype != _NUMPY:
+        raise MessageError(f"an array is {array.stype!r}; {_NUMPY!r} can be read")
+    stream = BytesIO(array.data)
+    version = np.lib.format.read_magic(stream)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0}
+    reader = readers.get(version, np.lib.format.read_array_header_2_0)
+    shape, is_fortran, dtype = reader(stream)
+    if dtype.hasobject:
+        raise MessageError("an array holds Python objects; numbers can be read")
+    size = int(np.prod(shape, dtype=np.int64))
+    if not size:
+        return np.zeros(shape, dtype)
+    flat = np.frombuffer(array.data, dtype, size, stream.tell())
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return the array of a tensor, as `flwr.app.Array` makes it, with a single copy of it."""
+    tensor = np.asarray(tensor, order="C")
+    head = BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tensor))
+    data = b"".join([head.getvalue(), _bits(tensor).data])
+    return Array(str(tensor.dtype), tuple(tensor.shape), _NUMPY, data)
+
+
 def values_of(record: ArrayRecord) -> dict[str, Tensor]:
-    """Return the tensors of a record."""
-    return {name: array.numpy() for name, array in record.items()}
+    """Return the tensors of a record, without a copy (`tensor_of`)."""
+    return {name: tensor_of(array) for name, array in record.items()}
 
 
 def values_like(record: ArrayRecord, schema: Schema) -> dict[str, Tensor]:
@@ -177,7 +209,7 @@ def values_like(record: ArrayRecord, schema: Schema) -> dict[str, Tensor]:
         raise MessageError(f"the model has other tensors than at first, such as {other[0]!r}")
     values = {}
     for spec in schema.specs:
-        tensor = record[spec.name].numpy()
+        tensor = tensor_of(record[spec.name])
         if tensor.shape != spec.shape:
             raise MessageError(f"{spec.name!r} is {tensor.shape}; at first it was {spec.shape}")
         values[spec.name] = tensor.astype(spec.dtype, copy=False)
@@ -186,15 +218,41 @@ def values_like(record: ArrayRecord, schema: Schema) -> dict[str, Tensor]:
 
 def record_of(values: Values, schema: Schema) -> ArrayRecord:
     """Return a record of tensors, in the schema's order."""
-    return ArrayRecord({spec.name: Array(np.asarray(values[spec.name])) for spec in schema.specs})
+    return ArrayRecord({spec.name: array_of(values[spec.name]) for spec in schema.specs})
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors are equal to the bit."""
     if one is other:
         return True
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and bool((_bits(one) == _bits(other)).all())
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits, others = _bits(one), _bits(other)
+    return all(
+        np.array_equal(bits[start : start + PIECE], others[start : start + PIECE])
+        for start in range(0, len(bits), PIECE)
+    )
+
+
+def subtract(vector: FloatArray, values: Values, specs: Sequence[Spec]) -> None:
+    """Take tensors off a flat vector, in place."""
+    position = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for spec in specs:
+            vector[position : position + spec.size] -= values[spec.name].reshape(-1)
+            position += spec.size
+
+
+def shifted(values: Values, update: FloatArray, specs: Sequence[Spec]) -> dict[str, Tensor]:
+    """Return tensors less an update, a flat vector, each in its own precision."""
+    parts = unflatten(update, specs, update.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return {
+            spec.name: np.subtract(values[spec.name], parts[spec.name], dtype=update.dtype).astype(
+                spec.dtype, copy=False
+            )
+            for spec in specs
+        }
 
 
 def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kinds) -> bytes:

@@ -1,0 +1,82 @@
+"""Tensors of the drop-in: read and written as Flower does, with fewer copies of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array
+
+from aqg.errors import MessageError
+from aqg.flower.dropin.publishing import measure_change
+from aqg.flower.dropin.tensors import PIECE, Spec, array_of, flatten, is_same, shifted, tensor_of
+
+TENSORS = [
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+    np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2],
+    np.array(3.5, np.float16),
+    np.zeros((0, 3), np.float32),
+    np.array([True, False]),
+    np.arange(3, dtype=">f4"),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}{t.shape}")
+def test_arrays_are_flowers(tensor):
+    read = tensor_of(Array(tensor))
+    assert read.dtype == tensor.dtype
+    assert read.shape == tensor.shape
+    assert np.array_equal(read, tensor)
+    plain = np.array(tensor, order="C")
+    assert array_of(tensor).data == Array(plain).data
+    assert np.array_equal(array_of(tensor).numpy(), tensor)
+
+
+def test_no_copy_is_made():
+    array = Array(np.zeros(1000, np.float32))
+    read = tensor_of(array)
+    assert np.shares_memory(read, np.frombuffer(array.data, np.uint8))
+    assert not read.flags.writeable
+
+
+def test_damaged_arrays_are_refused():
+    whole = Array(np.zeros(1000, np.float32))
+    cut = Array("float32", (1000,), "numpy.ndarray", whole.data[:-8])
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        tensor_of(cut)
+    with pytest.raises(MessageError, match="an array is 'pickle'"):
+        tensor_of(Array("float32", (1000,), "pickle", whole.data))
+
+
+def test_the_last_value_counts():
+    one = np.zeros(PIECE + 3, np.float32)
+    other = one.copy()
+    assert is_same(one, other)
+    other[-1] = -0.0
+    assert not is_same(one, other)
+
+
+def test_a_change_is_measured_piece_by_piece():
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal(PIECE + 1000).astype(np.float32)
+    after = before.copy()
+    after[::7] += 0.25
+    after[1] *= 1 + 2e-7  # rounding
+    spec = Spec("w", "float32", before.shape)
+    square, count = measure_change({"w": after}, {"w": before}, [spec], "float32")
+    assert count == len(before[::7])
+    assert square == pytest.approx(float(np.square(after.astype(np.float64) - before).sum()))
+
+
+def test_an_update_is_taken_off_in_the_tensors_own_precision():
+    specs = [Spec("a", "float16", (2, 2)), Spec("b", "float32", (3,))]
+    values = {"a": np.ones((2, 2), np.float16), "b": np.arange(3, dtype=np.float32)}
+    update = np.linspace(0, 0.1, 7).astype(np.float32)
+    shown = shifted(values, update, specs)
+    assert [shown[s.name].dtype.name for s in specs] == ["float16", "float32"]
+    difference = flatten(values, specs) - update
+    assert np.array_equal(shown["b"], difference[4:])
+    assert np.array_equal(shown["a"].reshape(-1), difference[:4].astype(np.float16))
