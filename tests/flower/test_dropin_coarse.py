@@ -20,7 +20,8 @@ from aqg.wire import decode, encode
 
 from tests.flower.memory_grid import MemoryGrid
 
-SIZE = 4000
+SIZE = 12_000
+"""More than a small model, whose messages are finer."""
 NODES = {"min_train_nodes": 3, "min_available_nodes": 3, "fraction_evaluate": 0.0}
 
 
@@ -87,7 +88,7 @@ def test_only_strategies_that_average_get_them():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"recipe": "coarse:width=0"}, "width is 0.0; it must be above 0"),
+        ({"recipe": "coarse:width=-1"}, "width is -1.0; it must be at least 0"),
         ({"recipe": "coarse:error=1"}, "no option 'error'; it has: width"),
         ({"recipe": "coarse:width=wide"}, "'wide', not a number"),
         ({"downlink": "coarse:width=nan"}, "width is nan"),

@@ -137,7 +137,7 @@ def test_a_final_that_is_not_finished_is_marked():
     auto, gd = make_cells(comparison, outcomes)
     assert (auto.is_partial, gd.is_partial) == (True, False)  # the second is too far behind
     for multiplier, cost in ((4, 100), (2, 101), (8, 102)):
-        setting = Setting("auto", multiplier=multiplier)
+        setting = Setting("auto:keep=0", multiplier=multiplier)
         outcomes |= outcomes_of("auto", [cost] * 4, setting=setting)
         (auto, _) = make_cells(comparison, outcomes)
         assert auto.is_partial == (multiplier != 8)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 COARSE = "coarse"
 """The name of the recipe and of the downlink."""
+_STEPS, _SMALL_STEPS, _SMALL_MODEL = 3.5, 1.0, 10_000
 _WIDTH = 8
 _TOP = (1 << (_WIDTH - 1)) - 1
 _ROUNDING = 0.4
@@ -57,7 +58,8 @@ the way to the optimum or more."""
 class Coarse(NormOnly):
     """Multiples of a step that is ``width`` times the root mean square of the coordinates.
 
-    What is below 0.6 steps becomes zero.
+    What is below 0.6 steps becomes zero. Without a ``width`` it is 3.5, and 1 with up to 10,000
+    coordinates: Flower adds more to a message than finer steps do.
 
     >>> vector = np.array([0.1, -0.1, 4.0, 0.1, -2.2, 0.1], np.float32)
     >>> upload = Coarse(1.0).quantize(vector, Request(8, squared_norm=float(vector @ vector)))
@@ -65,15 +67,16 @@ class Coarse(NormOnly):
     [0.0, 0.0, 3.73, 0.0, -1.87, 0.0]
     """
 
-    width: float = 3.5
+    width: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.width < math.inf:
-            raise ConfigError(f"width is {self.width}; it must be above 0 and finite")
+        if not 0 <= self.width < math.inf:
+            raise ConfigError(f"width is {self.width}; it must be at least 0 and finite")
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round to the nearest multiple, or to the one below."""
-        step = self.width * math.sqrt(request.squared_norm / max(1, len(vector)))
+        steps = self.width or (_SMALL_STEPS if len(vector) <= _SMALL_MODEL else _STEPS)
+        step = steps * math.sqrt(request.squared_norm / max(1, len(vector)))
         if step < MIN_STEP:  # rounding up would overshoot
             return Upload(np.ones(len(vector), np.uint8), 0.0, 2, Grid.MIDTREAD)
         step = round_up_to_bfloat16(step)
