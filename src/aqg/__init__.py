@@ -5,6 +5,7 @@ problem are in `aqg.sim`, which comes with ``aqg[sim]``. Nothing else is promise
 """
 
 from aqg.core.client import ClientState, init_client
+from aqg.core.hearing import ServerState, broadcast, finish_round, init_server
 from aqg.core.messages import (
     BlockUpload,
     Broadcast,
@@ -18,7 +19,6 @@ from aqg.core.messages import (
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe, register
-from aqg.core.server import ServerState, broadcast, finish_round, init_server
 from aqg.errors import (
     AqgError,
     ConfigError,

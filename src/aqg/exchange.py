@@ -10,8 +10,8 @@ import math
 from typing import TYPE_CHECKING
 
 from aqg.core.client import ClientState, respond
+from aqg.core.hearing import ServerState, check_client, hear
 from aqg.core.messages import Broadcast
-from aqg.core.server import ServerState, check_client, hear
 from aqg.errors import MessageError
 from aqg.wire import decode, encode, known
 

@@ -9,8 +9,8 @@ import pytest
 
 import aqg
 from aqg.core.client import respond
+from aqg.core.hearing import hear
 from aqg.core.per_client import PerClient
-from aqg.core.server import hear
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 
 SIZE = 12

@@ -7,6 +7,7 @@ import pytest
 
 from aqg.core.client import init_client, respond
 from aqg.core.grids import Grid
+from aqg.core.hearing import broadcast, finish_round, hear, init_server
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.persistence import (
     clients_from_arrays,
@@ -15,7 +16,6 @@ from aqg.core.persistence import (
     model_to_arrays,
 )
 from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.server import broadcast, finish_round, hear, init_server
 from aqg.errors import ConfigError, GradientError, MessageError
 
 SIZE = 30

@@ -10,11 +10,11 @@ from aqg.core.aquila import choose_width
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Full, resolve_downlink
 from aqg.core.halves import HalfUpload, SparseUpload
+from aqg.core.hearing import broadcast, finish_round, hear, init_server, publish_round
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, points_of, random_signs
 from aqg.core.selection import largest
-from aqg.core.server import broadcast, finish_round, hear, init_server, publish_round
 from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 

@@ -9,11 +9,11 @@ import pytest
 
 from aqg.core.downlink import Condensed, Downlink, Exact, resolve_downlink
 from aqg.core.grids import Grid
+from aqg.core.hearing import ServerState, hear, init_server, publish_round
 from aqg.core.messages import Upload
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.public import Rates, take_step
 from aqg.core.recipes import make_recipe
-from aqg.core.server import ServerState, hear, init_server, publish_round
 from aqg.core.space import NumpySpace
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from aqg.core.downlink import make_downlink
+from aqg.core.hearing import ServerState, hear, init_server, publish_round
 from aqg.core.optimizers import SGD, Momentum
 from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
-from aqg.core.server import ServerState, hear, init_server, publish_round
 from aqg.core.space import NumpySpace
 from aqg.core.step_sizes import (
     DistanceOverGradients,

@@ -14,8 +14,8 @@ import pytest
 from aqg import make_recipe
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Downlink, Exact, make_downlink
+from aqg.core.hearing import hear
 from aqg.core.optimizers import make_optimizer
-from aqg.core.server import hear
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.flower import FlowerTask, make_client_app
 from aqg.flower.checkpoint import load_checkpoint

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from aqg import DenseUpload, encode, make_recipe
 from aqg.core.downlink import Condensed, Exact, Full
+from aqg.core.hearing import Peer
 from aqg.core.optimizers import SGD
-from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.book import MirrorBook, Verdict

@@ -7,9 +7,9 @@ import pytest
 
 from aqg.core.client import init_client, respond
 from aqg.core.dropouts import BernoulliDropout
+from aqg.core.hearing import hear, init_server
 from aqg.core.persistence import clients_to_arrays
 from aqg.core.recipes import make_recipe
-from aqg.core.server import hear, init_server
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
@@ -84,7 +84,7 @@ def test_who_is_asked_seldom_sends_more_at_a_time():
 def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
     rng = np.random.default_rng(6)
     client = init_client(FEWEST, 3000, np.dtype(np.float64))
-    for number in (1, 2, 3):  # it was asked often once, and owes since then
+    for number in (1, 2, 3):  # it was asked often once, and has a residual since then
         client, _ = respond(FEWEST, client, rng.standard_normal(3000), 0.0, (0, 0, number))
     assert client.stages["feedback"]["residual"][0].any()
     for number in range(10, 200, 10):
@@ -211,19 +211,19 @@ def test_the_ratio_is_twice_the_share_of_noise_and_none_for_drift_and_swings(num
     assert ratio(lambda k: signal + swing * (-1) ** k) < 0.01
 
 
-def test_what_a_noisy_client_owes_is_exactly_what_it_has_not_sent():
+def test_the_residual_of_a_noisy_client_is_exactly_what_it_has_not_sent():
     rng = np.random.default_rng(1)
     client = init_client(FEWEST, 3000, np.dtype(np.float64))
     server = init_server(FEWEST, np.zeros(3000), 1)
-    owed = np.zeros(3000)
+    updates = np.zeros(3000)
     for round_number in range(1, 40):
         gradient = rng.standard_normal(3000)
-        owed += gradient
+        updates += gradient
         client, message = respond(FEWEST, client, gradient, 0.0, (0, 0, round_number))
         assert not message.lasting
         server = hear(FEWEST, server, 0, message)
         server = server._replace(model=server.model._replace(round=server.round + 1))
-        assert np.allclose(server.model.passing + client.stages["feedback"]["residual"][0], owed)
+        assert np.allclose(server.model.passing + client.stages["feedback"]["residual"][0], updates)
     assert not server.model.total.any()
     assert not client.link.mirror[0].any()
 

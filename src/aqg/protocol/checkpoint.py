@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.hearing import Peer, ServerState
 from aqg.core.links import Link, init_link
 from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
-from aqg.core.server import Peer, ServerState
 from aqg.core.step_sizes import Fixed
 from aqg.errors import RunError
 from aqg.protocol.book import MirrorBook

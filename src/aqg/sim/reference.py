@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core import server as server_rules
+from aqg.core import hearing as server_rules
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Downlink, Full
 from aqg.core.dropouts import BernoulliDropout, Dropout
+from aqg.core.hearing import Peer, ServerState
 from aqg.core.messages import Broadcast
 from aqg.core.per_client import PerClient
 from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
-from aqg.core.server import Peer, ServerState
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
