@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord, Message
 
 from aqg.flower import records
-from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import fingerprint
 
 if TYPE_CHECKING:
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from aqg.flower.roster import Roster
     from aqg.flower.settings import Settings
     from aqg.protocol.book import MirrorBook
+    from aqg.protocol.messages import Order
 
 TRAIN, EVALUATE = "train", "evaluate"
 """Flower's types of messages."""
@@ -113,37 +112,20 @@ class Desk:
         return message, records.carried_bytes(order, model, start)
 
     def _order(self, client: int, evaluate: bool) -> Order:
-        settings, book = self._settings, self.book
-        stamp = book.entry(client).stamp
-        parcel = book.parcel(client)
-        order = Order(
+        settings = self._settings
+        return self.book.order(
+            client,
+            settings.optimizer,
             run=self._run,
             fingerprint=self.fingerprint,
             recipe=self._recipe_spec,
             bits=settings.bits,
             max_staleness=settings.max_staleness,
             seed=settings.seed,
-            num_params=len(book.parameters),
-            dtype=self._dtype,
             incarnation=self.incarnation,
-            round=book.round,
-            client=client,
-            movement=book.movement,
-            epoch=stamp.epoch,
-            uploads=stamp.uploads,
-            digest=stamp.digest,
             evaluate=evaluate,
             layout=self._model.signature,
             constants=self._model.constants_digest,
             statistics=self._model.broadcast(),
             asked=settings.asked,
-        )
-        if parcel is None:
-            return order
-        return replace(
-            order,
-            optimizer=settings.optimizer,
-            public=parcel.digest,
-            log=parcel.log,
-            snapshot=parcel.snapshot,
         )

@@ -6,17 +6,17 @@ A reply is checked as a whole before anything of it is used (`aqg.protocol.mirro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.core.downlink import Downlink, Full
+from aqg.core.hearing import ServerState, forget, hear, init_server, publish_round
 from aqg.core.messages import Skip
 from aqg.core.public import Entry as LogEntry
-from aqg.core.server import ServerState, forget, hear, init_server, publish_round
 from aqg.core.step_sizes import Fixed
 from aqg.errors import MessageError, WireError
-from aqg.protocol.messages import Reply, Stamp
+from aqg.protocol.messages import Order, Reply, Stamp
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
     Entry,
@@ -138,6 +138,35 @@ class MirrorBook:
     def entry(self, client: int) -> Entry:
         """Return what is held of one client beside its mirror."""
         return self._entries[client]
+
+    def order(self, client: int, optimizer: str, **terms: Any) -> Order:
+        """Return what a client is to be sent in this round.
+
+        Args:
+            client: its number.
+            optimizer: of the server, where clients follow a log.
+            terms: what the book does not know: the run, the recipe, and what is asked for.
+
+        """
+        stamp, parcel = self.entry(client).stamp, self.parcel(client)
+        if parcel is not None:
+            terms |= {
+                "optimizer": optimizer,
+                "public": parcel.digest,
+                "log": parcel.log,
+                "snapshot": parcel.snapshot,
+            }
+        return Order(
+            num_params=len(self.parameters),
+            dtype=str(self.parameters.dtype),
+            round=self.round,
+            client=client,
+            movement=self.movement,
+            epoch=stamp.epoch,
+            uploads=stamp.uploads,
+            digest=stamp.digest,
+            **terms,
+        )
 
     def parcel(self, client: int) -> Parcel | None:
         """Return what leads a client to the model; None where it receives the model itself."""

@@ -28,7 +28,6 @@ from aqg.protocol.checkpoint import (
 )
 from aqg.protocol.coding import reply_from_bytes, to_bytes
 from aqg.protocol.files import read_arrays, write_arrays
-from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.publisher import Publisher
 
@@ -164,35 +163,21 @@ class ServerSession:
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
         self._check_client(client)
-        book = self._book
-        stamp, parcel = book.entry(client).stamp, book.parcel(client)
-        assert parcel is not None
         named, bits, max_staleness = self._recipe_terms
-        return to_bytes(
-            Order(
-                run=self._run,
-                fingerprint=self._fingerprint,
-                recipe=named,
-                bits=bits,
-                max_staleness=max_staleness,
-                seed=self._seed,
-                num_params=len(book.parameters),
-                dtype=str(book.parameters.dtype),
-                incarnation=self._incarnation,
-                round=book.round,
-                client=client,
-                movement=book.movement,
-                epoch=stamp.epoch,
-                uploads=stamp.uploads,
-                digest=stamp.digest,
-                evaluate=False,
-                optimizer=self._optimizer,
-                public=parcel.digest,
-                log=parcel.log,
-                snapshot=parcel.snapshot,
-                asked=self._sampled,
-            )
+        order = self._book.order(
+            client,
+            self._optimizer,
+            run=self._run,
+            fingerprint=self._fingerprint,
+            recipe=named,
+            bits=bits,
+            max_staleness=max_staleness,
+            seed=self._seed,
+            incarnation=self._incarnation,
+            evaluate=False,
+            asked=self._sampled,
         )
+        return to_bytes(order)
 
     def take(self, client: int, reply: bytes) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
