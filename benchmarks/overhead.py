@@ -1,7 +1,7 @@
 """Rounds and bytes until the target, where the transport adds bytes of its own to every message.
 
-With local training the default recipe sends a trickle, which takes many rounds. Told what a message
-costs besides, it sends more at a time.
+With local training and ``keep=0``, messages of a few coordinates take many rounds. Told what a
+message costs besides, ``auto`` sends more at a time.
 
     python benchmarks/overhead.py [--data-dir DIR]
 

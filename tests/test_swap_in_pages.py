@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from aqg.runs.table import format_bytes
+from aqg.studies.swap_in.comparison import open_swap_in
+from aqg.studies.swap_in.plan import Findings, read_outcomes
 from aqg.studies.swap_in.results import main
 
 ROOT = Path(__file__).parents[1]
@@ -39,3 +43,23 @@ def test_the_measures_tables_are_those_of_its_runs(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
     main([str(tmp_path / "page.md"), str(ROOT / "results/swap-in-compare")])
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
+
+
+def test_other_settings_cost_what_the_page_says() -> None:
+    """Shares of `auto` on CIFAR-10, and the least that STC needs with a step that is fixed."""
+    folder = ROOT / "results/swap-in-large"
+    text = " ".join((ROOT / "docs/explanation/swap-in.md").read_text(encoding="utf-8").split())
+    comparison = open_swap_in(folder)
+    findings = Findings(comparison, read_outcomes(folder))
+    tasks = {task.name: task for task in comparison.tasks}
+    for recipe, said in (("auto", "0.007"), ("auto:keep=0.01", "0.01"), ("auto:keep=0.05", "0.05")):
+        ((_, cost),) = findings.ranks(recipe, tasks["cifar10"]).values()
+        assert re.search(rf"\| {said}[^|]* \| \d+ \| {format_bytes(int(cost))} \|", text), recipe
+    costs = []
+    for name in ("local-iid", "local-dirichlet"):
+        ranks = findings.ranks("stc", tasks[name])
+        costs += [min(c for s, (bad, c) in ranks.items() if not bad and s.multiplier)]
+    least, most = (format_bytes(int(cost)) for cost in costs)
+    assert f"STC needs {least} on `local-iid` and {most} on `local-dirichlet`" in text
+    ranks = findings.ranks("stc", tasks["sampled-dirichlet"])
+    assert min(rank for s, rank in ranks.items() if s.multiplier) == (1, 1.78)
