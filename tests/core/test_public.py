@@ -112,10 +112,10 @@ def test_torch_takes_the_same_step_to_the_bit(optimizer, dtype: str) -> None:
 
 def test_the_default_suits_the_recipe() -> None:
     assert resolve_downlink("auto", make_recipe("gd")).name == "full"
-    assert resolve_downlink("auto", make_recipe("auto")) == Condensed()
+    assert resolve_downlink("auto", make_recipe("auto")) == Condensed(ratio=0.8, counted=True)
     assert resolve_downlink("auto", make_recipe("auto:keep=0"), 0.1) == Condensed()
     assert resolve_downlink("exact", make_recipe("gd")) == Exact()
-    assert resolve_downlink("auto", make_recipe("auto"), 0.1) == Condensed(ratio=0.12)
+    assert resolve_downlink("auto", make_recipe("auto"), 0.5) == Condensed(ratio=0.4, counted=True)
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:

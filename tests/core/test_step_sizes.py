@@ -87,12 +87,22 @@ def test_the_norm_of_the_starting_model_sets_no_scale(norm: float) -> None:
 def test_sparse_updates_begin_as_if_all_coordinates_moved() -> None:
     update = np.zeros(SIZE)
     update[:4] = 1.0
-    rule = DistanceOverGradients(first=1.0)
-    _, step_size = rule.next(SPACE, rule.init(update), update, update, 0.5)
+    rule, params = DistanceOverGradients(first=1.0), np.ones(SIZE)
+    _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
     assert step_size == 0.5 * 5
     dense = DistanceOverGradients(first=1.0, is_sparse=False)
-    _, step_size = dense.next(SPACE, dense.init(update), update, update, 0.5)
+    _, step_size = dense.next(SPACE, dense.init(params), params, update, 0.5)
     assert step_size == 0.5
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1.0, 2.5), (0.25, 1.0), (0.125, 0.5), (0.1, 2.5)])
+def test_no_step_moves_coordinates_by_many_times_their_size(size: float, expected: float) -> None:
+    """Unless the natural step does: then the size of the model is no measure."""
+    update = np.zeros(SIZE)
+    update[:4] = 1.0
+    rule, params = DistanceOverGradients(first=1.0), np.full(SIZE, size)
+    _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
+    assert step_size == expected
 
 
 def test_steps_stay_between_the_natural_one_and_a_multiple() -> None:

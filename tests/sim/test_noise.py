@@ -131,10 +131,23 @@ def test_who_keeps_up_with_averaging_sends_more_after_a_pause():
         for recipe in (auto, auto.for_participation(1 / 4)):
             client = init_client(recipe, 30_000, np.dtype(np.float64))
             for number in range(every, 12 * every, every):
-                update = rng.standard_normal(30_000)
+                update = rng.standard_normal(30_000) ** 9  # few coordinates count
                 client, message = respond(recipe, client, update, 0.0, (0, 0, number))
             sent[every, recipe.switch.pause] = np.count_nonzero(message.levels != 1)
-    assert sent == {(1, 0.0): 400, (1, 4.0): 1056, (5, 0.0): 1234, (5, 4.0): 1056}
+    assert sent == {(1, 0.0): 300, (1, 4.0): 1045, (5, 0.0): 1277, (5, 4.0): 1045}
+
+
+def test_who_has_dense_updates_sends_more():
+    auto, rng = make_recipe("auto").for_participation(1.0), np.random.default_rng(5)
+    sent = []
+    for power in (9, 3, 1):
+        update = rng.standard_normal(30_000) ** power
+        client = init_client(auto, 30_000, np.dtype(np.float64))
+        _, message = respond(auto, client, update, 0.0, (0, 0, 1))
+        share = np.abs(update).sum() ** 2 / (30_000 * (update**2).sum())
+        sent.append(np.count_nonzero(message.levels != 1))
+        assert sent[-1] == max(200, round(0.3 * share**2 * 30_000))
+    assert sent[0] == 200 < sent[1] < sent[2]
     assert set(client.stages) == {"noise", "feedback", "wider_tolerance"}
     assert FEWEST.for_participation(0.25) == FEWEST
     with pytest.raises(ConfigError, match=r"keep is 2\.0; it must be at least 0 and at most 1"):

@@ -41,7 +41,7 @@ _FEWEST = 32
 """Coordinates of a sum that passes below which what is around them in an entry outweighs them."""
 
 
-_SHARE = 1.2
+_SHARE = 0.8
 """Coordinates of an entry, in those that an average client sends per round, sampled or not."""
 LARGEST_SHORT = 2.0**127
 """Stands for all movements beyond it, and for those of a diverging run that are no numbers."""
@@ -102,6 +102,8 @@ class Condensed:
         bits: the most bits per coordinate for the sum that lasts.
         keep: the share of the coordinates sent of a sum that passes, in place of ``ratio``; 0: as
             ``ratio`` says.
+        counted: whether the coordinates of all uploads are counted for that, and not those of their
+            sum, which are fewer, the more uploads have in common.
 
     """
 
@@ -109,6 +111,7 @@ class Condensed:
     ratio: float = 1.0
     bits: int = 6
     keep: float = 0.0
+    counted: bool = False
 
     name = "condensed"
 
@@ -156,7 +159,7 @@ def make_downlink(spec: str) -> Downlink:
     """Make a downlink from its name and options.
 
     >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
+    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, counted=False)
     """
     name, *settings = spec.split(":")
     if name not in DOWNLINKS:
@@ -169,7 +172,7 @@ def make_downlink(spec: str) -> Downlink:
             known = ", ".join(options) or "none"
             raise ConfigError(f"downlink {name!r} has no option {key!r}; it has: {known}")
         try:
-            chosen[key] = float(value)
+            chosen[key] = bool(float(value)) if key == "counted" else float(value)
         except ValueError:
             raise ConfigError(
                 f"option {key} of downlink {name!r} is {value!r}, not a number"
@@ -184,11 +187,15 @@ def describe_downlink(downlink: Downlink) -> str:
     'condensed:tolerance=0.2:ratio=2.0:bits=6'
     """
     options = [
-        f"{field.name}={getattr(downlink, field.name)!r}"
+        f"{field.name}={_written(getattr(downlink, field.name))}"
         for field in fields(downlink)
-        if field.name != "keep" or getattr(downlink, field.name)
+        if field.name not in ("keep", "counted") or getattr(downlink, field.name)
     ]
     return ":".join([downlink.name, *options])
+
+
+def _written(option: float) -> str:
+    return repr(int(option) if isinstance(option, bool) else option)
 
 
 AUTO = "auto"
@@ -199,7 +206,7 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
 
     ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
     the end, so that where uploads grow with a client's pause, entries must not: they have a
-    little more than that part of an upload's coordinates, as those of several uploads coincide.
+    little less than that part of an upload's coordinates.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -210,7 +217,9 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     elif isinstance(recipe.quantizer, Verbatim):
         downlink = Full()
     else:
-        downlink = Condensed(ratio=min(1.0, _SHARE * asked) if recipe.sends_by_pause else 1.0)
+        downlink = Condensed()
+        if recipe.sends_by_pause:
+            downlink = Condensed(ratio=_SHARE * asked, counted=True)
     quantizer = recipe.quantizer
     share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
     if share and isinstance(downlink, Condensed) and not downlink.keep:
@@ -238,6 +247,7 @@ def condense(
     passing: Array | None,
     tolerance: float,
     senders: float,
+    num_sent: int,
     round_number: int,
     is_moved: bool,
 ) -> tuple[DownlinkState, Published]:
@@ -251,6 +261,7 @@ def condense(
         passing: the sum of this round alone, where anything passed.
         tolerance: ``c·M²·movement``.
         senders: how many clients are expected to send in a round.
+        num_sent: coordinates in all uploads to ``passing``.
         round_number: ``k``.
         is_moved: whether ``total`` has changed since the last round.
 
@@ -263,7 +274,7 @@ def condense(
     sent = None
     if passing is not None:
         state, passing_message = _condense_passing(
-            space, downlink, state, passing, senders, round_number
+            space, downlink, state, passing, senders, num_sent, round_number
         )
         sent = space.put(passing_message.values(np.float64))
     public = None if total is None else state.total
@@ -306,6 +317,7 @@ def _condense_passing(
     state: DownlinkState,
     passing: Array,
     senders: float,
+    num_sent: int,
     round_number: int,
 ) -> tuple[DownlinkState, Upload]:
     num_params = len(passing)
@@ -313,7 +325,8 @@ def _condense_passing(
     if downlink.keep:
         count = num_kept(downlink.keep, num_params)
     else:
-        count = max(_FEWEST, round(downlink.ratio * num_nonzero / max(1.0, senders)))
+        counted = num_sent if downlink.counted and num_sent else num_nonzero
+        count = max(_FEWEST, round(downlink.ratio * counted / max(1.0, senders)))
     recipe = Recipe(
         policy=Always(TERNARY_WIDTH),
         quantizer=_Ternary(min(num_params, count)),

@@ -162,3 +162,15 @@ def for_one_round(upload: AnyUpload) -> Upload:
     if not isinstance(upload, Upload):
         raise MessageError(f"a {type(upload).__name__} cannot be for one round; an Upload can")
     return replace(upload, lasting=False)
+
+
+def num_nonzero(upload: AnyUpload) -> int:
+    """Return how many coordinates of an upload are not zero.
+
+    >>> num_nonzero(Upload(np.array([0, 1, 2], np.uint8), 0.5, width=2, grid=Grid.MIDTREAD))
+    2
+    """
+    if isinstance(upload, Upload) and upload.grid is Grid.MIDTREAD and upload.width > 1:
+        middle = num_levels(upload.grid, upload.width) // 2
+        return int(np.count_nonzero(upload.levels != middle)) if upload.step else 0
+    return int(np.count_nonzero(upload.values(np.float32)))

@@ -65,6 +65,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "momentum": model.optimizer.momentum,
         "variance": model.optimizer.variance,
         "is_moved": np.array(model.is_moved),
+        "num_sent": np.array(model.num_sent, np.int64),
         **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
         **({} if model.step is None else _step_to_arrays(model.step)),
     }
@@ -84,6 +85,7 @@ def model_from_arrays(arrays: Arrays) -> Model:
         downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
         is_moved=bool(arrays.get("is_moved", False)),
         step=_step_from_arrays(arrays) if "step_start" in arrays else None,
+        num_sent=int(arrays.get("num_sent", 0)),
     )
 
 

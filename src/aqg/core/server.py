@@ -21,6 +21,7 @@ from aqg.core.downlink import (
     shortened,
 )
 from aqg.core.links import Link, is_lasting, move_directions
+from aqg.core.messages import num_nonzero
 from aqg.core.public import Change, Entry, Part, Rates, make_direction
 from aqg.core.step_sizes import Fixed, StepRule, StepState, is_short
 
@@ -54,6 +55,7 @@ class Model(NamedTuple):
         downlink: what is published of the sums; None where clients receive the whole model.
         is_moved: whether the sum that lasts has changed since the last step.
         step: what the rule for step sizes remembers; None where it needs nothing.
+        num_sent: how many coordinates the uploads to ``passing`` have, all taken together.
 
     """
 
@@ -67,6 +69,7 @@ class Model(NamedTuple):
     downlink: DownlinkState | None = None
     is_moved: bool = False
     step: StepState | None = None
+    num_sent: int = 0
 
     @property
     def averaged(self) -> Array:
@@ -128,7 +131,7 @@ def take_in(
         link.is_held[clients] = True
         move_directions(link.direction, clients.tolist(), uploads)
         return model._replace(is_moved=True)
-    passing, is_moved = model.passing, model.is_moved
+    passing, is_moved, num_sent = model.passing, model.is_moved, model.num_sent
     runs = groupby(range(len(uploads)), lambda index: is_lasting(uploads[index]))
     for lasts, members in runs:
         indices = list(members)
@@ -141,13 +144,14 @@ def take_in(
         if passing is None:
             passing = space.zeros_like(model.total)
         space.add_values(passing, sent, factors)
+        num_sent += sum(map(num_nonzero, sent))
         held = link.is_held[senders]
         if held.any():
             space.forget(link.mirror, model.total, senders[held], factors[held])
             link.is_held[senders] = False
             is_moved = True
     move_directions(link.direction, clients.tolist(), uploads)
-    return model._replace(passing=passing, is_moved=is_moved)
+    return model._replace(passing=passing, is_moved=is_moved, num_sent=num_sent)
 
 
 def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: float) -> Rates:
@@ -204,6 +208,7 @@ def publish(
         passing,
         tolerance,
         senders,
+        model.num_sent,
         model.round,
         model.is_moved,
     )

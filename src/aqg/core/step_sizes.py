@@ -164,16 +164,21 @@ class DistanceOverGradients(_Averaging):
     where a few are far larger, as in transformers, so that this is at most ``widest``.
 
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
-    by the same root. An update of more than ``burst`` times the mean energy so far is taken for
-    the beginning of divergence: the rule begins anew where the model is, with a quarter of the
-    natural step. The step is a bfloat16 number, so that entries are short and engines that sum in
-    another order agree.
+    by the same root. Nor does it move the coordinates of an update, in the root mean square, by
+    more than ``jump`` times that of the model's parameters at the start; where the natural step
+    does already, the model began at zero or near it, and its parameters are no measure.
+
+    An update of more than ``burst`` times the mean energy so far is taken for the beginning of
+    divergence: the rule begins anew where the model is, with a quarter of the natural step. The
+    step is a bfloat16 number, so that entries are short and engines that sum in another order
+    agree.
 
     Attributes:
         first: the first step, in natural ones.
         is_sparse: whether what updates leave out waits in residuals.
         most: the longest step, in natural ones.
         widest: the most that the density of updates makes a step longer.
+        jump: how far a step moves a coordinate at most, in typical parameters.
         burst: how much more energy than the mean an update has where a run diverges.
         average: ``γ`` of the mean over the models.
 
@@ -185,13 +190,15 @@ class DistanceOverGradients(_Averaging):
     most: float = 4.0
     burst: float = 30.0
     widest: float = 16.0
+    jump: float = 4.0
 
     name = "dog"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.first < math.inf:
-            raise ConfigError(f"first is {self.first}; it must be above 0 and finite")
+        for name, value in (("first", self.first), ("jump", self.jump)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
         for name, value in (("most", self.most), ("burst", self.burst), ("widest", self.widest)):
             if not 1 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be at least 1 and finite")
@@ -225,8 +232,20 @@ class DistanceOverGradients(_Averaging):
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _short(least)
         step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
+        jump = self._longest_jump(space, state, update, length)
+        if least <= jump < step_size:
+            step_size = jump
         state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
         return state, _short(step_size)
+
+    def _longest_jump(
+        self, space: Space, state: StepState, update: Array, squared_norm: float
+    ) -> float:
+        """Return the step that moves coordinates as far as one may."""
+        if not self.is_sparse:
+            return math.inf
+        size = space.squared_norm(state.start) / len(update)
+        return self.jump * math.sqrt(size * space.number((update != 0).sum()) / squared_norm)
 
     def _most_energy(self, state: StepState) -> float:
         """Return the energy of an update beyond which a run is taken to diverge."""

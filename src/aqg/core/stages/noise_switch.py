@@ -19,7 +19,7 @@ import numpy as np
 from aqg.core.policies import Always
 from aqg.core.quantizers import Stochastic
 from aqg.core.recipe import Recipe
-from aqg.core.sparsifiers import TERNARY_WIDTH, AdaptiveTernary
+from aqg.core.sparsifiers import TERNARY_WIDTH, AdaptiveTernary, density
 from aqg.core.stage import Plain
 from aqg.core.stages.feedback import ErrorFeedback
 from aqg.errors import ConfigError
@@ -44,8 +44,9 @@ class NoiseSwitch(Plain):
     Attributes:
         meter: tells noise from signal.
         overhead: bytes that the transport adds to every message; 0 if nothing is known of it.
-        keep: the part of all coordinates that a client sends, if it is asked in every round, and
-            more otherwise (`AdaptiveTernary`); 0: as few as make each byte count most.
+        keep: the least part of all coordinates that a client sends, if it is asked in every round,
+            and more otherwise or where its updates are dense (`AdaptiveTernary`); 0: as few as make
+            each byte count most.
         pause: every how many rounds a client is asked, as the server says; 0 if it has not, which
             leaves it to the meter.
 
@@ -90,6 +91,9 @@ class NoiseSwitch(Plain):
         notes = np.array([self.meter.observe(row, update, flow.round) for row, update in pairs])
         branch = np.array([self._branch(row) for row in notes], np.int8)
         advice = np.array([(self.meter.noise_share(r), self._pause(r)) for r in notes])
+        if self.keep:
+            densities = np.array([density(update) for update in updates])
+            advice = np.column_stack([advice, densities])
         return {"notes": notes, "branch": branch}, flow._replace(advice=advice)
 
     def _branch(self, notes: Float64Array) -> int:
