@@ -135,6 +135,10 @@ def test_who_keeps_up_with_averaging_sends_more_after_a_pause():
                 client, message = respond(recipe, client, update, 0.0, (0, 0, number))
             sent[every, recipe.switch.pause] = np.count_nonzero(message.levels != 1)
     assert sent == {(1, 0.0): 300, (1, 4.0): 1045, (5, 0.0): 1277, (5, 4.0): 1045}
+    assert set(client.stages) == {"noise", "feedback", "wider_tolerance"}
+    assert FEWEST.for_participation(0.25) == FEWEST
+    with pytest.raises(ConfigError, match=r"keep is 2\.0; it must be at least 0 and at most 1"):
+        init_client(make_recipe("auto:keep=2"), 10)
 
 
 def test_who_has_dense_updates_sends_more():
@@ -148,10 +152,6 @@ def test_who_has_dense_updates_sends_more():
         sent.append(np.count_nonzero(message.levels != 1))
         assert sent[-1] == max(200, round(0.3 * share**2 * 30_000))
     assert sent[0] == 200 < sent[1] < sent[2]
-    assert set(client.stages) == {"noise", "feedback", "wider_tolerance"}
-    assert FEWEST.for_participation(0.25) == FEWEST
-    with pytest.raises(ConfigError, match=r"keep is 2\.0; it must be at least 0 and at most 1"):
-        init_client(make_recipe("auto:keep=2"), 10)
 
 
 def test_what_keeps_changing_is_not_remembered():

@@ -101,12 +101,12 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
-    the largest of ``keep·n``, ``0.3ρ²·n`` and ``min(200, n/32)``, and for that no more than ``n/4``:
+    the largest of ``keep·n``, ``0.3ρ²·n`` and ``min(200, n/32)``, and for that at most ``n/4``:
     training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density of the
     client's update ``g``, 1 if all coordinates are alike and ``1/n`` if it has only one; it comes
     third in the advice. It is near 0.1 for images with few bright pixels, 0.2 for convolutional
-    networks, and 0.4 for transformers, for which a few coordinates say little of an update. Small
-    models need a larger part of their coordinates, and it costs them little.
+    networks, and 0.4 for transformers, of whose updates a few coordinates say little. Small models
+    need a larger part of their coordinates, and it costs them little.
 
     Attributes:
         overhead: the transport's bytes.
