@@ -31,8 +31,12 @@ _LEAST_SHARE = 0.2
 _GROWTH = 0.9
 """How messages grow with the rounds between them, as a power: less than those, since residuals also
 hold noise, which cancels."""
-_BY_DENSITY = 0.3
-"""The part of all coordinates in a message, over the square of an update's density."""
+_BY_DENSITY = 2.0
+"""The part of all coordinates in a message, over the fourth power of an update's density."""
+_SHORT_TRAINING = 60
+"""Rounds from which on messages grow with the rounds so far, as what is left to learn is finer."""
+_LONGEST_GROWTH = 4.0
+"""Times the first messages, beyond which they grow no more."""
 _LEAST_SWAPPED = 200.0
 """Coordinates with which small models keep up with whole updates."""
 _LARGEST_PART = 0.1
@@ -101,12 +105,13 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
-    the largest of ``keep·n``, ``0.3ρ²·n`` and ``min(200, n/32)``, and for that at most ``n/4``:
+    the largest of ``keep·n``, ``2ρ⁴·n`` and ``min(200, n/32)``, and for that at most ``n/4``:
     training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density of the
     client's update ``g``, 1 if all coordinates are alike and ``1/n`` if it has only one; it comes
-    third in the advice. It is near 0.1 for images with few bright pixels, 0.2 for convolutional
-    networks, and 0.4 for transformers, of whose updates a few coordinates say little. Small models
-    need a larger part of their coordinates, and it costs them little.
+    third in the advice. It is near 0.2 for images, and 0.4 for transformers, of whose updates a
+    few coordinates say little. From round 60 on both parts grow with the rounds, up to four times:
+    the longer training takes, the finer is what is left to learn. The round comes last in the
+    advice. Small models need a larger part of their coordinates, and it costs them little.
 
     Attributes:
         overhead: the transport's bytes.
@@ -127,7 +132,12 @@ class AdaptiveTernary(NormOnly):
         return ternary(vector, kept, request.width)
 
     def num_kept(
-        self, num_params: int, noise_share: float = 1.0, pause: float = 1.0, density: float = 0.0
+        self,
+        num_params: int,
+        noise_share: float = 1.0,
+        pause: float = 1.0,
+        density: float = 0.0,
+        round_number: float = 1.0,
     ) -> int:
         """Return ``k``; a noise share below a fifth counts as a fifth.
 
@@ -140,7 +150,9 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 5537, 39752]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, 1.0, rho) for rho in (0.1, 0.2, 0.4)]
-        [1590, 1908, 7632]
+        [1590, 1590, 8141]
+        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1, 1, 0, k) for k in (60, 90, 900)]
+        [1590, 2385, 6360]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -149,7 +161,8 @@ class AdaptiveTernary(NormOnly):
         swapped = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            part = max(self.keep, _BY_DENSITY * density**2)
+            age = min(max(1.0, round_number / _SHORT_TRAINING), _LONGEST_GROWTH)
+            part = age * max(self.keep, _BY_DENSITY * density**4)
             swapped = growth * max(part * num_params, min(_LEAST_SWAPPED, num_params / 32.0))
             swapped = min(swapped, _LARGEST_SWAPPED * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)

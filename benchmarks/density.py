@@ -1,0 +1,65 @@
+"""How dense clients' updates are, and how much `auto` makes of it.
+
+    python benchmarks/density.py TASK [TASK ...] [--rounds 20] [--recipe auto] [--seed 0]
+
+TASK is one of ``aqg compare --swap-in``. The density of an update is ``‖g‖₁²/(n‖g‖₂²)``: 1 if all
+coordinates are alike, and ``1/n`` if it has only one. Printed are means over the clients of a round,
+and what part of all coordinates they send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from aqg.core.recipes import make_recipe
+from aqg.core.stages import noise_switch
+from aqg.runs.setup import build_problem
+from aqg.sim.engine import FastSimulation
+from aqg.studies.swap_in.tasks import SWAP_TASKS
+
+
+def main() -> None:
+    """Run, and print rounds in which twice as many have passed as at the last line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tasks", nargs="+", choices=sorted(SWAP_TASKS))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--recipe", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
+    options = parser.parse_args()
+    seen: list[float] = []
+    measure = noise_switch.density
+
+    def noted(vector: np.ndarray) -> float:
+        seen.append(measure(vector))
+        return seen[-1]
+
+    noise_switch.density = noted
+    for name in options.tasks:
+        config = replace(SWAP_TASKS[name].config, recipe=options.recipe, seed=options.seed)
+        simulation = FastSimulation(
+            build_problem(config, options.data_dir),
+            make_recipe(options.recipe),
+            config.alpha,
+            config.dropout_schedule(),
+            config.seed,
+            options.device,
+            training=config.training(),
+        )
+        shown = 1
+        for number in range(1, options.rounds + 1):
+            seen.clear()
+            simulation.run_round(evaluate=False)
+            if number == shown or number == options.rounds:
+                print(f"{name} round {number}: density {np.mean(seen):.3f}")
+                shown *= 2
+
+
+if __name__ == "__main__":
+    main()
