@@ -33,7 +33,7 @@ _GROWTH = 0.9
 hold noise, which cancels."""
 _BY_DENSITY = 2.0
 """The part of all coordinates in a message, over the fourth power of an update's density."""
-_SHORT_TRAINING = 60
+_SHORT_TRAINING = 80
 """Rounds from which on messages grow with the rounds so far, as what is left to learn is finer."""
 _LONGEST_GROWTH = 4.0
 """Times the first messages, beyond which they grow no more."""
@@ -109,7 +109,7 @@ class AdaptiveTernary(NormOnly):
     training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density of the
     client's update ``g``, 1 if all coordinates are alike and ``1/n`` if it has only one; it comes
     third in the advice. It is near 0.2 for images, and 0.4 for transformers, of whose updates a
-    few coordinates say little. From round 60 on both parts grow with the rounds, up to four times:
+    few coordinates say little. From round 80 on both parts grow with the rounds, up to four times:
     the longer training takes, the finer is what is left to learn. The round comes last in the
     advice. Small models need a larger part of their coordinates, and it costs them little.
 
@@ -151,7 +151,7 @@ class AdaptiveTernary(NormOnly):
         [1590, 5537, 39752]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, 1.0, rho) for rho in (0.1, 0.2, 0.4)]
         [1590, 1590, 8141]
-        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1, 1, 0, k) for k in (60, 90, 900)]
+        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1, 1, 0, k) for k in (80, 120, 900)]
         [1590, 2385, 6360]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
