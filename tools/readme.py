@@ -1,14 +1,14 @@
 """Write the tables of README.md and docs/explanation/swap-in.md anew: ``python tools/readme.py``.
 
-They come from ``results/swap-in`` (`benchmarks/swap_in.py`), and from ``results/swap-in-large`` and
-``results/swap-in-compare`` (``aqg compare --swap-in``). They stand between ``<!-- table: NAME -->``
-and ``<!-- end -->``.
+They come from ``results/swap-in`` (`benchmarks/swap_in.py`), and from ``results/swap-in-mnist``,
+``results/swap-in-large`` and ``results/swap-in-compare`` (``aqg compare --swap-in``). They stand
+between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import TYPE_CHECKING
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
 SWAP_IN = ROOT / "results/swap-in/table.csv"
-FIELDS = (ROOT / "results/swap-in-large", ROOT / "results/swap-in-compare")
+MNIST, LARGE = ROOT / "results/swap-in-mnist", ROOT / "results/swap-in-large"
+FIELDS = (MNIST, LARGE, ROOT / "results/swap-in-compare")
 OURS = ("auto", "lean")
 TASKS = {
     "digits-local": "digits, 2,410 parameters, Dirichlet(0.3)",
@@ -196,9 +197,11 @@ def _outcome(cell: Cell) -> str:
 
 def refreshed(page: Path) -> str:
     """Return a page with its tables written anew."""
-    comparison = open_swap_in(FIELDS[0])
-    large = as_tables(comparison, make_cells(comparison, read_outcomes(FIELDS[0])))
-    tables = [short_table(), long_table(), field_table(), *large]
+    tables = [short_table(), long_table(), field_table()]
+    for folder, suffix in ((MNIST, "mnist"), (LARGE, "large")):
+        comparison = open_swap_in(folder)
+        overview = as_tables(comparison, make_cells(comparison, read_outcomes(folder)))[0]
+        tables.append(replace(overview, name=f"{overview.name}-{suffix}"))
     return refresh(page.read_text(encoding="utf-8"), tables)
 
 

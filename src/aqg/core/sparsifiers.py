@@ -43,6 +43,8 @@ _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 _LARGEST_SWAPPED = 0.25
 """Of all coordinates, where training is to go on as fast as with whole updates."""
+_PIECE = 1 << 16
+"""Coordinates that are widened at a time."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,12 @@ def density(vector: FloatArray) -> float:
     >>> density(np.array([1.0, -1.0])), density(np.array([0.0, 2.0])), density(np.zeros(2))
     (1.0, 0.5, 0.0)
     """
-    wide = vector.astype(np.float64, copy=False)
+    total = squared_norm = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        total, squared_norm = float(np.abs(wide).sum()), float(np.vdot(wide, wide))
+        for start in range(0, len(vector), _PIECE):
+            piece = vector[start : start + _PIECE].astype(np.float64)
+            total += float(np.abs(piece).sum())
+            squared_norm += float(np.vdot(piece, piece))
     if not (squared_norm > 0 and math.isfinite(total * total) and math.isfinite(squared_norm)):
         return 0.0
     return min(1.0, total * total / (len(vector) * squared_norm))
