@@ -1,10 +1,10 @@
-"""How dense clients' updates are, and how much `auto` makes of it.
+"""How dense clients' updates are, which decides how much `auto` sends of them.
 
     python benchmarks/density.py TASK [TASK ...] [--rounds 20] [--recipe auto] [--seed 0]
 
 TASK is one of ``aqg compare --swap-in``. The density of an update is ``‖g‖₁²/(n‖g‖₂²)``: 1 if all
-coordinates are alike, and ``1/n`` if it has only one. Printed are means over the clients of a round,
-and what part of all coordinates they send.
+coordinates are alike, and ``1/n`` if it has only one. Printed are means over the clients of a
+round.
 """
 
 from __future__ import annotations
