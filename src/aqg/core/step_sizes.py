@@ -34,6 +34,8 @@ _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""
 
 _NOTHING = np.zeros(0)
+_SPARSE = 0.05
+"""The part of all coordinates up to which an update counts as sparse."""
 _FEW_UPDATES = 8
 """A mean of fewer says little: one client may have answered in the first round, and then many."""
 
@@ -164,8 +166,8 @@ class DistanceOverGradients(_Averaging):
     where a few are far larger, as in transformers, so that this is at most ``widest``.
 
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
-    by the same root. Nor does it move the coordinates of an update, in the root mean square, by
-    more than ``jump`` times that of the model's parameters at the start; where the natural step
+    by the same root. Nor does it move the coordinates of a sparse update, in the root mean square,
+    by more than ``jump`` times that of the model's parameters at the start; where the natural step
     does already, the model began at zero or near it, and its parameters are no measure.
 
     An update of more than ``burst`` times the mean energy so far is taken for the beginning of
@@ -242,10 +244,11 @@ class DistanceOverGradients(_Averaging):
         self, space: Space, state: StepState, update: Array, squared_norm: float
     ) -> float:
         """Return the step that moves coordinates as far as one may."""
-        if not self.is_sparse:
+        num_moved = space.number((update != 0).sum())
+        if not self.is_sparse or num_moved > _SPARSE * len(update):
             return math.inf
         size = space.squared_norm(state.start) / len(update)
-        return self.jump * math.sqrt(size * space.number((update != 0).sum()) / squared_norm)
+        return self.jump * math.sqrt(size * num_moved / squared_norm)
 
     def _most_energy(self, state: StepState) -> float:
         """Return the energy of an update beyond which a run is taken to diverge."""

@@ -217,7 +217,7 @@ def describe_step(rule: StepRule) -> str:
     """Return the setting that makes a rule for the length of steps.
 
     >>> describe_step(make_step("dog:most=8"))
-    'dog:average=8:first=1.25:is_sparse=1:most=8:burst=30:widest=16'
+    'dog:average=8:first=1.25:is_sparse=1:most=8:burst=30:widest=16:jump=4'
     """
     options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
     if isinstance(rule, Fixed) and not rule.average:
