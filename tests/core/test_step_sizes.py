@@ -95,12 +95,12 @@ def test_sparse_updates_begin_as_if_all_coordinates_moved() -> None:
     assert step_size == 0.5
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1.0, 2.5), (0.25, 1.0), (0.125, 0.5), (0.1, 2.5)])
+@pytest.mark.parametrize(("size", "expected"), [(2.0, 5.0), (0.25, 1.0), (0.125, 0.5), (0.1, 5.0)])
 def test_no_step_moves_coordinates_by_many_times_their_size(size: float, expected: float) -> None:
     """Unless the natural step does: then the size of the model is no measure."""
-    update = np.zeros(SIZE)
-    update[:4] = 1.0
-    rule, params = DistanceOverGradients(first=1.0), np.full(SIZE, size)
+    update = np.zeros(400 * SIZE)
+    update[:400] = 1.0
+    rule, params = DistanceOverGradients(first=1.0), np.full(400 * SIZE, size)
     _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
     assert step_size == expected
 

@@ -36,6 +36,8 @@ _LEAST, _MOST = 2.0**-120, 2.0**120
 _NOTHING = np.zeros(0)
 _SPARSE = 0.05
 """The part of all coordinates up to which an update counts as sparse."""
+_SMALL_MODEL = 10_000
+"""Parameters up to which a model may move far in a few steps."""
 _FEW_UPDATES = 8
 """A mean of fewer says little: one client may have answered in the first round, and then many."""
 
@@ -168,7 +170,8 @@ class DistanceOverGradients(_Averaging):
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
     by the same root. Nor does it move the coordinates of a sparse update, in the root mean square,
     by more than ``jump`` times that of the model's parameters at the start; where the natural step
-    does already, the model began at zero or near it, and its parameters are no measure.
+    does already, the model began at zero or near it, and its parameters are no measure. Small
+    models may move as far as they like.
 
     An update of more than ``burst`` times the mean energy so far is taken for the beginning of
     divergence: the rule begins anew where the model is, with a quarter of the natural step. The
@@ -245,7 +248,8 @@ class DistanceOverGradients(_Averaging):
     ) -> float:
         """Return the step that moves coordinates as far as one may."""
         num_moved = space.number((update != 0).sum())
-        if not self.is_sparse or num_moved > _SPARSE * len(update):
+        is_small = len(update) <= _SMALL_MODEL
+        if not self.is_sparse or is_small or num_moved > _SPARSE * len(update):
             return math.inf
         size = space.squared_norm(state.start) / len(update)
         return self.jump * math.sqrt(size * num_moved / squared_norm)
