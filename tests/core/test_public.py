@@ -10,8 +10,9 @@ import pytest
 from aqg.core.downlink import Condensed, Downlink, Exact, resolve_downlink
 from aqg.core.grids import Grid
 from aqg.core.hearing import ServerState, hear, init_server, publish_round
-from aqg.core.messages import Upload
+from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
+from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import Rates, take_step
 from aqg.core.recipes import make_recipe
 from aqg.core.space import NumpySpace
@@ -116,6 +117,23 @@ def test_the_default_suits_the_recipe() -> None:
     assert resolve_downlink("auto", make_recipe("auto:keep=0"), 0.1) == Condensed()
     assert resolve_downlink("exact", make_recipe("gd")) == Exact()
     assert resolve_downlink("auto", make_recipe("auto"), 0.5) == Condensed(ratio=0.4, counted=True)
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(True, 80), (False, 40)])
+def test_entries_are_as_long_as_what_clients_send(counted: bool, expected: int) -> None:
+    """Two clients send the same hundred coordinates; the state is written and read in between."""
+    recipe, downlink = make_recipe("auto"), Condensed(ratio=0.8, counted=counted)
+    levels = np.ones(LENGTH, np.uint8)
+    levels[:100] = 2
+    message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)
+    state = init_server(recipe, np.ones(LENGTH), 2, SGD(), downlink)
+    state = hear(recipe, hear(recipe, state, 0, message), 1, message)
+    state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
+    assert state.model.num_sent == 200
+    state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
+    assert isinstance(entry.passing, Upload)
+    assert num_nonzero(entry.passing) == expected
+    assert state.model.num_sent == 0
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:

@@ -310,7 +310,8 @@ def make_entry(
 ) -> Entry:
     """Return the entry of a round: what changed of the published sums, and the numbers.
 
-    It is a function of the sums alone. ``before`` is the server's model before the step.
+    It is a function of sums over clients: of their vectors, and of how many coordinates they sent.
+    ``before`` is the server's model before the step.
     """
     lasting: Part = None
     passing: Part = None

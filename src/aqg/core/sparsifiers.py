@@ -109,11 +109,12 @@ class AdaptiveTernary(NormOnly):
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
     the largest of ``keep·n``, ``2ρ⁴·n`` and ``min(200, n/32)``, and for that at most ``n/4``:
     training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density of the
-    client's update ``g``, 1 if all coordinates are alike and ``1/n`` if it has only one; it comes
-    third in the advice. It is near 0.2 for images, and 0.4 for transformers, of whose updates a
-    few coordinates say little. From round 80 on both parts grow with the rounds, up to four times:
-    the longer training takes, the finer is what is left to learn. The round comes last in the
-    advice. Small models need a larger part of their coordinates, and it costs them little.
+    client's update ``g``: 1 if all coordinates have the same magnitude, ``1/n`` if only one is not
+    zero. The denser an update, the less its largest coordinates say of it. From round 80 on, the
+    first two terms grow with the number of rounds, up to four times, since a share that is enough
+    at first leaves the model below federated averaging in the end. The last term is for small
+    models, which need a larger part of their coordinates. Density and round follow ``r`` in the
+    advice.
 
     Attributes:
         overhead: the transport's bytes.
