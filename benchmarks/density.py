@@ -2,9 +2,9 @@
 
     python benchmarks/density.py TASK [TASK ...] [--rounds 20] [--recipe auto] [--seed 0]
 
-TASK is one of ``aqg compare --swap-in``. The density of an update is ``‖g‖₁²/(n‖g‖₂²)``: 1 if all
-coordinates are alike, and ``1/n`` if it has only one. Printed are means over the clients of a
-round.
+TASK is one of ``aqg compare --swap-in``, run with the downlink and the steps that it has there. The
+density of an update is ``‖g‖₁²/(n‖g‖₂²)``: 1 if all coordinates are alike, and ``1/n`` if it has
+only one. Printed are means over the clients of a round.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.core.recipes import make_recipe
 from aqg.core.stages import noise_switch
-from aqg.runs.setup import build_problem
-from aqg.sim.engine import FastSimulation
+from aqg.runs.setup import build_problem, make_simulation
 from aqg.studies.swap_in.tasks import SWAP_TASKS
 
 
@@ -42,22 +40,21 @@ def main() -> None:
 
     noise_switch.density = noted
     for name in options.tasks:
-        config = replace(SWAP_TASKS[name].config, recipe=options.recipe, seed=options.seed)
-        simulation = FastSimulation(
-            build_problem(config, options.data_dir),
-            make_recipe(options.recipe),
-            config.alpha,
-            config.dropout_schedule(),
-            config.seed,
-            options.device,
-            training=config.training(),
+        config = replace(
+            SWAP_TASKS[name].config,
+            recipe=options.recipe,
+            seed=options.seed,
+            step="auto",
+            downlink="auto",
+            device=options.device,
         )
+        simulation = make_simulation(config, build_problem(config, options.data_dir))
         shown = 1
         for number in range(1, options.rounds + 1):
             seen.clear()
             simulation.run_round(evaluate=False)
             if number == shown or number == options.rounds:
-                print(f"{name} round {number}: density {np.mean(seen):.3f}")
+                print(f"{name} round {number}: density {np.mean(seen):.3f}", flush=True)
                 shown *= 2
 
 

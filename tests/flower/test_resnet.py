@@ -20,7 +20,7 @@ from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
 from tests.flower.resnet_simulation import accuracy, make_simulation
 
 APP = Path(__file__).parent / "resnet_app"
-ROUNDS = 20
+ROUNDS = 10
 TWO_POINTS = 0.02
 
 

@@ -150,7 +150,7 @@ def test_who_has_dense_updates_sends_more():
         _, message = respond(auto, client, update, 0.0, (0, 0, 1))
         share = np.abs(update).sum() ** 2 / (30_000 * (update**2).sum())
         sent.append(np.count_nonzero(message.levels != 1))
-        assert sent[-1] == min(7500, max(200, round(2 * share**4 * 30_000)))
+        assert sent[-1] == min(7500, max(200, round(0.75 * (share - 0.22) * 30_000)))
     assert sent[0] == 200 < sent[1] < sent[2]
 
 

@@ -31,12 +31,10 @@ _LEAST_SHARE = 0.2
 _GROWTH = 0.9
 """How messages grow with the rounds between them, as a power: less than those, since residuals also
 hold noise, which cancels."""
-_BY_DENSITY = 2.0
-"""The part of all coordinates in a message, over the fourth power of an update's density."""
-_SHORT_TRAINING = 80
-"""Rounds from which on messages grow with the rounds so far, as what is left to learn is finer."""
-_LONGEST_GROWTH = 4.0
-"""Times the first messages, beyond which they grow no more."""
+_DENSE = 0.22
+"""The density of an update from which on its few largest coordinates say too little of it."""
+_BY_DENSITY = 0.75
+"""The part of all coordinates in a message, over what the density is above that."""
 _LEAST_SWAPPED = 200.0
 """Coordinates with which small models keep up with whole updates."""
 _LARGEST_PART = 0.1
@@ -107,14 +105,12 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
-    the largest of ``keep·n``, ``2ρ⁴·n`` and ``min(200, n/32)``, and for that at most ``n/4``:
-    training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density of the
-    client's update ``g``: 1 if all coordinates have the same magnitude, ``1/n`` if only one is not
-    zero. The denser an update, the less its largest coordinates say of it. From round 80 on, the
-    first two terms grow with the number of rounds, up to four times, since a share that is enough
-    at first leaves the model below federated averaging in the end. The last term is for small
-    models, which need a larger part of their coordinates. Density and round follow ``r`` in the
-    advice.
+    the largest of ``keep·n``, ``0.75·(ρ - 0.22)·n`` and ``min(200, n/32)``, and for that at most
+    ``n/4``: training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density
+    of the client's update ``g``: 1 if all coordinates have the same magnitude, ``1/n`` if only one
+    is not zero. The denser an update, the less its largest coordinates say of it. The last term is
+    for small models, which need a larger part of their coordinates. The density follows ``r`` in
+    the advice.
 
     Attributes:
         overhead: the transport's bytes.
@@ -140,7 +136,6 @@ class AdaptiveTernary(NormOnly):
         noise_share: float = 1.0,
         pause: float = 1.0,
         density: float = 0.0,
-        round_number: float = 1.0,
     ) -> int:
         """Return ``k``; a noise share below a fifth counts as a fifth.
 
@@ -153,9 +148,7 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 5537, 39752]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, 1.0, rho) for rho in (0.1, 0.2, 0.4)]
-        [1590, 1590, 8141]
-        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1, 1, 0, k) for k in (80, 120, 900)]
-        [1590, 2385, 6360]
+        [1590, 1590, 21466]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -164,8 +157,7 @@ class AdaptiveTernary(NormOnly):
         swapped = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            age = min(max(1.0, round_number / _SHORT_TRAINING), _LONGEST_GROWTH)
-            part = age * max(self.keep, _BY_DENSITY * density**4)
+            part = max(self.keep, _BY_DENSITY * (density - _DENSE))
             swapped = growth * max(part * num_params, min(_LEAST_SWAPPED, num_params / 32.0))
             swapped = min(swapped, _LARGEST_SWAPPED * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)

@@ -93,8 +93,7 @@ class NoiseSwitch(Plain):
         advice = np.array([(self.meter.noise_share(r), self._pause(r)) for r in notes])
         if self.keep:
             densities = np.array([density(update) for update in updates])
-            rounds = np.full(len(updates), float(flow.round))
-            advice = np.column_stack([advice, densities, rounds])
+            advice = np.column_stack([advice, densities])
         return {"notes": notes, "branch": branch}, flow._replace(advice=advice)
 
     def _branch(self, notes: Float64Array) -> int:
