@@ -33,14 +33,14 @@ _GROWTH = 0.9
 hold noise, which cancels."""
 _DENSE = 0.22
 """The density of an update from which on its few largest coordinates say too little of it."""
-_BY_DENSITY = 0.75
-"""The part of all coordinates in a message, over what the density is above that."""
-_LEAST_SWAPPED = 200.0
-"""Coordinates with which small models keep up with whole updates."""
+_DENSITY_SLOPE = 0.75
+"""The share of all coordinates that is sent, per unit of density above `_DENSE`."""
+_FEWEST_IN_TIME = 200.0
+"""Coordinates with which small models train in as few rounds as with whole updates."""
 _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
-_LARGEST_SWAPPED = 0.25
-"""Of all coordinates, where training is to go on as fast as with whole updates."""
+_LARGEST_IN_TIME = 0.25
+"""The largest share of coordinates that is sent to train in as few rounds as with whole updates."""
 _PIECE = 1 << 16
 """Coordinates that are widened at a time."""
 
@@ -154,14 +154,14 @@ class AdaptiveTernary(NormOnly):
         """
         fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
-        swapped = 0.0
+        in_time = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            part = max(self.keep, _BY_DENSITY * (density - _DENSE))
-            swapped = growth * max(part * num_params, min(_LEAST_SWAPPED, num_params / 32.0))
-            swapped = min(swapped, _LARGEST_SWAPPED * num_params)
+            part = max(self.keep, _DENSITY_SLOPE * (density - _DENSE))
+            in_time = growth * max(part * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
+            in_time = min(in_time, _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
-        return min(num_params, round(max(wanted, fitting, swapped)))
+        return min(num_params, round(max(wanted, fitting, in_time)))
 
 
 def density(vector: FloatArray) -> float:

@@ -37,7 +37,7 @@ _NOTHING = np.zeros(0)
 _SPARSE = 0.05
 """The part of all coordinates up to which an update counts as sparse."""
 _SMALL_MODEL = 10_000
-"""Parameters up to which a model may move far in a few steps."""
+"""Parameters up to which `jump` does not bound a model's steps."""
 _FEW_UPDATES = 8
 """A mean of fewer says little: one client may have answered in the first round, and then many."""
 
@@ -170,8 +170,8 @@ class DistanceOverGradients(_Averaging):
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
     by the same root. Nor does it move the coordinates of a sparse update, in the root mean square,
     by more than ``jump`` times that of the model's parameters at the start; where the natural step
-    does already, the model began at zero or near it, and its parameters are no measure. Small
-    models may move as far as they like.
+    does already, the model began at zero or near it, and its parameters are no measure. Models
+    of up to 10,000 parameters have no such bound.
 
     An update of more than ``burst`` times the mean energy so far is taken for the beginning of
     divergence: the rule begins anew where the model is, with a quarter of the natural step. The
@@ -246,7 +246,7 @@ class DistanceOverGradients(_Averaging):
     def _longest_jump(
         self, space: Space, state: StepState, update: Array, squared_norm: float
     ) -> float:
-        """Return the step that moves coordinates as far as one may."""
+        """Return the longest step that ``jump`` allows; infinity where it sets no bound."""
         num_moved = space.number((update != 0).sum())
         is_small = len(update) <= _SMALL_MODEL
         if not self.is_sparse or is_small or num_moved > _SPARSE * len(update):
