@@ -43,6 +43,10 @@ _FEWEST = 32
 
 _SHARE = 0.8
 """Coordinates of an entry, in those that an average client sends per round, sampled or not."""
+_MANY = 0.5
+"""The part of all coordinates from which on an entry has all of them."""
+_WHOLE_WIDTH = 4
+"""Bits per coordinate then: one magnitude for all of them would say little of each."""
 LARGEST_SHORT = 2.0**127
 """Stands for all movements beyond it, and for those of a diverging run that are no numbers."""
 
@@ -153,6 +157,13 @@ class _Ternary(NormOnly):
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Write their signs, and their mean magnitude."""
         return ternary(vector, largest(vector, self.count), request.width)
+
+
+_WHOLE = Recipe(
+    policy=Always(_WHOLE_WIDTH),
+    quantizer=GridQuantizer(Grid.MIDTREAD, _WHOLE_WIDTH),
+    stages=(ErrorFeedback(),),
+)
 
 
 def make_downlink(spec: str) -> Downlink:
@@ -327,11 +338,11 @@ def _condense_passing(
     else:
         counted = num_sent if downlink.counted and num_sent else num_nonzero
         count = max(_FEWEST, round(downlink.ratio * counted / max(1.0, senders)))
-    recipe = Recipe(
-        policy=Always(TERNARY_WIDTH),
-        quantizer=_Ternary(min(num_params, count)),
-        stages=(ErrorFeedback(),),
-    )
+    if count > _MANY * num_params:
+        recipe = _WHOLE
+    else:
+        sparse = _Ternary(count)
+        recipe = Recipe(policy=Always(TERNARY_WIDTH), quantizer=sparse, stages=(ErrorFeedback(),))
     link = Link(passing[:0][None], np.zeros((1, 0), np.int8), np.zeros(1, np.bool_))
     residuals = {ErrorFeedback.name: {"residual": state.residual[None]}}
     holder = Clients(num_params, link, np.zeros(1, np.int64), residuals)

@@ -124,6 +124,10 @@ class NoiseMeter:
         """Return every how many rounds the client is sampled; 1 before it was."""
         return max(1.0, float(notes[_PAUSE]))
 
+    def is_of_small_model(self, notes: Float64Array) -> bool:
+        """Tell whether the client's model is so small that whole uploads cost little."""
+        return len(notes) <= _HEAD + 3 * _SMALL_MODEL
+
     def is_noisy(self, notes: Float64Array) -> bool:
         """Tell which the client's updates are."""
         return bool(notes[_NOISY])
