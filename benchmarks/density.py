@@ -4,7 +4,9 @@
 
 TASK is one of ``aqg compare --swap-in``, run with the downlink and the steps that it has there. The
 density of an update is ``‖g‖₁²/(n‖g‖₂²)``: 1 if all coordinates are alike, and ``1/n`` if it has
-only one. Printed are means over the clients of a round.
+only one. The local density is the mean of those of its blocks of 64 coordinates. Printed are means
+over the clients of a round, and the share of all coordinates that a client sends if it is asked in
+every round.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.core.sparsifiers import AdaptiveTernary
 from aqg.core.stages import noise_switch
 from aqg.runs.setup import build_problem, make_simulation
 from aqg.studies.swap_in.tasks import SWAP_TASKS
@@ -31,14 +34,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     options = parser.parse_args()
-    seen: list[float] = []
-    measure = noise_switch.density
+    seen: list[tuple[float, float, float]] = []
+    measure, rule = noise_switch.densities, AdaptiveTernary(keep=0.004)
 
-    def noted(vector: np.ndarray) -> float:
-        seen.append(measure(vector))
-        return seen[-1]
+    def noted(vector: np.ndarray) -> tuple[float, float]:
+        found = measure(vector)
+        share = rule.num_kept(len(vector), 1.0, 1.0, *found) / len(vector)
+        seen.append((*found, share))
+        return found
 
-    noise_switch.density = noted
+    noise_switch.densities = noted
     for name in options.tasks:
         config = replace(
             SWAP_TASKS[name].config,
@@ -54,7 +59,9 @@ def main() -> None:
             seen.clear()
             simulation.run_round(evaluate=False)
             if number == shown or number == options.rounds:
-                print(f"{name} round {number}: density {np.mean(seen):.3f}", flush=True)
+                density, local, share = np.mean(seen, axis=0)
+                text = f"density {density:.3f}, local {local:.3f}, share {share:.4f}"
+                print(f"{name} round {number}: {text}", flush=True)
                 shown *= 2
 
 

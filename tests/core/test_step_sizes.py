@@ -95,7 +95,7 @@ def test_sparse_updates_begin_as_if_all_coordinates_moved() -> None:
     assert step_size == 0.5
 
 
-@pytest.mark.parametrize(("size", "expected"), [(2.0, 5.0), (0.25, 1.0), (0.125, 0.5), (0.1, 5.0)])
+@pytest.mark.parametrize(("size", "expected"), [(2.0, 4.0), (0.25, 1.0), (0.125, 0.5), (0.1, 4.0)])
 def test_no_step_moves_coordinates_by_many_times_their_size(size: float, expected: float) -> None:
     """Unless the natural step does: then the size of the model is no measure."""
     update = np.zeros(400 * SIZE)
@@ -103,6 +103,23 @@ def test_no_step_moves_coordinates_by_many_times_their_size(size: float, expecte
     rule, params = DistanceOverGradients(first=1.0), np.full(400 * SIZE, size)
     _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
     assert step_size == expected
+
+
+@pytest.mark.parametrize(
+    ("density", "expected"), [(0.001, 16), (0.0049, 1 / 0.07), (0.01, 8), (0.04, 2), (0.2, 1.6)]
+)
+def test_the_first_step_is_shorter_where_many_coordinates_move(
+    density: float, expected: float
+) -> None:
+    """In large models; and longer again where nearly all move."""
+    rule = DistanceOverGradients(first=1.0, most=16.0, jump=1000.0)
+    for length, factor in ((100_000, expected), (10_000, min(16, 1 / math.sqrt(density)))):
+        update, params = np.zeros(length), np.ones(length)
+        update[: round(density * length)] = 1.0
+        _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
+        assert step_size == pytest.approx(0.5 * factor, rel=2**-7)
+        _, step_size = rule.next(SPACE, rule.init(params), params, np.ones(length), 0.5)
+        assert step_size == pytest.approx(0.5 * 3.2, rel=2**-7)
 
 
 def test_steps_stay_between_the_natural_one_and_a_multiple() -> None:

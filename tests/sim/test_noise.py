@@ -141,17 +141,55 @@ def test_who_keeps_up_with_averaging_sends_more_after_a_pause():
         init_client(make_recipe("auto:keep=2"), 10)
 
 
+def _density(vector):
+    return np.abs(vector).sum() ** 2 / (len(vector) * (vector**2).sum())
+
+
+def _num_sent(update):
+    auto = make_recipe("auto").for_participation(1.0)
+    client = init_client(auto, len(update), np.dtype(np.float64))
+    _, message = respond(auto, client, update, 0.0, (0, 0, 1))
+    return np.count_nonzero(message.levels != 1)
+
+
 def test_who_has_dense_updates_sends_more():
-    auto, rng = make_recipe("auto").for_participation(1.0), np.random.default_rng(5)
-    sent = []
+    rng, sent = np.random.default_rng(5), []
     for power in (9, 2, 1):
         update = rng.standard_normal(30_000) ** power
-        client = init_client(auto, 30_000, np.dtype(np.float64))
-        _, message = respond(auto, client, update, 0.0, (0, 0, 1))
-        share = np.abs(update).sum() ** 2 / (30_000 * (update**2).sum())
-        sent.append(np.count_nonzero(message.levels != 1))
-        assert sent[-1] == min(7500, max(200, round(0.75 * (share - 0.22) * 30_000)))
+        density = _density(update)
+        local = [_density(update[first : first + 64]) for first in range(0, 30_000, 64)]
+        local = np.average(local, weights=[64] * 468 + [48])
+        by_blocks = local**4 / density - 0.45
+        share = max(0.05 * local**2, min(0.05, by_blocks), density - 0.28)
+        sent.append(_num_sent(update))
+        assert sent[-1] == min(7500, max(200, round(share * 30_000)))
     assert sent[0] == 200 < sent[1] < sent[2]
+
+
+def test_who_has_blocks_of_different_sizes_sends_more():
+    """Their largest coordinates are all in a few blocks."""
+    update = np.random.default_rng(6).standard_normal((512, 64))
+    sizes = np.exp(np.linspace(0, 6, 512))[:, None]
+    even, uneven = _num_sent(update.ravel() ** 3), _num_sent((sizes * update).ravel())
+    assert _density((sizes * update).ravel()) < 0.28
+    assert even < uneven == round(0.05 * 512 * 64)
+
+
+def test_the_smallest_models_are_sent_whole():
+    """Rounded at random, so that the mean of many uploads is the update, and nothing is kept."""
+    auto, rng = make_recipe("auto").for_participation(1.0), np.random.default_rng(6)
+    for size, is_whole in ((1024, True), (1025, False)):
+        update = rng.standard_normal(size)
+        mean = np.zeros(size)
+        for seed in range(400):
+            client = init_client(auto, size, np.dtype(np.float64))
+            client, message = respond(auto, client, update, 0.0, (seed, 0, 1))
+            mean += message.values(np.float64) / 400
+            assert not message.lasting
+        assert client.stages["feedback"]["residual"].any() != is_whole
+        assert (message.width == 4) is is_whole
+        is_right = bool(np.linalg.norm(mean - update) < 0.2 * np.linalg.norm(update))
+        assert is_right is is_whole
 
 
 def test_what_keeps_changing_is_not_remembered():

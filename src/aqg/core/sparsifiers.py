@@ -31,18 +31,25 @@ _LEAST_SHARE = 0.2
 _GROWTH = 0.9
 """How messages grow with the rounds between them, as a power: less than those, since residuals also
 hold noise, which cancels."""
-_DENSE = 0.22
+_LOCALLY_DENSE = 0.05
+"""The share of all coordinates that is sent, over the square of an update's local density."""
+_UNEVEN = 0.45
+"""The fourth power of the local density over the density, from which on messages are longer, as
+large blocks leave too few of their coordinates to the others."""
+_LARGEST_UNEVEN = 0.05
+"""The largest share that is sent because of that."""
+_DENSE = 0.28
 """The density of an update from which on its few largest coordinates say too little of it."""
-_DENSITY_SLOPE = 0.75
-"""The share of all coordinates that is sent, per unit of density above `_DENSE`."""
 _FEWEST_IN_TIME = 200.0
 """Coordinates with which small models train in as few rounds as with whole updates."""
 _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 _LARGEST_IN_TIME = 0.25
 """The largest share of coordinates that is sent to train in as few rounds as with whole updates."""
+_BLOCK = 64
+"""Coordinates that are neighbours."""
 _PIECE = 1 << 16
-"""Coordinates that are widened at a time."""
+"""Coordinates that are widened at a time: some blocks."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +112,19 @@ class AdaptiveTernary(NormOnly):
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
     So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
-    the largest of ``keep·n``, ``0.75·(ρ - 0.22)·n`` and ``min(200, n/32)``, and for that at most
-    ``n/4``: training goes on as fast as with whole updates. ``ρ = ‖g‖₁²/(n‖g‖₂²)`` is the density
-    of the client's update ``g``: 1 if all coordinates have the same magnitude, ``1/n`` if only one
-    is not zero. The denser an update, the less its largest coordinates say of it. The last term is
-    for small models, which need a larger part of their coordinates. The density follows ``r`` in
-    the advice.
+    the larger of ``min(200, n/32)`` and a share of ``n``, and for that at most ``n/4``: training
+    goes on as fast as with whole updates. The share is the largest of
+
+    - ``keep``;
+    - ``σ²/20``, where ``σ`` is the local density of the client's update, as small messages tell
+      little of coordinates that are like their neighbours;
+    - ``σ⁴/ρ - 0.45``, at most a twentieth, where ``ρ`` is its density: in updates that are
+      dense locally and not as a whole, some blocks are far larger than others, to which few
+      coordinates of a message are left;
+    - ``ρ - 0.28``, as the largest coordinates of a dense update say little of it.
+
+    See `densities`, which follow ``r`` in the advice. Small models need a larger part of their
+    coordinates, which is what ``min(200, n/32)`` is for.
 
     Attributes:
         overhead: the transport's bytes.
@@ -136,6 +150,7 @@ class AdaptiveTernary(NormOnly):
         noise_share: float = 1.0,
         pause: float = 1.0,
         density: float = 0.0,
+        local_density: float = 0.0,
     ) -> int:
         """Return ``k``; a noise share below a fifth counts as a fifth.
 
@@ -147,8 +162,11 @@ class AdaptiveTernary(NormOnly):
         [3000, 785]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 5537, 39752]
-        >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, 1.0, rho) for rho in (0.1, 0.2, 0.4)]
-        [1590, 1590, 21466]
+        >>> few = AdaptiveTernary(keep=0.004)
+        >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.3), (0.2, 0.5)]]
+        [4000, 4500, 12500]
+        >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.13, 0.5), (0.1, 0.5), (0.4, 0.6)]]
+        [30769, 50000, 120000]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -157,28 +175,49 @@ class AdaptiveTernary(NormOnly):
         in_time = 0.0
         if self.keep:
             growth = math.pow(pause, _GROWTH)
-            part = max(self.keep, _DENSITY_SLOPE * (density - _DENSE))
-            in_time = growth * max(part * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
+            share = self._share_in_time(density, local_density)
+            in_time = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
             in_time = min(in_time, _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting, in_time)))
 
+    def _share_in_time(self, density: float, local_density: float) -> float:
+        """Return the share of all coordinates with which training takes no more rounds."""
+        unevenness = local_density**4 / density if density else 0.0
+        return max(
+            self.keep,
+            _LOCALLY_DENSE * local_density**2,
+            min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
+            density - _DENSE,
+        )
 
-def density(vector: FloatArray) -> float:
-    """Return ``‖v‖₁²/(n‖v‖₂²)``, 1 if all coordinates are alike; 0 where it is no number.
 
-    >>> density(np.array([1.0, -1.0])), density(np.array([0.0, 2.0])), density(np.zeros(2))
-    (1.0, 0.5, 0.0)
+def densities(vector: FloatArray) -> tuple[float, float]:
+    """Return the density of a vector and its local density; zeros where they are no numbers.
+
+    The density ``ρ = ‖v‖₁²/(n‖v‖₂²)`` is 1 if all coordinates have the same magnitude, ``1/n`` if
+    only one is not zero, and ``2/π`` for normal noise. The local density is the mean of those of
+    all blocks of 64 coordinates: it does not see how the blocks differ in size.
+
+    >>> densities(np.array([1.0, -1.0])), densities(np.array([0.0, 2.0])), densities(np.zeros(2))
+    ((1.0, 1.0), (0.5, 0.5), (0.0, 0.0))
+    >>> densities(np.repeat([9.0, 0.0, -1.0], 64))
+    (0.4065..., 0.6666...)
     """
-    total = squared_norm = 0.0
+    total = squared_norm = alike = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(vector), _PIECE):
-            piece = vector[start : start + _PIECE].astype(np.float64)
-            total += float(np.abs(piece).sum())
-            squared_norm += float(np.vdot(piece, piece))
-    if not (squared_norm > 0 and math.isfinite(total * total) and math.isfinite(squared_norm)):
-        return 0.0
-    return min(1.0, total * total / (len(vector) * squared_norm))
+            piece = np.abs(vector[start : start + _PIECE].astype(np.float64))
+            firsts = np.arange(0, len(piece), _BLOCK)
+            sums = np.add.reduceat(piece, firsts)
+            squares = np.add.reduceat(piece * piece, firsts)
+            total += float(sums.sum())
+            squared_norm += float(squares.sum())
+            alike += float((sums * sums / np.where(squares > 0, squares, 1.0)).sum())
+    if not (squared_norm > 0 and all(map(math.isfinite, (total * total, squared_norm, alike)))):
+        return 0.0, 0.0
+    density = total * total / (len(vector) * squared_norm)
+    return min(1.0, density), min(1.0, alike / len(vector))
 
 
 def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:

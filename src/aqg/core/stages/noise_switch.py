@@ -4,7 +4,8 @@ The mirror saves bytes while the next update is nearly the last one. While updat
 each client sends a few coordinates as sparse ternary, with error feedback. A client that is sampled
 seldom would hold residuals that are long out of date; it sends an unbiased stochastic ternary
 vector instead, and keeps no residual. With ``keep`` it sends more coordinates instead, the more the
-longer it was not asked, and its residuals stay small.
+longer it was not asked, and its residuals stay small; and the smallest models are sent whole in
+every round, rounded at random to a few bits, as their frames are hardly longer for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from aqg.core.policies import Always
 from aqg.core.quantizers import Stochastic
 from aqg.core.recipe import Recipe
-from aqg.core.sparsifiers import TERNARY_WIDTH, AdaptiveTernary, density
+from aqg.core.sparsifiers import TERNARY_WIDTH, AdaptiveTernary, densities
 from aqg.core.stage import Plain
 from aqg.core.stages.feedback import ErrorFeedback
 from aqg.errors import ConfigError
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 RARELY = 4.0
 """Mean rounds between two updates of a client from which residuals count as out of date."""
+WHOLE_WIDTH = 4
+"""Bits per coordinate for the smallest models."""
 MIRROR, SPARSE, STOCHASTIC = range(3)
 """The branches."""
 
@@ -65,11 +68,12 @@ class NoiseSwitch(Plain):
 
     @cached_property
     def branches(self) -> tuple[Recipe, ...]:
-        """Sparse ternary with error feedback, and stochastic ternary without."""
+        """Sparse ternary with error feedback, and stochastic rounding without."""
         always = Always(TERNARY_WIDTH)
         ternary = AdaptiveTernary(self.overhead, self.keep)
         sparse = Recipe(policy=always, quantizer=ternary, stages=(ErrorFeedback(),))
-        return (sparse,) if self.keep else (sparse, Recipe(policy=always, quantizer=Stochastic()))
+        rounded = Always(WHOLE_WIDTH) if self.keep else always
+        return (sparse, Recipe(policy=rounded, quantizer=Stochastic()))
 
     def for_transport(self, overhead: float) -> NoiseSwitch:
         """Return the switch for another transport, unless it was told of one."""
@@ -92,11 +96,12 @@ class NoiseSwitch(Plain):
         branch = np.array([self._branch(row) for row in notes], np.int8)
         advice = np.array([(self.meter.noise_share(r), self._pause(r)) for r in notes])
         if self.keep:
-            densities = np.array([density(update) for update in updates])
-            advice = np.column_stack([advice, densities])
+            advice = np.column_stack([advice, [densities(update) for update in updates]])
         return {"notes": notes, "branch": branch}, flow._replace(advice=advice)
 
     def _branch(self, notes: Float64Array) -> int:
+        if self.keep and self.meter.is_of_small_model(notes):
+            return STOCHASTIC
         if not self.meter.is_noisy(notes):
             return MIRROR
         if self.keep or self.meter.mean_pause(notes) < RARELY:
