@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.core.recipes import make_recipe
 from aqg.core.sparsifiers import AdaptiveTernary
 from aqg.core.stages import noise_switch
 from aqg.runs.setup import build_problem, make_simulation
@@ -35,7 +36,10 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     options = parser.parse_args()
     seen: list[tuple[float, float, float]] = []
-    measure, rule = noise_switch.densities, AdaptiveTernary(keep=0.004)
+    switch = make_recipe(options.recipe).switch
+    if not (isinstance(switch, noise_switch.NoiseSwitch) and switch.keep):
+        parser.error(f"recipe {options.recipe!r} does not look at densities")
+    measure, rule = noise_switch.densities, AdaptiveTernary(keep=switch.keep)
 
     def noted(vector: np.ndarray) -> tuple[float, float]:
         found = measure(vector)

@@ -138,16 +138,16 @@ def test_entries_are_as_long_as_what_clients_send(counted: bool, expected: int) 
 
 def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> None:
     """One magnitude for all would say little of each; what is rounded off is sent later."""
-    recipe, values = make_recipe("auto"), np.linspace(-7, 7, 6)
-    levels = np.round(values).astype(np.int8) + 7
-    message = Upload(levels.astype(np.uint8), 0.125, 4, Grid.MIDTREAD, lasting=False)
+    recipe, levels = make_recipe("auto"), np.array([0, 5, 14, 16, 23, 30], np.uint8)
+    message = Upload(levels, 0.125, 5, Grid.MIDTREAD, lasting=False)
+    step = 15 * 0.125 / 7
     state = init_server(recipe, np.zeros(6), 1, SGD(), Condensed())
     for number in range(1, 9):
         state = hear(recipe, state, 0, message)
         state, entry = publish_round(recipe, state, 1.0, downlink=Condensed())
         assert isinstance(entry.passing, Upload)
         assert entry.passing.width == 4
-        assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=0.07)
+        assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=step)
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:

@@ -34,8 +34,8 @@ hold noise, which cancels."""
 _LOCALLY_DENSE = 0.05
 """The share of all coordinates that is sent, over the square of an update's local density."""
 _UNEVEN = 0.45
-"""The fourth power of the local density over the density, from which on messages are longer, as
-large blocks leave too few of their coordinates to the others."""
+"""The fourth power of the local density over the density, from which on messages are longer: the
+largest blocks would take nearly all of their coordinates."""
 _LARGEST_UNEVEN = 0.05
 """The largest share that is sent because of that."""
 _DENSE = 0.28
@@ -47,7 +47,7 @@ _LARGEST_PART = 0.1
 _LARGEST_IN_TIME = 0.25
 """The largest share of coordinates that is sent to train in as few rounds as with whole updates."""
 _BLOCK = 64
-"""Coordinates that are neighbours."""
+"""Neighboring coordinates whose density is looked at together."""
 _PIECE = 1 << 16
 """Coordinates that are widened at a time: some blocks."""
 
@@ -116,11 +116,10 @@ class AdaptiveTernary(NormOnly):
     goes on as fast as with whole updates. The share is the largest of
 
     - ``keep``;
-    - ``σ²/20``, where ``σ`` is the local density of the client's update, as small messages tell
-      little of coordinates that are like their neighbours;
-    - ``σ⁴/ρ - 0.45``, at most a twentieth, where ``ρ`` is its density: in updates that are
-      dense locally and not as a whole, some blocks are far larger than others, to which few
-      coordinates of a message are left;
+    - ``σ²/20``, where ``σ`` is the local density of the client's update: if neighbors are of
+      similar size, the largest coordinates say little of the others;
+    - ``σ⁴/ρ - 0.45``, at most a twentieth, where ``ρ`` is its density: if it is far below ``σ``,
+      some blocks are far larger than others and would take nearly all places in a message;
     - ``ρ - 0.28``, as the largest coordinates of a dense update say little of it.
 
     See `densities`, which follow ``r`` in the advice. Small models need a larger part of their

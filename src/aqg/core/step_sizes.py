@@ -36,11 +36,10 @@ _LEAST, _MOST = 2.0**-120, 2.0**120
 _NOTHING = np.zeros(0)
 _SPARSE = 0.05
 """The part of all coordinates up to which an update counts as sparse."""
-_NARROW, _LEAST_WIDENING = 0.08, 1.6
-"""The root of the density up to which the first step is as much longer as that says; and how much
-longer it is at least."""
+_WIDENING, _LEAST_WIDENING = 0.08, 1.6
+"""The factor on the first step, times the density of the update, at most; and the least factor."""
 _DENSE, _WIDENING_OF_DENSE = 0.5, 3.2
-"""The root from which on updates count as dense, and how much longer their first step is."""
+"""The root of the density from which on updates count as dense, and the factor for these."""
 _SMALL_MODEL = 10_000
 """Parameters up to which a model's steps have fewer bounds."""
 _FEW_UPDATES = 8
@@ -170,11 +169,12 @@ class DistanceOverGradients(_Averaging):
     natural step would move the model by. Where updates are sparse, because the rest waits in
     residuals, that is divided by the root of their density, ``‖u‖₁²/(n‖u‖₂²)``: as if all
     coordinates were to move as much as those sent. The largest coordinates say little of the others
-    where a few are far larger, as in transformers, so that this is at most ``widest``. The more
-    coordinates move at once, the less is left to wait, so that the first step is longer by
-    ``0.08/density`` only once that is less, but by 1.6 at the least: otherwise transformers stay on
-    their first plateau. It is longer by 3.2 where the density is above a quarter, as in models that
-    are sent whole, and by the root alone in models of up to 10,000 parameters.
+    where a few are far larger, as in transformers, so that the factor is at most ``widest``.
+
+    The more coordinates move at once, the less waits in residuals. So the factor is at most
+    ``0.08/density`` in the first step, though no less than 1.6; with longer first steps,
+    transformers stay on their first plateau. Models of up to 10,000 parameters have no such bound.
+    Above a density of a quarter, as in models that are sent whole, the factor is 3.2.
 
     The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
     by the same root. Nor does it move the coordinates of a sparse update, in the root mean square,
@@ -254,14 +254,14 @@ class DistanceOverGradients(_Averaging):
         return state, _short(step_size)
 
     def _first_widening(self, fill: float, num_params: int) -> float:
-        """Return how much longer the first step is, given the root of the update's density."""
+        """Return the factor on the first step, given the root of the update's density."""
         if not self.is_sparse:
             return 1.0
         if fill > _DENSE:
             return _WIDENING_OF_DENSE
         if num_params <= _SMALL_MODEL:
             return 1.0 / fill
-        return min(1.0 / fill, max(_LEAST_WIDENING, _NARROW / fill**2))
+        return min(1.0 / fill, max(_LEAST_WIDENING, _WIDENING / fill**2))
 
     def _longest_jump(
         self, space: Space, state: StepState, update: Array, squared_norm: float
