@@ -42,7 +42,9 @@ _FEWEST = 32
 
 
 _SHARE = 0.8
-"""Coordinates of an entry, in those that an average client sends per round, sampled or not."""
+"""Coordinates of an entry, in those of an upload, if all clients are asked in every round."""
+_FALL = 0.6
+"""How this share falls with the part of all rounds that a client is asked in, as a power."""
 _MANY = 0.5
 """The part of all coordinates from which on an entry has all of them."""
 _WHOLE_WIDTH = 4
@@ -216,8 +218,8 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
 
     ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
-    the end, so that where uploads grow with a client's pause, entries must not: they have a
-    little less than that part of an upload's coordinates.
+    the end, so that where uploads grow with a client's pause, as its root, entries do not: their
+    share of an upload's coordinates falls a little faster than uploads grow.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -230,7 +232,7 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     else:
         downlink = Condensed()
         if recipe.sends_by_pause:
-            downlink = Condensed(ratio=_SHARE * asked, counted=True)
+            downlink = Condensed(ratio=_SHARE * asked**_FALL, counted=True)
     quantizer = recipe.quantizer
     share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
     if share and isinstance(downlink, Condensed) and not downlink.keep:

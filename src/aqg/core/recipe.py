@@ -121,5 +121,5 @@ class Recipe:
 
     @property
     def sends_by_pause(self) -> bool:
-        """Whether clients send in proportion to the rounds that they were not sampled in."""
+        """Whether clients keep up with averaging, and send more after a pause for that."""
         return getattr(self.switch, "keep", 0.0) > 0

@@ -28,9 +28,6 @@ _FEWEST = 16.0
 """Coordinates below which the bytes of the frame outweigh them."""
 _LEAST_SHARE = 0.2
 """The smallest part of noise that counts."""
-_GROWTH = 0.9
-"""How messages grow with the rounds between them, as a power: less than those, since residuals also
-hold noise, which cancels."""
 _LOCALLY_DENSE = 0.05
 """The share of all coordinates that is sent, over the square of an update's local density."""
 _UNEVEN = 0.45
@@ -111,7 +108,7 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
-    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``r^0.9`` times
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``√r`` times
     the larger of ``min(200, n/32)`` and a share of ``n``, and for that at most ``n/4``: training
     goes on as fast as with whole updates. The share is the largest of
 
@@ -160,7 +157,7 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(overhead=12_000).num_kept(n) for n in (159010, 7850)]
         [3000, 785]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
-        [1590, 5537, 39752]
+        [1590, 3180, 15901]
         >>> few = AdaptiveTernary(keep=0.004)
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.3), (0.2, 0.5)]]
         [4000, 4500, 12500]
@@ -169,11 +166,11 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
-        fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * math.sqrt(pause)
+        growth = math.sqrt(pause)
+        fewest = max(_FEWEST, math.sqrt(num_params) / 25.0) * growth
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         in_time = 0.0
         if self.keep:
-            growth = math.pow(pause, _GROWTH)
             share = self._share_in_time(density, local_density)
             in_time = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
             in_time = min(in_time, _LARGEST_IN_TIME * num_params)
