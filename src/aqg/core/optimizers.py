@@ -3,7 +3,7 @@
 The paper's server steps along the sum itself, ``θ^{k+1} = θ^k - α·Σ_m ref_m``. The optimizers of
 Reddi et al., Adaptive Federated Optimization (FedOpt), turn the sum into another vector first:
 ``θ^{k+1} = θ^k - α·update``. Each is a pure function over a small state, and uses only operations
-that NumPy and torch spell alike.
+that NumPy and torch spell alike; roots, which they round differently, come from the caller.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aqg.core.types import Float64Array
 
 
@@ -47,8 +49,13 @@ class ServerOptimizer(Protocol):
     def init(self, num_params: int) -> OptimizerState:
         """Return the state before the first round."""
 
-    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
-        """Return the state after the round, and ``update``: the server takes ``-α·update``."""
+    def step(
+        self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
+    ) -> tuple[OptimizerState, Any]:
+        """Return the state after the round, and ``update``: the server takes ``-α·update``.
+
+        ``root`` takes the roots of an array's coordinates where it lies.
+        """
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,9 @@ class SGD:
         """Remember nothing."""
         return OptimizerState(np.zeros(0), np.zeros(0))
 
-    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+    def step(
+        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
+    ) -> tuple[OptimizerState, Any]:
         """Pass the direction on."""
         return state, direction
 
@@ -95,7 +104,9 @@ class Momentum:
         return OptimizerState(np.zeros(num_params), np.zeros(0))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+    def step(
+        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
+    ) -> tuple[OptimizerState, Any]:
         """Add the direction to what is left of the momentum."""
         momentum = self.beta * state.momentum + direction
         return state._replace(momentum=momentum), momentum
@@ -131,11 +142,13 @@ class Adam:
         return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(self, state: OptimizerState, direction: Any) -> tuple[OptimizerState, Any]:
+    def step(
+        self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
+    ) -> tuple[OptimizerState, Any]:
         """Move both averages, then divide one by the root of the other."""
         momentum = self.b1 * state.momentum + (1 - self.b1) * direction
         variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
-        return OptimizerState(momentum, variance), momentum / (variance**0.5 + self.eps)
+        return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)
 
 
 OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]] = {

@@ -186,7 +186,7 @@ def take_step(
 ) -> tuple[Array, OptimizerState, Any]:
     """Take ``θ^{k+1} = θ^k - α·update``; return it, the optimizer's state and ``‖direction‖²``."""
     direction = make_direction(space, len(parameters), total, passing, rates)
-    state, update = optimizer.step(state, direction)
+    state, update = optimizer.step(state, direction, space.root)
     parameters, squared_norm = space.take_step(parameters, update, direction, rates.step_size)
     return parameters, state, squared_norm
 

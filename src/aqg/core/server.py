@@ -236,7 +236,7 @@ def step(
     direction = make_direction(
         space, len(model.parameters), published.total, published.passing, rates
     )
-    optimizer_state, update = optimizer.step(model.optimizer, direction)
+    optimizer_state, update = optimizer.step(model.optimizer, direction, space.root)
     step_state, step_size = rule.next(space, model.step, model.parameters, update, rates.step_size)
     if step_size != rates.step_size:
         rates = rates._replace(step_size=step_size)

@@ -131,6 +131,9 @@ class Space(Protocol):
     def squared_norm(self, vector: Array) -> float:
         """Return ``‖vector‖²``, summed in double precision."""
 
+    def root(self, vector: Array) -> Array:
+        """Return the root of every coordinate, rounded to the nearest number."""
+
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
@@ -304,6 +307,10 @@ class NumpySpace:
         """Multiply the vector by itself."""
         wide = vector.astype(np.float64, copy=False)
         return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
+
+    def root(self, vector: FloatArray) -> Any:
+        """Take the root."""
+        return np.sqrt(vector)
 
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
