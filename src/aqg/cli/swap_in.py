@@ -76,8 +76,9 @@ def go_on(console: Console, asked: Asked, directory: Path, again: str | None, wh
     if repeated:
         parse_swap_recipes(",".join(repeated))
     named = tuple(name.strip() for name in asked.recipes.split(",")) if asked.recipes else ()
-    comparison = before.extended(tasks, (*named, *repeated), asked.seeds)
-    part = comparison.narrowed(tasks, (*named, *repeated))
+    recipes = tuple(dict.fromkeys((*named, *repeated)))
+    comparison = before.extended(tasks, recipes, asked.seeds)
+    part = comparison.narrowed(tasks, recipes)
     kept, lines = available(part.tasks, where.data_dir)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -122,7 +123,7 @@ def show(console: Console, comparison: SwapIn, directory: Path, as_json: bool) -
     tables = as_tables(comparison, cells)
     for table in tables:
         console.print(table.title, style="bold")
-        console.print(table.to_terminal())
+        console.print(table.to_terminal(keeps_stars=not console.is_terminal))
     if tables:
         console.print(tables[0].note + "\n", style="dim")
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,14 @@ if TYPE_CHECKING:
 
     from rich.table import Table as TerminalTable
 
+_STRONG = re.compile(r"\*\*(.+?)\*\*", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Table:
-    """Text in cells, written as in Markdown: names in backticks, ``<br>`` between lines.
+    """Text in cells, written as in Markdown.
+
+    Names are in backticks, ``<br>`` is between lines, and ``**`` around what stands out.
 
     Attributes:
         name: marks its place in a document.
@@ -72,15 +77,22 @@ class Table:
         content = {"name": self.name, "title": self.title, "note": self.note, "rows": rows}
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
-    def to_terminal(self) -> TerminalTable:
-        """Return header and rows for a console of rich's, with no lines but one below the header.
+    def to_terminal(self, keeps_stars: bool = False) -> TerminalTable:
+        r"""Return header and rows for a console of rich's, with no lines but one below the header.
 
-        >>> Table("t", "", "", ("a", "b"), (("x", "1<br>2"),), num_labels=1).to_terminal().row_count
-        1
+        What stands out is bold; ``keeps_stars`` is for files, which have no bold.
+
+        >>> table = Table("t", "", "", ("a", "b"), (("x", "**1**<br>2"),), num_labels=1)
+        >>> [list(column.cells) for column in table.to_terminal().columns]
+        [['x'], ['[bold]1[/bold]\n2']]
         """
         from rich import box
         from rich.markup import escape
         from rich.table import Table as TerminalTable
+
+        def shown_cell(cell: str) -> str:
+            text = escape(_lines(cell))
+            return text if keeps_stars else _STRONG.sub(r"[bold]\1[/bold]", text)
 
         shown = TerminalTable(
             box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
@@ -93,7 +105,7 @@ class Table:
             else:
                 shown.add_column(_lines(name), justify="right", no_wrap=self.num_labels == 1)
         for row in self.rows:
-            shown.add_row(*(escape(_lines(cell)) for cell in row))
+            shown.add_row(*map(shown_cell, row))
         return shown
 
 

@@ -42,7 +42,9 @@ def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
     assert "topk" in said
     assert run_app(["compare", "--resume", str(directory), *options]) == 0
     assert len((directory / TRIALS).read_text().splitlines()) == len(lines) + 1
-    capsys.readouterr()
+    repeated = ["compare", "topk", "--again", "topk", "--resume", str(directory)]
+    assert run_app([*repeated, *options]) == 0  # named twice, and run once
+    assert "Forgotten: 1 run" in capsys.readouterr().out
     assert run_app(["compare", "--from", str(directory), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["cells"]
     assert {cell["recipe"] for cell in shown} == {"fedavg", "stc", "topk"}
