@@ -146,7 +146,7 @@ def long_table() -> Table:
 def field_table() -> Table:
     """Return `auto` beside the best recipe of the field, whose settings were searched."""
     rows, seeds = [], []
-    header = ("task", "FedAvg", "`auto`, nothing set", "best of the field, searched")
+    header = ("task", "FedAvg", "`auto`, nothing set", "best of the field, tuned")
     for folder in FIELDS:
         comparison = open_swap_in(folder)
         cells = [c for c in make_cells(comparison, read_outcomes(folder)) if c.goal == PLATEAU]
