@@ -42,9 +42,9 @@ _FEWEST = 32
 
 
 _SHARE = 0.8
-"""Coordinates of an entry, in those of an upload, if all clients are asked in every round."""
+"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round."""
 _FALL = 0.6
-"""How this share falls with the part of all rounds that a client is asked in, as a power."""
+"""The power of the part of clients that are sampled, with which this share falls."""
 _MANY = 0.5
 """The part of all coordinates from which on an entry has all of them."""
 _WHOLE_WIDTH = 4
