@@ -113,24 +113,37 @@ def test_torch_takes_the_same_step_to_the_bit(optimizer, dtype: str) -> None:
 
 def test_the_default_suits_the_recipe() -> None:
     assert resolve_downlink("auto", make_recipe("gd")).name == "full"
-    assert resolve_downlink("auto", make_recipe("auto")) == Condensed(ratio=0.8, counted=True)
+    assert resolve_downlink("auto", make_recipe("auto")) == Condensed(
+        ratio=0.5, counted=True, most=0.8
+    )
     assert resolve_downlink("auto", make_recipe("auto:keep=0"), 0.1) == Condensed()
     assert resolve_downlink("exact", make_recipe("gd")) == Exact()
     sampled = resolve_downlink("auto", make_recipe("auto"), 0.5)
-    assert sampled == Condensed(ratio=0.8 * 0.5**0.6, counted=True)
+    assert sampled == Condensed(ratio=0.5 * 0.5**0.4, counted=True, most=0.8 * 0.5**0.6)
 
 
-@pytest.mark.parametrize(("counted", "expected"), [(True, 80), (False, 40)])
-def test_entries_are_as_long_as_what_clients_send(counted: bool, expected: int) -> None:
-    """Two clients send the same hundred coordinates; the state is written and read in between."""
-    recipe, downlink = make_recipe("auto"), Condensed(ratio=0.8, counted=counted)
-    levels = np.ones(LENGTH, np.uint8)
-    levels[:100] = 2
+@pytest.mark.parametrize(
+    ("length", "counted", "expected"),
+    [(10**6, True, 100), (8_000, True, 125), (2_000, True, 160), (2_000, False, 50)],
+)
+def test_entries_are_as_long_as_what_clients_send(
+    length: int, counted: bool, expected: int
+) -> None:
+    """Two clients send the same 200 coordinates; the state is written and read in between.
+
+    An entry has half of them, and up to 0.8 where they are a larger part of the model.
+    """
+    recipe, downlink = (
+        make_recipe("auto"),
+        Condensed(ratio=0.5, counted=counted, most=0.8 * counted),
+    )
+    levels = np.ones(length, np.uint8)
+    levels[:200] = 2
     message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)
-    state = init_server(recipe, np.ones(LENGTH), 2, SGD(), downlink)
+    state = init_server(recipe, np.ones(length), 2, SGD(), downlink)
     state = hear(recipe, hear(recipe, state, 0, message), 1, message)
     state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
-    assert state.model.num_sent == 200
+    assert state.model.num_sent == 400
     state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
     assert isinstance(entry.passing, Upload)
     assert num_nonzero(entry.passing) == expected

@@ -41,10 +41,13 @@ _FEWEST = 32
 """Coordinates of a sum that passes below which what is around them in an entry outweighs them."""
 
 
-_SHARE = 0.8
-"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round."""
-_FALL = 0.6
-"""The power of the part of clients that are sampled, with which this share falls."""
+_SHARE, _FALL = 0.5, 0.4
+"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round; and
+the power of the part of clients that are, with which this share falls."""
+_LARGEST_SHARE, _LARGEST_FALL = 0.8, 0.6
+"""The same of the largest share, to which it grows where uploads are dense."""
+_GROWTH = 10.0
+"""How fast it grows with the part of all coordinates that an upload has."""
 _MANY = 0.5
 """The part of all coordinates from which on an entry has all of them."""
 _WHOLE_WIDTH = 4
@@ -110,6 +113,9 @@ class Condensed:
             ``ratio`` says.
         counted: whether the coordinates of all uploads are counted for that, and not those of their
             sum, which are fewer, the more uploads have in common.
+        most: the most that ``ratio`` grows to where uploads have a larger part of all coordinates,
+            and need more in an entry as well: it is ``1 + 10u`` times larger if they have a part
+            ``u``; 0: it does not grow.
 
     """
 
@@ -118,6 +124,7 @@ class Condensed:
     bits: int = 6
     keep: float = 0.0
     counted: bool = False
+    most: float = 0.0
 
     name = "condensed"
 
@@ -130,6 +137,18 @@ class Condensed:
             raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
         if not 0 <= self.keep <= 1:
             raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
+        if not 0 <= self.most < math.inf:
+            raise ConfigError(f"most is {self.most}; it must be at least 0 and finite")
+
+    def ratio_for(self, part: float) -> float:
+        """Return the ratio if uploads have this part of all coordinates.
+
+        >>> [Condensed(ratio=0.5, most=0.8).ratio_for(part) for part in (0.0, 0.05, 0.2)]
+        [0.5, 0.75, 0.8]
+        """
+        if not self.most:
+            return self.ratio
+        return min(self.most, self.ratio * (1.0 + _GROWTH * part))
 
     @property
     def lasting(self) -> Recipe:
@@ -172,7 +191,7 @@ def make_downlink(spec: str) -> Downlink:
     """Make a downlink from its name and options.
 
     >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, counted=False)
+    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, counted=False, most=0.0)
     """
     name, *settings = spec.split(":")
     if name not in DOWNLINKS:
@@ -202,7 +221,7 @@ def describe_downlink(downlink: Downlink) -> str:
     options = [
         f"{field.name}={_written(getattr(downlink, field.name))}"
         for field in fields(downlink)
-        if field.name not in ("keep", "counted") or getattr(downlink, field.name)
+        if field.name not in ("keep", "counted", "most") or getattr(downlink, field.name)
     ]
     return ":".join([downlink.name, *options])
 
@@ -219,7 +238,7 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
 
     ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
     the end, so that where uploads grow with a client's pause, as its root, entries do not: their
-    share of an upload's coordinates falls a little faster than uploads grow.
+    share of an upload's coordinates falls about as uploads grow.
 
     Condensed entries cost less in all than exact ones from a single client up
     (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
@@ -232,7 +251,11 @@ def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
     else:
         downlink = Condensed()
         if recipe.sends_by_pause:
-            downlink = Condensed(ratio=_SHARE * asked**_FALL, counted=True)
+            downlink = Condensed(
+                ratio=_SHARE * asked**_FALL,
+                counted=True,
+                most=_LARGEST_SHARE * asked**_LARGEST_FALL,
+            )
     quantizer = recipe.quantizer
     share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
     if share and isinstance(downlink, Condensed) and not downlink.keep:
@@ -339,7 +362,8 @@ def _condense_passing(
         count = num_kept(downlink.keep, num_params)
     else:
         counted = num_sent if downlink.counted and num_sent else num_nonzero
-        count = max(_FEWEST, round(downlink.ratio * counted / max(1.0, senders)))
+        each = counted / max(1.0, senders)
+        count = max(_FEWEST, round(downlink.ratio_for(each / num_params) * each))
     if count > _MANY * num_params:
         recipe = _WHOLE
     else:

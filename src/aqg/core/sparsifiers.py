@@ -28,15 +28,17 @@ _FEWEST = 16.0
 """Coordinates below which the bytes of the frame outweigh them."""
 _LEAST_SHARE = 0.2
 """The smallest part of noise that counts."""
-_LOCALLY_DENSE = 0.05
+_LOCALLY_DENSE = 0.04
 """The share of all coordinates that is sent, over the square of an update's local density."""
 _UNEVEN = 0.45
 """The fourth power of the local density over the density, from which on messages are longer: the
 largest blocks would take nearly all of their coordinates."""
-_LARGEST_UNEVEN = 0.05
+_LARGEST_UNEVEN = 0.04
 """The largest share that is sent because of that."""
 _DENSE = 0.28
 """The density of an update from which on its few largest coordinates say too little of it."""
+_DENSE_SLOPE = 0.7
+"""By how much the share that is sent grows with the density from there on."""
 _FEWEST_IN_TIME = 200.0
 """Coordinates with which small models train in as few rounds as with whole updates."""
 _LARGEST_PART = 0.1
@@ -113,11 +115,11 @@ class AdaptiveTernary(NormOnly):
     goes on as fast as with whole updates. The share is the largest of
 
     - ``keep``;
-    - ``σ²/20``, where ``σ`` is the local density of the client's update: if neighbors are of
+    - ``σ²/25``, where ``σ`` is the local density of the client's update: if neighbors are of
       similar size, the largest coordinates say little of the others;
-    - ``σ⁴/ρ - 0.45``, at most a twentieth, where ``ρ`` is its density: if it is far below ``σ``,
+    - ``σ⁴/ρ - 0.45``, at most a 25th, where ``ρ`` is its density: if it is far below ``σ``,
       some blocks are far larger than others and would take nearly all places in a message;
-    - ``ρ - 0.28``, as the largest coordinates of a dense update say little of it.
+    - ``0.7 (ρ - 0.28)``, as the largest coordinates of a dense update say little of it.
 
     See `densities`, which follow ``r`` in the advice. Small models need a larger part of their
     coordinates, which is what ``min(200, n/32)`` is for.
@@ -159,10 +161,10 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
         [1590, 3180, 15901]
         >>> few = AdaptiveTernary(keep=0.004)
-        >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.3), (0.2, 0.5)]]
-        [4000, 4500, 12500]
+        >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.4), (0.2, 0.5)]]
+        [4000, 6400, 10000]
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.13, 0.5), (0.1, 0.5), (0.4, 0.6)]]
-        [30769, 50000, 120000]
+        [30769, 40000, 84000]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -184,7 +186,7 @@ class AdaptiveTernary(NormOnly):
             self.keep,
             _LOCALLY_DENSE * local_density**2,
             min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
-            density - _DENSE,
+            _DENSE_SLOPE * (density - _DENSE),
         )
 
 
