@@ -163,7 +163,7 @@ def field_table() -> Table:
                     task.name,
                     f"{_accuracy(plain)}, {cost}",
                     _outcome(found["auto"]),
-                    "not run" if best is None else f"`{best.recipe}`: {_outcome(best)}",
+                    f"`{best.recipe}`: {_outcome(best)}" if best else _without(others),
                 )
             )
             seeds.append(plain.num_seeds)
@@ -182,6 +182,12 @@ def _rank(cell: Cell) -> tuple[bool, float]:
 
 def _accuracy(cell: Cell) -> str:
     return "-" if cell.test is None else f"{100 * cell.test:.1f} %"
+
+
+def _without(cells: list[Cell]) -> str:
+    """Say why no recipe of the field has a result."""
+    tried = " and ".join(f"`{cell.recipe}`" for cell in cells if cell.num_seeds)
+    return f"{tried} do not get there" if tried else "not run"
 
 
 def _outcome(cell: Cell) -> str:
