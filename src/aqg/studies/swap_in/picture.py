@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
 _MARKERS = "osD^vPX<>hp"
+_OPEN = "none"
+"""The face of a marker where some seeds do not reach the goal."""
 _OUR_COLORS = ("#D55E00",)
 _PANEL = 3.6
 """Inches."""
@@ -44,8 +46,9 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
     """Draw a panel for each task; return a PNG.
 
-    Recipes that do not reach the goal are named in the corner. What lies left of the dotted line is
-    a swap-in; the step line is the frontier.
+    Recipes that do not reach the goal are named in the corner, and those with an open marker reach
+    it with some seeds only. What lies left of the dotted line is a swap-in; the step line is the
+    frontier.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +69,9 @@ def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
     handles: dict[str, Artist] = {}
     for axis in panels:
         artists, names = axis.get_legend_handles_labels()
-        handles |= dict(zip(names, artists, strict=True))
+        for name, artist in zip(names, artists, strict=True):
+            if name not in handles or artist.get_markerfacecolor() != _OPEN:
+                handles[name] = artist
     order = [name for name in comparison.recipes if name in handles]
     if handles:
         figure.legend(
@@ -123,7 +128,7 @@ def _draw_panel(
             color=color,
             markersize=13 if is_ours else 7,
             markeredgecolor="black" if is_ours else color,
-            markerfacecolor=color if cell.num_reached == cell.num_seeds else "none",
+            markerfacecolor=color if cell.num_reached == cell.num_seeds else _OPEN,
             label=cell.recipe,
             linestyle="none",
             zorder=4 if is_ours else 3,
