@@ -186,8 +186,8 @@ def _accuracy(cell: Cell) -> str:
 
 def _without(cells: list[Cell]) -> str:
     """Say why no recipe of the field has a result."""
-    tried = " and ".join(f"`{cell.recipe}`" for cell in cells if cell.num_seeds)
-    return f"{tried} do not get there" if tried else "not run"
+    tried = ", ".join(f"`{cell.recipe}`" for cell in cells if cell.num_seeds)
+    return f"not reached: {tried}" if tried else "not run"
 
 
 def _outcome(cell: Cell) -> str:
