@@ -168,7 +168,8 @@ def field_table() -> Table:
             )
             seeds.append(plain.num_seeds)
     note = (
-        f"Test accuracy, rounds and bytes in both directions, at the same target; {_seeds(seeds)}."
+        f"Test accuracy, rounds and bytes in both directions, at the same target; {_seeds(seeds)} "
+        "of FedAvg and `auto`."
     )
     return Table("field", "`auto` and the field", note, header, tuple(rows))
 

@@ -133,10 +133,8 @@ def test_entries_are_as_long_as_what_clients_send(
 
     An entry has half of them, and up to 0.8 where they are a larger part of the model.
     """
-    recipe, downlink = (
-        make_recipe("auto"),
-        Condensed(ratio=0.5, counted=counted, most=0.8 * counted),
-    )
+    recipe = make_recipe("auto")
+    downlink = Condensed(ratio=0.5, counted=counted, most=0.8 * counted)
     levels = np.ones(length, np.uint8)
     levels[:200] = 2
     message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)

@@ -47,7 +47,7 @@ the power of the part of clients that are, with which this share falls."""
 _LARGEST_SHARE, _LARGEST_FALL = 0.8, 0.6
 """The same of the largest share, to which it grows where uploads are dense."""
 _GROWTH = 10.0
-"""How fast it grows with the part of all coordinates that an upload has."""
+"""How fast it grows with the share of all coordinates that an upload has."""
 _MANY = 0.5
 """The part of all coordinates from which on an entry has all of them."""
 _WHOLE_WIDTH = 4
@@ -113,9 +113,8 @@ class Condensed:
             ``ratio`` says.
         counted: whether the coordinates of all uploads are counted for that, and not those of their
             sum, which are fewer, the more uploads have in common.
-        most: the most that ``ratio`` grows to where uploads have a larger part of all coordinates,
-            and need more in an entry as well: it is ``1 + 10u`` times larger if they have a part
-            ``u``; 0: it does not grow.
+        most: the upper bound of a ratio that grows with the density of uploads, as ``1 + 10u`` if
+            they have a share ``u`` of all coordinates; 0: it does not grow.
 
     """
 
@@ -140,15 +139,15 @@ class Condensed:
         if not 0 <= self.most < math.inf:
             raise ConfigError(f"most is {self.most}; it must be at least 0 and finite")
 
-    def ratio_for(self, part: float) -> float:
-        """Return the ratio if uploads have this part of all coordinates.
+    def ratio_for(self, share: float) -> float:
+        """Return the ratio if an upload has this share of all coordinates.
 
-        >>> [Condensed(ratio=0.5, most=0.8).ratio_for(part) for part in (0.0, 0.05, 0.2)]
+        >>> [Condensed(ratio=0.5, most=0.8).ratio_for(share) for share in (0.0, 0.05, 0.2)]
         [0.5, 0.75, 0.8]
         """
         if not self.most:
             return self.ratio
-        return min(self.most, self.ratio * (1.0 + _GROWTH * part))
+        return min(self.most, self.ratio * (1.0 + _GROWTH * share))
 
     @property
     def lasting(self) -> Recipe:
