@@ -28,6 +28,8 @@ from aqg.core.step_sizes import (
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aqg.core.types import Float64Array, FloatArray
 
 SPACE = NumpySpace()
@@ -114,12 +116,41 @@ def test_the_first_step_is_shorter_where_many_coordinates_move(
     """In large models; and longer again where nearly all move."""
     rule = DistanceOverGradients(first=1.0, most=16.0, jump=1000.0)
     for length, factor in ((100_000, expected), (10_000, min(16, 1 / math.sqrt(density)))):
-        update, params = np.zeros(length), np.ones(length)
+        update, params = np.zeros(length), np.full(length, 10.0)
         update[: round(density * length)] = 1.0
         _, step_size = rule.next(SPACE, rule.init(params), params, update, 0.5)
         assert step_size == pytest.approx(0.5 * factor, rel=2**-7)
         _, step_size = rule.next(SPACE, rule.init(params), params, np.ones(length), 0.5)
         assert step_size == pytest.approx(0.5 * 3.2, rel=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("num_moved", "factor", "size", "waiting"),
+    [
+        (900, 0.5, 1.0, range(2, 9)),
+        (900, 0.5, 0.05, range(9)),
+        (900, 0.5, 0.0, range(2, 9)),
+        (900, 1.0, 1.0, ()),
+        (900, 1.0, 0.05, range(2)),
+        (500, 0.5, 0.05, ()),
+    ],
+    ids=["weaker", "large", "from zero", "constant", "large and constant", "sparse"],
+)
+def test_long_steps_wait_while_updates_with_many_coordinates_weaken(
+    num_moved: int, factor: float, size: float, waiting: Sequence[int]
+) -> None:
+    """Natural steps move coordinates by 0.01, or less, of models with parameters of a size."""
+    rule, natural = DistanceOverGradients(jump=1000.0), 0.01
+    params, update = np.full(30_000, size), np.zeros(30_000)
+    update[:num_moved] = 1.0
+    state: StepState | None = rule.init(params)
+    found = []
+    for index in range(9):
+        state, step_size = rule.next(SPACE, state, params, update, natural)
+        found += [index] if step_size <= 1.26 * (1 + index / 5) * natural else []
+        params = params - step_size * update
+        update = update * factor
+    assert found == list(waiting)
 
 
 def test_steps_stay_between_the_natural_one_and_a_multiple() -> None:

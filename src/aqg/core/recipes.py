@@ -176,7 +176,7 @@ def _auto(
     noisy: float = 0.2,
     widest: float = 3.0,
     overhead: float = 0.0,
-    keep: float = 0.004,
+    keep: float = 0.003,
 ) -> Recipe:
     switch = NoiseSwitch(NoiseMeter(low_noise, noisy), overhead, keep)
     return replace(_lean(bits, widest=widest), switch=switch)

@@ -33,7 +33,7 @@ _LOCALLY_DENSE = 0.04
 _UNEVEN = 0.45
 """The fourth power of the local density over the density, from which on messages are longer: the
 largest blocks would take nearly all of their coordinates."""
-_LARGEST_UNEVEN = 0.04
+_LARGEST_UNEVEN = 0.03
 """The largest share that is sent because of that."""
 _DENSE = 0.28
 """The density of an update from which on its few largest coordinates say too little of it."""
@@ -45,6 +45,8 @@ _LARGEST_PART = 0.1
 """Of all coordinates, beyond which sparse messages lose their advantage over dense ones."""
 _LARGEST_IN_TIME = 0.25
 """The largest share of coordinates that is sent to train in as few rounds as with whole updates."""
+_MOST_FOR_PAUSE = 4.0 / 3.0
+"""The most that the least share is multiplied by for clients that are not asked in every round."""
 _BLOCK = 64
 """Neighboring coordinates whose density is looked at together."""
 _PIECE = 1 << 16
@@ -114,10 +116,10 @@ class AdaptiveTernary(NormOnly):
     the larger of ``min(200, n/32)`` and a share of ``n``, and for that at most ``n/4``: training
     goes on as fast as with whole updates. The share is the largest of
 
-    - ``keep``;
+    - ``keep``, and up to a third more for a client that is not asked in every round;
     - ``σ²/25``, where ``σ`` is the local density of the client's update: if neighbors are of
       similar size, the largest coordinates say little of the others;
-    - ``σ⁴/ρ - 0.45``, at most a 25th, where ``ρ`` is its density: if it is far below ``σ``,
+    - ``σ⁴/ρ - 0.45``, at most 0.03, where ``ρ`` is its density: if it is far below ``σ``,
       some blocks are far larger than others and would take nearly all places in a message;
     - ``0.7 (ρ - 0.28)``, as the largest coordinates of a dense update say little of it.
 
@@ -159,12 +161,12 @@ class AdaptiveTernary(NormOnly):
         >>> [AdaptiveTernary(overhead=12_000).num_kept(n) for n in (159010, 7850)]
         [3000, 785]
         >>> [AdaptiveTernary(keep=0.01).num_kept(159010, 1.0, pause) for pause in (1, 4, 100)]
-        [1590, 3180, 15901]
-        >>> few = AdaptiveTernary(keep=0.004)
+        [1590, 4240, 21201]
+        >>> few = AdaptiveTernary(keep=0.003)
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.4), (0.2, 0.5)]]
-        [4000, 6400, 10000]
+        [3000, 6400, 10000]
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.13, 0.5), (0.1, 0.5), (0.4, 0.6)]]
-        [30769, 40000, 84000]
+        [30000, 30000, 84000]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -173,17 +175,17 @@ class AdaptiveTernary(NormOnly):
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         in_time = 0.0
         if self.keep:
-            share = self._share_in_time(density, local_density)
+            least = self.keep * min(growth, _MOST_FOR_PAUSE)
+            share = max(least, self._share_in_time(density, local_density))
             in_time = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
             in_time = min(in_time, _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting, in_time)))
 
     def _share_in_time(self, density: float, local_density: float) -> float:
-        """Return the share of all coordinates with which training takes no more rounds."""
+        """Return the share of its coordinates that an update needs for its densities."""
         unevenness = local_density**4 / density if density else 0.0
         return max(
-            self.keep,
             _LOCALLY_DENSE * local_density**2,
             min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
             _DENSE_SLOPE * (density - _DENSE),

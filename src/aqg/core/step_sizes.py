@@ -42,6 +42,15 @@ _DENSE, _WIDENING_OF_DENSE = 0.5, 3.2
 """The root of the density from which on updates count as dense, and the factor for these."""
 _SMALL_MODEL = 10_000
 """Parameters up to which a model's steps have fewer bounds."""
+_MANY_MOVED = 0.02
+"""The part of all coordinates that moves from which on long steps wait while updates weaken."""
+_WEAKENED = 0.5
+"""The energy of a weakened update, in the mean of those before it, at most."""
+_UNCERTAIN, _LARGE_MOVE = 2, 0.1
+"""The first so many updates may be the strongest for long if natural steps with them move
+coordinates by more than this, in typical parameters."""
+_ROUNDS_OF_RISE = 5.0
+"""In so many rounds, the longest step with weakened updates rises by the first one's length."""
 _FEW_UPDATES = 8
 """A mean of fewer says little: one client may have answered in the first round, and then many."""
 
@@ -182,6 +191,13 @@ class DistanceOverGradients(_Averaging):
     does already, the model began at zero or near it, and its parameters are no measure. Models
     of up to 10,000 parameters have no such bound.
 
+    Updates that weaken while many coordinates move are those of a model on a plateau, such as a
+    transformer that has learned how frequent symbols are and nothing else: with long steps it stays
+    there. So where more than a 50th of more than 10,000 coordinates move, and the update has less
+    than half the mean energy of those before, step ``t = 0, 1, …`` has at most ``first·(1 + t/5)``
+    natural ones. The first two steps do if natural ones move coordinates by more than a tenth of a
+    typical parameter: such updates are the strongest for long.
+
     An update of more than ``burst`` times the mean energy so far is taken for the beginning of
     divergence: the rule begins anew where the model is, with a quarter of the natural step. The
     step is a bfloat16 number, so that entries are short and engines that sum in another order
@@ -250,6 +266,9 @@ class DistanceOverGradients(_Averaging):
         jump = self._longest_jump(space, state, update, length)
         if least <= jump < step_size:
             step_size = jump
+        if self._waits(space, state, update, length, least):
+            rise = 1.0 + state.num_updates / _ROUNDS_OF_RISE
+            step_size = min(step_size, max(1.0, self.first * rise) * least)
         state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
         return state, _short(step_size)
 
@@ -267,12 +286,28 @@ class DistanceOverGradients(_Averaging):
         self, space: Space, state: StepState, update: Array, squared_norm: float
     ) -> float:
         """Return the longest step that ``jump`` allows; infinity where it sets no bound."""
-        num_moved = space.number((update != 0).sum())
-        is_small = len(update) <= _SMALL_MODEL
-        if not self.is_sparse or is_small or num_moved > _SPARSE * len(update):
+        num_moved = self._num_moved(space, update)
+        if not 0 < num_moved <= _SPARSE * len(update):
             return math.inf
-        size = space.squared_norm(state.start) / len(update)
-        return self.jump * math.sqrt(size * num_moved / squared_norm)
+        return self.jump * _typical_step(space, state, num_moved, squared_norm)
+
+    def _waits(
+        self, space: Space, state: StepState, update: Array, squared_norm: float, least: float
+    ) -> bool:
+        """Tell whether long steps wait: many coordinates move, and updates weaken or may."""
+        num_moved = self._num_moved(space, update)
+        if num_moved <= _MANY_MOVED * len(update):
+            return False
+        if state.num_updates < _UNCERTAIN:
+            typical = _typical_step(space, state, num_moved, squared_norm)
+            return _LARGE_MOVE * typical < least <= self.jump * typical
+        return squared_norm * state.num_updates < _WEAKENED * state.energy
+
+    def _num_moved(self, space: Space, update: Array) -> float:
+        """Return how many coordinates move, or 0 where their number sets no bounds."""
+        if not self.is_sparse or len(update) <= _SMALL_MODEL:
+            return 0.0
+        return space.number((update != 0).sum())
 
     def _most_energy(self, state: StepState) -> float:
         """Return the energy of an update beyond which a run is taken to diverge."""
@@ -285,6 +320,12 @@ class DistanceOverGradients(_Averaging):
             return 1.0
         total = space.number(abs(update).sum())
         return max(1.0 / self.widest, min(1.0, total / math.sqrt(len(update) * squared_norm)))
+
+
+def _typical_step(space: Space, state: StepState, num_moved: float, squared_norm: float) -> float:
+    """Return the step that moves coordinates by as much as a typical parameter at the start."""
+    size = space.squared_norm(state.start) / len(state.start)
+    return math.sqrt(size * num_moved / squared_norm)
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
