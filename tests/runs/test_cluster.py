@@ -26,24 +26,24 @@ pytestmark = pytest.mark.filterwarnings("default")
 SLOW = """
 import time
 from dataclasses import replace
-from aqg.core.policies import Always
+from aqg.core.policies import Tolerance
 from aqg.core.recipes import make_recipe, register
 
-class Slow(Always):
+class Slow(Tolerance):
     def decide(self, case):
         time.sleep(0.002)
         return super().decide(case)
 
-@register("slow", "like gd, but slower")
+@register("slow", "like lean, but slower")
 def _slow(bits):
-    return replace(make_recipe("gd"), policy=Slow(32))
+    return replace(make_recipe("lean"), policy=Slow())
 """
 GRID = """
 rounds = 400
 dropout = 0.2
 target = 1.0
 [grid]
-recipe = ["slow", "lean"]
+recipe = ["slow"]
 seed = [0, 1]
 """
 
