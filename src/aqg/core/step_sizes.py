@@ -263,10 +263,10 @@ class DistanceOverGradients(_Averaging):
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _short(least)
         step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
-        jump = self._longest_jump(space, state, update, length)
-        if least <= jump < step_size:
-            step_size = jump
-        if self._waits(space, state, update, length, least):
+        part_moved, typical = self._movement(space, state, update, length)
+        if part_moved <= _SPARSE and least <= self.jump * typical < step_size:
+            step_size = self.jump * typical
+        if part_moved > _MANY_MOVED and self._waits(state, length, least, typical):
             rise = 1.0 + state.num_updates / _ROUNDS_OF_RISE
             step_size = min(step_size, max(1.0, self.first * rise) * least)
         state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
@@ -282,32 +282,25 @@ class DistanceOverGradients(_Averaging):
             return 1.0 / fill
         return min(1.0 / fill, max(_LEAST_WIDENING, _WIDENING / fill**2))
 
-    def _longest_jump(
+    def _movement(
         self, space: Space, state: StepState, update: Array, squared_norm: float
-    ) -> float:
-        """Return the longest step that ``jump`` allows; infinity where it sets no bound."""
-        num_moved = self._num_moved(space, update)
-        if not 0 < num_moved <= _SPARSE * len(update):
-            return math.inf
-        return self.jump * _typical_step(space, state, num_moved, squared_norm)
+    ) -> tuple[float, float]:
+        """Return the part of all coordinates that moves, and their typical step.
 
-    def _waits(
-        self, space: Space, state: StepState, update: Array, squared_norm: float, least: float
-    ) -> bool:
-        """Tell whether long steps wait: many coordinates move, and updates weaken or may."""
-        num_moved = self._num_moved(space, update)
-        if num_moved <= _MANY_MOVED * len(update):
-            return False
+        That step moves them by as much as a typical parameter has at the start. Both are 0 and
+        infinity where they set no bounds.
+        """
+        if not self.is_sparse or len(update) <= _SMALL_MODEL:
+            return 0.0, math.inf
+        num_moved = space.number((update != 0).sum())
+        size = space.squared_norm(state.start) / len(update)
+        return num_moved / len(update), math.sqrt(size * num_moved / squared_norm)
+
+    def _waits(self, state: StepState, squared_norm: float, least: float, typical: float) -> bool:
+        """Tell whether long steps wait for updates that weaken, or may."""
         if state.num_updates < _UNCERTAIN:
-            typical = _typical_step(space, state, num_moved, squared_norm)
             return _LARGE_MOVE * typical < least <= self.jump * typical
         return squared_norm * state.num_updates < _WEAKENED * state.energy
-
-    def _num_moved(self, space: Space, update: Array) -> float:
-        """Return how many coordinates move, or 0 where their number sets no bounds."""
-        if not self.is_sparse or len(update) <= _SMALL_MODEL:
-            return 0.0
-        return space.number((update != 0).sum())
 
     def _most_energy(self, state: StepState) -> float:
         """Return the energy of an update beyond which a run is taken to diverge."""
@@ -320,12 +313,6 @@ class DistanceOverGradients(_Averaging):
             return 1.0
         total = space.number(abs(update).sum())
         return max(1.0 / self.widest, min(1.0, total / math.sqrt(len(update) * squared_norm)))
-
-
-def _typical_step(space: Space, state: StepState, num_moved: float, squared_norm: float) -> float:
-    """Return the step that moves coordinates by as much as a typical parameter at the start."""
-    size = space.squared_norm(state.start) / len(state.start)
-    return math.sqrt(size * num_moved / squared_norm)
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
