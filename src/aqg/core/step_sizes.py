@@ -287,7 +287,7 @@ class DistanceOverGradients(_Averaging):
     ) -> tuple[float, float]:
         """Return the part of all coordinates that moves, and their typical step.
 
-        That step moves them by as much as a typical parameter has at the start. Both are 0 and
+        That step moves them by as much as a typical parameter has at the start. They are 0 and
         infinity where they set no bounds.
         """
         if not self.is_sparse or len(update) <= _SMALL_MODEL:
