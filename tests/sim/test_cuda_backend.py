@@ -87,7 +87,7 @@ def assert_equal_states(found, expected):
 DROPOUTS = {
     "none": None,
     "random": BernoulliDropout(0.05, seed=8),
-    "scripted": ScriptedDropout((Absence(1, 5, 30), Absence(3, 40, 60))),
+    "scripted": ScriptedDropout((Absence(1, 5, 25), Absence(3, 28, 44))),
 }
 
 
@@ -97,7 +97,7 @@ def test_equals_the_plain_backend_bit_for_bit(name, dropout, simulate):
     problem = tiny_problem(num_clients=6)
     recipe = make_recipe(name, max_staleness=15)
     found, expected, _ = simulate(problem, recipe, 0.1, DROPOUTS[dropout], 4)
-    assert list(found.run_rounds(80)) == list(expected.run_rounds(80))
+    assert list(found.run_rounds(50)) == list(expected.run_rounds(50))
     assert_equal_states(found, expected)
 
 

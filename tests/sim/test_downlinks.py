@@ -29,14 +29,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], Dropout | None]] = {
     "all take part": ({}, None),
     "sampled, adam": (
         {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
-        ScriptedDropout((Absence(1, 5, 30), Absence(3, 20, 36))),
+        ScriptedDropout((Absence(1, 4, 22), Absence(3, 14, 25))),
     ),
     "noisy, momentum": (
         {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
         BernoulliDropout(0.3, seed=8),
     ),
 }
-ROUNDS = 40
+ROUNDS = 28
 
 
 def simulations(
