@@ -46,7 +46,7 @@ _LARGEST_PART = 0.1
 _LARGEST_IN_TIME = 0.25
 """The largest share of coordinates that is sent to train in as few rounds as with whole updates."""
 _MOST_FOR_PAUSE = 4.0 / 3.0
-"""The most that the least share is multiplied by for clients that are not asked in every round."""
+"""The most that the least share is multiplied by for clients not sampled in every round."""
 _BLOCK = 64
 """Neighboring coordinates whose density is looked at together."""
 _PIECE = 1 << 16
@@ -116,7 +116,7 @@ class AdaptiveTernary(NormOnly):
     the larger of ``min(200, n/32)`` and a share of ``n``, and for that at most ``n/4``: training
     goes on as fast as with whole updates. The share is the largest of
 
-    - ``keep``, and up to a third more for a client that is not asked in every round;
+    - ``keep``, and up to a third more for a client that is not sampled in every round;
     - ``σ²/25``, where ``σ`` is the local density of the client's update: if neighbors are of
       similar size, the largest coordinates say little of the others;
     - ``σ⁴/ρ - 0.45``, at most 0.03, where ``ρ`` is its density: if it is far below ``σ``,
@@ -183,7 +183,7 @@ class AdaptiveTernary(NormOnly):
         return min(num_params, round(max(wanted, fitting, in_time)))
 
     def _share_in_time(self, density: float, local_density: float) -> float:
-        """Return the share of its coordinates that an update needs for its densities."""
+        """Return the share of its coordinates that an update needs, given its densities."""
         unevenness = local_density**4 / density if density else 0.0
         return max(
             _LOCALLY_DENSE * local_density**2,

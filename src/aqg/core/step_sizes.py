@@ -43,11 +43,11 @@ _DENSE, _WIDENING_OF_DENSE = 0.5, 3.2
 _SMALL_MODEL = 10_000
 """Parameters up to which a model's steps have fewer bounds."""
 _MANY_MOVED = 0.02
-"""The part of all coordinates that moves from which on long steps wait while updates weaken."""
+"""If a larger part of all coordinates moves, long steps wait while updates weaken."""
 _WEAKENED = 0.5
 """The energy of a weakened update, in the mean of those before it, at most."""
-_UNCERTAIN, _LARGE_MOVE = 2, 0.1
-"""The first so many updates may be the strongest for long if natural steps with them move
+_FIRST_UPDATES, _LARGE_MOVE = 2, 0.1
+"""Too few updates to tell whether they weaken. It is assumed that they will if natural steps move
 coordinates by more than this, in typical parameters."""
 _ROUNDS_OF_RISE = 5.0
 """In so many rounds, the longest step with weakened updates rises by the first one's length."""
@@ -195,8 +195,8 @@ class DistanceOverGradients(_Averaging):
     transformer that has learned how frequent symbols are and nothing else: with long steps it stays
     there. So where more than a 50th of more than 10,000 coordinates move, and the update has less
     than half the mean energy of those before, step ``t = 0, 1, …`` has at most ``first·(1 + t/5)``
-    natural ones. The first two steps do if natural ones move coordinates by more than a tenth of a
-    typical parameter: such updates are the strongest for long.
+    natural ones. The same holds for the first two steps, before anything is known, if natural ones
+    move coordinates by more than a tenth of a typical parameter.
 
     An update of more than ``burst`` times the mean energy so far is taken for the beginning of
     divergence: the rule begins anew where the model is, with a quarter of the natural step. The
@@ -263,7 +263,7 @@ class DistanceOverGradients(_Averaging):
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _short(least)
         step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
-        part_moved, typical = self._movement(space, state, update, length)
+        part_moved, typical = self._moved(space, state, update, length)
         if part_moved <= _SPARSE and least <= self.jump * typical < step_size:
             step_size = self.jump * typical
         if part_moved > _MANY_MOVED and self._waits(state, length, least, typical):
@@ -282,13 +282,13 @@ class DistanceOverGradients(_Averaging):
             return 1.0 / fill
         return min(1.0 / fill, max(_LEAST_WIDENING, _WIDENING / fill**2))
 
-    def _movement(
+    def _moved(
         self, space: Space, state: StepState, update: Array, squared_norm: float
     ) -> tuple[float, float]:
-        """Return the part of all coordinates that moves, and their typical step.
+        """Return the part of all coordinates that moves, and the step of a typical parameter.
 
-        That step moves them by as much as a typical parameter has at the start. They are 0 and
-        infinity where they set no bounds.
+        That is the step which moves them, in the root mean square, by the size of the model's
+        parameters at the start. Where there are no such bounds, it returns 0 and infinity.
         """
         if not self.is_sparse or len(update) <= _SMALL_MODEL:
             return 0.0, math.inf
@@ -297,8 +297,8 @@ class DistanceOverGradients(_Averaging):
         return num_moved / len(update), math.sqrt(size * num_moved / squared_norm)
 
     def _waits(self, state: StepState, squared_norm: float, least: float, typical: float) -> bool:
-        """Tell whether long steps wait for updates that weaken, or may."""
-        if state.num_updates < _UNCERTAIN:
+        """Tell whether updates weaken, or are assumed to."""
+        if state.num_updates < _FIRST_UPDATES:
             return _LARGE_MOVE * typical < least <= self.jump * typical
         return squared_norm * state.num_updates < _WEAKENED * state.energy
 
