@@ -121,7 +121,8 @@ class AdaptiveTernary(NormOnly):
       similar size, the largest coordinates say little of the others;
     - ``σ⁴/ρ - 0.45``, at most 0.03, where ``ρ`` is its density: if it is far below ``σ``,
       some blocks are far larger than others and would take nearly all places in a message;
-    - ``0.7 (ρ - 0.28)``, as the largest coordinates of a dense update say little of it.
+    - ``0.7 (ρ - 0.28)/√r``, as the largest coordinates of a dense update say little of it. Messages
+      that hold much of an update leave little behind, so these do not grow with the pause.
 
     See `densities`, which follow ``r`` in the advice. Small models need a larger part of their
     coordinates, which is what ``min(200, n/32)`` is for.
@@ -165,8 +166,10 @@ class AdaptiveTernary(NormOnly):
         >>> few = AdaptiveTernary(keep=0.003)
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.4), (0.2, 0.5)]]
         [3000, 6400, 10000]
-        >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.13, 0.5), (0.1, 0.5), (0.4, 0.6)]]
-        [30000, 30000, 84000]
+        >>> [few.num_kept(10**6, 1, pause, 0.1, 0.5) for pause in (1, 4)]
+        [30000, 60000]
+        >>> [few.num_kept(10**6, 1, pause, 0.4, 0.6) for pause in (1, 4)]
+        [84000, 84000]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
         [75, 200, 3557]
         """
@@ -175,20 +178,20 @@ class AdaptiveTernary(NormOnly):
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         in_time = 0.0
         if self.keep:
-            least = self.keep * min(growth, _MOST_FOR_PAUSE)
-            share = max(least, self._share_in_time(density, local_density))
+            share = self._share_in_time(growth, density, local_density)
             in_time = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
             in_time = min(in_time, _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting, in_time)))
 
-    def _share_in_time(self, density: float, local_density: float) -> float:
-        """Return the share of its coordinates that an update needs, given its densities."""
+    def _share_in_time(self, growth: float, density: float, local_density: float) -> float:
+        """Return the share of its coordinates that an update needs, before it grows by ``√r``."""
         unevenness = local_density**4 / density if density else 0.0
         return max(
+            self.keep * min(growth, _MOST_FOR_PAUSE),
             _LOCALLY_DENSE * local_density**2,
             min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
-            _DENSE_SLOPE * (density - _DENSE),
+            _DENSE_SLOPE * (density - _DENSE) / growth,
         )
 
 
