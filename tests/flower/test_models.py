@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from aqg import make_recipe
+from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.objectives import Objective
@@ -163,8 +164,11 @@ def test_no_recipe_touches_the_statistics(tmp_path: Path, recipe: str) -> None:
     assert not any(row.get("faults") for row in rows)
 
 
-@pytest.mark.parametrize("statistics", ["average", "local", "frozen"])
-def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str) -> None:
+@pytest.mark.parametrize(
+    ("statistics", "step"),
+    [("average", "fixed"), ("average", "dog"), ("local", "fixed"), ("frozen", "fixed")],
+)
+def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str, step: str) -> None:
     local = LocalTraining(batch_size=8, steps=3, rate=0.05)
 
     def make_task(context: Context) -> FlowerTask:
@@ -173,20 +177,21 @@ def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str) 
             normalized().double(), *samples, local=local, statistics=statistics
         )
 
-    federation = Federation(tmp_path, recipe="auto", rounds=5, weighting="samples")
+    federation = Federation(tmp_path, recipe="auto", rounds=5, weighting="samples", step=step)
     start = normalized().double()
     final = run(federation, start, make_task, statistics=statistics)
     objective = Objective.from_module(normalized().double(), statistics=statistics)
     problem = Problem(objective, PROBLEM.clients, objective.init_params(0))
-    training = Training(local, weighting="samples")
+    training = Training(local, weighting="samples", step=make_step(step))
     simulation = ReferenceSimulation(problem, make_recipe("auto"), 0.1, seed=0, training=training)
     losses = [simulation.run_round().loss for _ in range(5)]
     layout = ModelLayout.of(start, statistics=statistics)
-    np.testing.assert_array_equal(layout.flatten(final), simulation.parameters)
+    np.testing.assert_array_equal(layout.flatten(final), simulation.averaged)
     assert [row["loss"] for row in federation.rows()] == losses
-    buffers = simulation.statistics.buffers()
     if statistics == "average":
-        found = layout.read_buffers(final)
+        buffers, found = simulation.statistics.averaged(), layout.read_buffers(final)
+        is_mean = (buffers.values != simulation.statistics.buffers().values).any()
+        assert is_mean == (step == "dog")
         np.testing.assert_array_equal(found.values, buffers.values)
         np.testing.assert_array_equal(found.counts, buffers.counts)
 
@@ -216,10 +221,13 @@ def test_frozen_statistics_are_the_same_in_every_round(tmp_path: Path) -> None:
     assert final[1].num_batches_tracked == 0
 
 
-def test_a_server_that_is_started_again_goes_on_with_its_statistics(tmp_path: Path) -> None:
-    whole = Federation(tmp_path / "whole", recipe="lean", rounds=6)
+@pytest.mark.parametrize("step", ["fixed", "dog"])
+def test_a_server_that_is_started_again_goes_on_with_its_statistics(
+    tmp_path: Path, step: str
+) -> None:
+    whole = Federation(tmp_path / "whole", recipe="lean", rounds=6, step=step)
     expected = run(whole, normalized(), own_training(normalized)).state_dict()
-    halved = Federation(tmp_path / "halved", recipe="lean", rounds=3)
+    halved = Federation(tmp_path / "halved", recipe="lean", rounds=3, step=step)
     run(halved, normalized(), own_training(normalized))
     halved.config["rounds"] = 6
     found = run(halved, normalized(), own_training(normalized)).state_dict()

@@ -10,6 +10,7 @@ from aqg.errors import GradientError, WireError
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
+from aqg.core.step_sizes import Fixed  # noqa: E402
 from aqg.objectives.layout import Buffers, ModelLayout  # noqa: E402  (needs torch)
 from aqg.objectives.statistics import SharedStatistics, describe_change  # noqa: E402
 
@@ -60,6 +61,24 @@ def test_a_client_that_sends_nothing_is_as_it_was() -> None:
     messages = [(1.0, server.read(upload(server, var=3.0))), (1.0, server.read(b""))]
     np.testing.assert_array_equal(server.step(messages).buffers.values[10:13], 2.0)
     assert server.step([]) is server
+
+
+def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models() -> None:
+    start = shared()
+    server = start._replace(average=8.0)
+    plain, rule = start, Fixed(average=8.0)
+    models = rule.init(start.buffers.values[4:])
+    for value in (3.0, -1.0, 2.0, 7.0):
+        frame = upload(server, mean=value, scale=value**2, batches=2)
+        server = server.step([(1.0, server.read(frame))])
+        plain = plain.step([(1.0, plain.read(upload(plain, mean=value, scale=value**2)))])
+        models = rule.follow(models, server.buffers.values[4:])
+        np.testing.assert_allclose(server.averaged.values[4:], models.mean, rtol=1e-14)
+        np.testing.assert_array_equal(server.buffers.values, plain.buffers.values)
+        assert plain.averaged is plain.buffers
+    assert np.isneginf(server.averaged.values[:4]).all()  # constants stay what they are
+    assert server.averaged.counts.tolist() == [8]
+    assert 1.5 < server.averaged.values[7] < 7.0
 
 
 def test_constants_never_travel_and_other_buffers_do_once_they_change() -> None:

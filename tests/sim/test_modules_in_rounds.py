@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
@@ -200,6 +204,39 @@ def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights() -> 
     assert record.statistics_upload_bytes == 4 * (2 + 1 + 2 + 20 + 1 + 4)
     assert record.statistics_download_bytes == record.statistics_upload_bytes
     assert record.upload_bytes > record.statistics_upload_bytes
+
+
+@pytest.mark.parametrize("kind", [ReferenceSimulation, FastSimulation])
+def test_the_mean_of_the_models_is_measured_with_that_of_their_statistics(kind) -> None:
+    problem = normalized_problem()
+    training = replace(MINIBATCHES, step=make_step("dog"))
+
+    def make():
+        return kind(problem, make_recipe("auto"), 0.1, seed=3, training=training)
+
+    simulation, restored = make(), make()
+    for _ in range(6):
+        simulation.run_round()
+    now, mean = simulation.statistics.buffers(), simulation.statistics.averaged()
+    assert np.count_nonzero(now.values != mean.values) >= 12  # of batch normalization
+    objective = simulation.problem.objective
+    features, labels = problem.clients[0]
+    with simulation.statistics.of_client(0):
+        loss_now = objective.losses(simulation.parameters, features, labels)
+    by_mean = objective.predict(simulation.averaged, features)
+    module = copy.deepcopy(objective.module)
+    objective.model_layout.load(module, simulation.averaged)
+    objective.model_layout.write_buffers(module, mean)
+    outputs = module.eval()(torch.from_numpy(features).float())
+    np.testing.assert_array_equal(by_mean, outputs.argmax(1).numpy())
+    assert loss_now != objective.losses(simulation.parameters, features, labels)
+    restored.restore(SimulationState.from_arrays(simulation.state().to_arrays()))
+    for each in simulation, restored:
+        each.run_round()
+    for left, right in zip(
+        simulation.statistics.averaged(), restored.statistics.averaged(), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_a_buffer_that_training_changes_travels_and_constants_do_not() -> None:

@@ -8,7 +8,8 @@ and the published updates, and the result travels in the entry: everyone takes t
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
 going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
-model itself, and the mean is what is measured and kept in the end.
+model itself, and the mean is what is measured and kept in the end, with the same mean of the
+statistics of batch normalization (`aqg.objectives.statistics`).
 """
 
 from __future__ import annotations
@@ -78,12 +79,25 @@ class StepState(NamedTuple):
     num_models: float = 0.0
 
 
+def share_of_newest(average: float, count: float) -> float:
+    """Return what the last of ``count`` models counts for in their mean, if ``γ`` is ``average``.
+
+    >>> [share_of_newest(8.0, count) for count in (1, 10, 100)]
+    [1.0, 0.5, 0.083...]
+    """
+    return (average + 1.0) / (average + count)
+
+
 class StepRule(Protocol):
     """Finds the length of each step."""
 
     @property
     def name(self) -> str:
         """How settings call it."""
+
+    @property
+    def average(self) -> float:
+        """``γ`` of the mean over the models; 0 where none is kept."""
 
     def init(self, parameters: FloatArray) -> StepState | None:
         """Return the state before the first round; None where nothing is remembered."""
@@ -139,7 +153,7 @@ class _Averaging:
         if state is None or not self.average:
             return state
         count = state.num_models + 1.0
-        weight = (self.average + 1.0) / (self.average + count)
+        weight = share_of_newest(self.average, count)
         mean = state.mean + weight * (parameters - state.mean) if count > 1 else parameters * 1.0
         return state._replace(mean=mean, num_models=count)
 

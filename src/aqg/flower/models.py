@@ -80,7 +80,7 @@ class ServerModel:
         return record_of(self.form.fill(self._constants, self.initial, self._buffers))
 
     def record(self, params: FloatArray) -> ArrayRecord:
-        """Return all tensors with these parameters and the current statistics."""
+        """Return all tensors with these parameters, and the statistics that go with their mean."""
         return record_of(self._filled(params))
 
     def with_params(self, params: FloatArray) -> Any:
@@ -90,6 +90,10 @@ class ServerModel:
     def tensors(self, params: FloatArray) -> dict[str, Any]:
         """Return copies of all tensors, by name."""
         return {name: np.array(value) for name, value in self._filled(params).items()}
+
+    def keep_mean(self, average: float) -> None:
+        """Keep a mean of the statistics, as the rule for steps keeps one of the models."""
+        self._shared = self._shared._replace(average=average)
 
     def broadcast(self) -> bytes:
         """Return the frame that goes to every client with the model."""
@@ -115,6 +119,8 @@ class ServerModel:
             "counts": shared.buffers.counts,
             "travels": shared.travels,
         }
+        if shared.mean is not None:
+            arrays |= {"mean": shared.mean, "num_rounds": np.array(shared.num_rounds)}
         write_arrays(directory / f"statistics-{round_number}.npz", arrays)
         found = {int(file.stem.split("-")[1]): file for file in directory.glob("statistics-*.npz")}
         for number in sorted(found)[:-2]:
@@ -132,10 +138,15 @@ class ServerModel:
                 "directory"
             )
         buffers = Buffers(arrays["values"], arrays["counts"])
-        self._shared = self._shared._replace(buffers=buffers, travels=arrays["travels"])
+        self._shared = self._shared._replace(
+            buffers=buffers,
+            travels=arrays["travels"],
+            mean=arrays.get("mean"),
+            num_rounds=int(arrays.get("num_rounds", 0)),
+        )
 
     def _filled(self, params: FloatArray) -> dict[str, NDArray[Any]]:
-        return self.form.fill(self._constants, params, self._shared.buffers)
+        return self.form.fill(self._constants, params, self._shared.averaged)
 
 
 class VectorModel(ServerModel):
@@ -170,9 +181,9 @@ class ModuleModel(ServerModel):
         self._module = module
 
     def with_params(self, params: FloatArray) -> Any:
-        """Return the module with these parameters and the current statistics, ready for use."""
+        """Return the module with these parameters and the mean's statistics, ready for use."""
         self.layout.load(self._module, params)
-        self.layout.write_buffers(self._module, self._shared.buffers)
+        self.layout.write_buffers(self._module, self._shared.averaged)
         return self._module.eval()
 
     def tensors(self, params: FloatArray) -> dict[str, Any]:

@@ -9,6 +9,8 @@ with the weights of the updates and sends the result down with the model.
   travels from the round on in which training changed it, so constants never do.
 * Integer buffers count on: the server adds the largest increase of a client.
 * All clients start from the very numbers the server holds, because it rounds them as it sends them.
+* Where the mean over the last models is measured and kept (`aqg.core.step_sizes`), it goes with the
+  same mean of their statistics: those of the last model alone do not fit it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from aqg.core.step_sizes import share_of_newest
 from aqg.errors import GradientError
 from aqg.objectives.layout import Buffers
 from aqg.wire.statistics import (
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.core.types import BoolArray
+    from aqg.core.types import BoolArray, Float64Array
     from aqg.objectives.layout import ModelLayout
     from aqg.objectives.tensors import TensorSpec
 
@@ -57,6 +60,9 @@ class SharedStatistics(NamedTuple):
         buffers: their values.
         travels: for each tensor, whether it is in the frames to the clients.
         precision: ``"half"`` or ``"exact"``.
+        average: ``γ`` of the mean over the models; 0 where none is kept.
+        mean: the same mean of the values; None before the first round, or where none is kept.
+        num_rounds: of how many rounds.
 
     """
 
@@ -64,14 +70,22 @@ class SharedStatistics(NamedTuple):
     buffers: Buffers
     travels: BoolArray
     precision: str
+    average: float = 0.0
+    mean: Float64Array | None = None
+    num_rounds: int = 0
 
     @staticmethod
     def first(
-        layout: ModelLayout, buffers: Buffers, precision: str = PRECISION
+        layout: ModelLayout, buffers: Buffers, precision: str = PRECISION, average: float = 0.0
     ) -> SharedStatistics:
         """Return what a run starts from: the module's own buffers, rounded as they travel."""
-        shared = SharedStatistics(layout, buffers, np.array(layout.tracked, np.bool_), precision)
-        return shared._rounded()
+        travels = np.array(layout.tracked, np.bool_)
+        return SharedStatistics(layout, buffers, travels, precision, average)._rounded()
+
+    @property
+    def averaged(self) -> Buffers:
+        """What goes with the mean of the models so far; the buffers where none is kept."""
+        return self.buffers if self.mean is None else self.buffers._replace(values=self.mean)
 
     def broadcast(self) -> bytes:
         """Return the frame that goes down with the model; empty where nothing travels."""
@@ -124,7 +138,19 @@ class SharedStatistics(NamedTuple):
         counted = np.max([message.counts for _, message in messages], axis=0, initial=0)
         counts = np.minimum(self.buffers.counts + counted, _MAX_COUNT)
         travels = np.any([self.travels, *(message.sent for _, message in messages)], axis=0)
-        return self._replace(buffers=Buffers(values, counts), travels=travels)._rounded()
+        stepped = self._replace(buffers=Buffers(values, counts), travels=travels)
+        return stepped._rounded()._followed()
+
+    def _followed(self) -> SharedStatistics:
+        """Return this with the values in the mean; what had no number in it begins anew."""
+        if not self.average:
+            return self
+        count, mean = self.num_rounds + 1, self.buffers.values.copy()
+        if self.mean is not None:
+            known = np.isfinite(self.mean)
+            change = mean[known] - self.mean[known]
+            mean[known] = self.mean[known] + share_of_newest(self.average, count) * change
+        return self._replace(mean=mean, num_rounds=count)
 
     def _rounded(self) -> SharedStatistics:
         return self._replace(buffers=self.receive(self.broadcast()))

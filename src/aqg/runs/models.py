@@ -73,13 +73,13 @@ def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | No
 
 
 def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers | None:
-    """Return the statistics that all clients share; None where there are none, or each has own.
+    """Return the statistics that go with the model that is kept; None where none are shared.
 
     Files of a run whose clients keep statistics of their own hold those that the module came with.
     """
     layout = getattr(simulation.problem.objective, "model_layout", None)
     is_shared = layout is not None and layout.policy == "average"
-    return simulation.statistics.buffers() if is_shared else None
+    return simulation.statistics.averaged() if is_shared else None
 
 
 class Measured(NamedTuple):

@@ -3,7 +3,8 @@
 `RunStatistics` stands between a simulation and a module whose training changes buffers. Under the
 policy ``average`` clients start every round from the server's buffers and send theirs back; under
 ``local`` each keeps its own and nothing travels. Other objectives have nothing to carry, and then
-all of this does nothing.
+all of this does nothing. Metrics are those of the mean over the models, where one is kept, and
+come with that of their statistics; losses are those of the model itself.
 """
 
 from __future__ import annotations
@@ -74,14 +75,17 @@ class RunStatistics:
         if layout is None or not layout.carries_buffers:
             return
         objective: ModuleObjective = problem.objective  # type: ignore[assignment]
-        kind = Local if layout.policy == "local" else Averaged
-        self._carrier = kind(objective, problem.num_clients)
+        if layout.policy == "local":
+            self._carrier = Local(objective, problem.num_clients)
+        else:
+            self._carrier = Averaged(objective, training.step.average)
         self.problem = replace(problem, objective=objective.carrying(self._carrier))
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
         """Return the clients' losses, each with the statistics that it would use."""
         if not isinstance(self._carrier, Local):
-            return backend.losses(params, clients)
+            with self.of_client(0):
+                return backend.losses(params, clients)
         result = np.empty(len(clients))
         for index, client in enumerate(clients.tolist()):
             with self.of_client(client):
@@ -90,11 +94,8 @@ class RunStatistics:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """Measure with the statistics of one client, where it has its own."""
-        if not isinstance(self._carrier, Local):
-            yield
-            return
-        with self._carrier.of_client(client):
+        """Measure with the statistics that a client would start from."""
+        with nullcontext() if self._carrier is None else self._carrier.of_client(client):
             yield
 
     def finish_round(self, present: IntArray) -> StatisticsTraffic:
@@ -106,6 +107,10 @@ class RunStatistics:
     def buffers(self, client: int = 0) -> Buffers | None:
         """Return the server's buffers, or a client's own; None where there are none to carry."""
         return None if self._carrier is None else self._carrier.start(client)
+
+    def averaged(self) -> Buffers | None:
+        """Return what goes with the mean of the models; None where nothing is shared."""
+        return self._carrier.evaluation() if isinstance(self._carrier, Averaged) else None
 
     def to_array(self) -> Float64Array:
         """Return everything as one array that a checkpoint can hold."""
@@ -125,11 +130,14 @@ class RunStatistics:
 class Averaged:
     """One set of buffers for all, which the server averages."""
 
-    def __init__(self, objective: ModuleObjective, num_clients: int) -> None:  # noqa: ARG002
+    def __init__(self, objective: ModuleObjective, average: float) -> None:
         from aqg.objectives.statistics import SharedStatistics  # needs torch
 
         self._layout = objective.model_layout
-        self._shared = SharedStatistics.first(self._layout, objective.initial_buffers())
+        self._shared = SharedStatistics.first(
+            self._layout, objective.initial_buffers(), average=average
+        )
+        self._measures_mean = True
         self._frames: dict[int, bytes] = {}
         self._faults: dict[int, str] = {}
 
@@ -151,8 +159,17 @@ class Averaged:
         self._frames[client] = frame
 
     def evaluation(self) -> Buffers:
-        """Return the server's buffers."""
-        return self._shared.buffers
+        """Return the mean of the server's buffers, or those of now inside `of_client`."""
+        return self._shared.averaged if self._measures_mean else self._shared.buffers
+
+    @contextmanager
+    def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
+        """Measure the model itself."""
+        self._measures_mean = False
+        try:
+            yield
+        finally:
+            self._measures_mean = True
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
         """Return one context, for the one model."""
@@ -173,11 +190,17 @@ class Averaged:
         return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
     def to_array(self) -> Float64Array:
-        """Return values and counts in one row, and which of them travel in another."""
+        """Return values and counts in one row, and which of them travel in another.
+
+        Where a mean is kept it is a third row, and of how many rounds, a fourth.
+        """
         shared = self._shared
         specs = (*self._layout.statistics, *self._layout.counters)
         travels = np.repeat(shared.travels, [spec.size for spec in specs])
-        return np.stack([np.concatenate(shared.buffers), travels.astype(np.float64)])
+        rows = [np.concatenate(shared.buffers), travels.astype(np.float64)]
+        if shared.average:
+            rows += [np.concatenate(shared.averaged), np.full(len(travels), shared.num_rounds)]
+        return np.stack(rows)
 
     def load(self, array: Float64Array) -> None:
         """Take what `to_array` returned."""
@@ -188,6 +211,10 @@ class Averaged:
             buffers=_split(array[0], self._layout.num_statistics),
             travels=np.array(travels, np.bool_),
         )
+        if self._shared.average:
+            num_rounds = int(array[3, 0])
+            mean = _split(array[2], self._layout.num_statistics).values if num_rounds else None
+            self._shared = self._shared._replace(mean=mean, num_rounds=num_rounds)
         self._frames, self._faults = {}, {}
 
 
