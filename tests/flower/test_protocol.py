@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from aqg.core.public import Public
     from aqg.core.recipe import Recipe
 
-NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "700"))
+NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "500"))
 SIZE = 8
 
 

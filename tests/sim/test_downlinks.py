@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,9 +72,8 @@ def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, se
         assert np.array_equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "dtype"), zip(RECIPES, cycle(["float32", "float64"])))
 def test_exact_entries_make_the_model_of_full_downloads(
     name: str, setting: str, dtype: str
 ) -> None:
