@@ -8,13 +8,14 @@ SOURCES := conftest.py src tests benchmarks examples fuzz tools
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test quick check format docs clean
+.PHONY: run test quick check compiled format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
 
 # One thread each: tests run side by side. One more of them than cores, as many wait for processes.
-test: check  ## every check: format, lint, types, tests
+test: $(VENV)/.ready-test  ## every check: format, lint, types, tests
+	$(MAKE) --no-print-directory --jobs=2 check compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
 # What most changes break first: the algorithm, the frames, both simulators, and their examples.
@@ -30,6 +31,9 @@ check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+
+compiled: $(VENV)/.ready-test  # else each of the processes that run tests would compile the same
+	$(BIN)/python -c 'from aqg.warmup import warm_up; warm_up()'
 
 format: $(VENV)/.ready-test  ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(SOURCES)
