@@ -73,7 +73,7 @@ def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, se
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(("name", "dtype"), zip(RECIPES, cycle(["float32", "float64"])))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
 def test_exact_entries_make_the_model_of_full_downloads(
     name: str, setting: str, dtype: str
 ) -> None:
