@@ -4,9 +4,9 @@
 
 TASK is one of ``aqg compare --swap-in`` with batch normalization: ``watch`` or
 ``cifar10-batchnorm``. It is run with nothing set. Printed are validation accuracies: of the last
-model, of the mean with the statistics of the last round, of the mean with the same mean of theirs,
-which is what a run reports, and of the mean with statistics measured anew on 2,048 samples of the
-clients, which no one has in a federation.
+model; of the mean over the models with the statistics of the last round; of that mean with the mean
+of their statistics, which is what a run reports; and of that mean with statistics measured anew on
+2,048 samples of the clients, which a server cannot do.
 """
 
 from __future__ import annotations
