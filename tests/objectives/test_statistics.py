@@ -12,7 +12,11 @@ nn = torch.nn
 
 from aqg.core.step_sizes import Fixed  # noqa: E402
 from aqg.objectives.layout import Buffers, ModelLayout  # noqa: E402  (needs torch)
-from aqg.objectives.statistics import SharedStatistics, describe_change  # noqa: E402
+from aqg.objectives.statistics import (  # noqa: E402
+    SharedStatistics,
+    describe_change,
+    receive,
+)
 
 
 class Masked(nn.Module):
@@ -24,10 +28,10 @@ class Masked(nn.Module):
         self.norm = nn.BatchNorm1d(3)
 
 
-def shared(precision: str = "exact") -> SharedStatistics:
+def shared() -> SharedStatistics:
     module = Masked()
     layout = ModelLayout.of(module)
-    return SharedStatistics.first(layout, layout.read_buffers(module), precision)
+    return SharedStatistics.first(layout, layout.read_buffers(module))
 
 
 def changed(start: Buffers, **values: float) -> Buffers:
@@ -41,18 +45,31 @@ def changed(start: Buffers, **values: float) -> Buffers:
 
 
 def upload(server: SharedStatistics, **values: float) -> bytes:
-    after = changed(server.buffers, **values)
-    return describe_change(server.layout, server.buffers, after, server.precision)
+    return describe_change(
+        server.layout, server.start, changed(server.start, **values), server.travels
+    )
+
+
+def trained(server: SharedStatistics, values: np.ndarray, share: float = 1.0) -> SharedStatistics:
+    """Return the statistics after clients moved mean and variance so far towards these."""
+    messages = []
+    for target in values:
+        after = server.start.values.copy()
+        after[7:] += share * (target - after[7:])
+        end = Buffers(after, server.start.counts + 1)
+        frame = describe_change(server.layout, server.start, end, server.travels)
+        messages.append((1.0, server.read(frame)))
+    return server.step(messages)
 
 
 def test_the_average_has_the_weights_of_the_clients() -> None:
     server = shared()
     frames = [
         (3.0, upload(server, mean=1.0, batches=4)),
-        (1.0, upload(server, mean=5.0, batches=9)),
+        (1.0, upload(server, mean=4.0, batches=9)),
     ]
     server = server.step([(weight, server.read(frame)) for weight, frame in frames])
-    np.testing.assert_array_equal(server.buffers.values[7:10], 2.0)
+    np.testing.assert_array_equal(server.buffers.values[7:10], 1.75)
     assert server.buffers.counts.tolist() == [9]
 
 
@@ -71,7 +88,8 @@ def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models() -> None:
     for value in (3.0, -1.0, 2.0, 7.0):
         frame = upload(server, mean=value, scale=value**2, batches=2)
         server = server.step([(1.0, server.read(frame))])
-        plain = plain.step([(1.0, plain.read(upload(plain, mean=value, scale=value**2)))])
+        frame = upload(plain, mean=value, scale=value**2, batches=2)
+        plain = plain.step([(1.0, plain.read(frame))])
         models = rule.follow(models, server.buffers.values[4:])
         np.testing.assert_allclose(server.averaged.values[4:], models.mean, rtol=1e-14)
         np.testing.assert_array_equal(server.buffers.values, plain.buffers.values)
@@ -83,15 +101,14 @@ def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models() -> None:
 
 def test_constants_never_travel_and_other_buffers_do_once_they_change() -> None:
     server = shared()
-    per_tensor = 4 * 3
     first = len(server.broadcast())
     assert server.travels.tolist() == [False, False, True, True, True]
     server = server.step([(1.0, server.read(upload(server, scale=2.0)))])
     assert server.travels.tolist() == [False, True, True, True, True]
-    assert len(server.broadcast()) == first + per_tensor
-    fresh = shared()
-    found = fresh.receive(server.broadcast())
-    np.testing.assert_array_equal(found.values, server.buffers.values)
+    assert len(server.broadcast()) == first + 1 + 3  # an exponent, and a byte for each value
+    found, known = receive(server.layout, shared().buffers, server.broadcast())
+    np.testing.assert_array_equal(found.values, server.start.values)
+    np.testing.assert_array_equal(known, server.travels)
     assert np.isneginf(found.values[:4]).all()
 
 
@@ -103,27 +120,61 @@ def test_nothing_is_sent_where_nothing_changed() -> None:
     assert plain.broadcast() == b""
 
 
-def test_half_precision_is_within_its_bound_and_no_variance_turns_negative() -> None:
-    server = shared("half")
+def test_statistics_follow_the_clients_and_no_variance_turns_negative() -> None:
     random = np.random.default_rng(0)
-    clients = [
-        changed(server.buffers)._replace(values=np.concatenate([server.buffers.values[:10], var]))
-        for var in random.lognormal(0, 6, (20, 3))
-    ]
-    frames = [describe_change(server.layout, server.buffers, c, "half") for c in clients]
-    after = server.step([(1.0, server.read(frame)) for frame in frames]).buffers.values[10:13]
-    exact = np.mean([client.values[10:13] for client in clients], axis=0)
-    assert (after > 0).all()
-    # Once up, once down.
-    np.testing.assert_allclose(after, exact, rtol=2 * 2.0**-11)
+    server, lowest = shared(), []
+    for _ in range(60):
+        server = trained(server, random.lognormal(0, 6, (5, 6)))
+        lowest += [server.buffers.values[10:].min(), server.start.values[10:].min()]
+    assert min(lowest) >= 0
+    values, found = random.lognormal(0, 0.5, (5, 6)), []
+    for _ in range(220):
+        server = trained(server, values)
+        found.append(server.buffers.values[7:])
+    np.testing.assert_allclose(np.mean(found[20:], axis=0), values.mean(0), rtol=0.05)
 
 
-def test_clients_start_from_the_very_numbers_the_server_holds() -> None:
-    server = shared("half")
-    server = server.step([(1.0, server.read(upload(server, mean=np.pi, var=0.1)))])
-    np.testing.assert_array_equal(
-        shared("half").receive(server.broadcast()).values, server.buffers.values
-    )
+def test_what_rounding_leaves_out_is_made_up_for() -> None:
+    random = np.random.default_rng(1)
+    server, values = shared(), random.lognormal(0, 1, (4, 6))
+    found = []
+    for _ in range(300):
+        server = trained(server, values, share=0.05)  # less than half of a byte's steps
+        found.append(server.buffers.values[7:])
+    np.testing.assert_allclose(np.mean(found[100:], axis=0), values.mean(0), rtol=0.04)
+    assert (np.abs(server.start.values[7:] / server.buffers.values[7:] - 1) < 1 / 8).all()
+
+
+def test_what_no_client_changes_stays_as_it_came() -> None:
+    module = Masked()
+    nn.init.uniform_(module.norm.running_var, 1.0, 2.0)
+    layout = ModelLayout.of(module)
+    server = SharedStatistics.first(layout, layout.read_buffers(module))
+    for _ in range(3):
+        server = server.step([(1.0, server.read(upload(server, mean=np.pi)))])
+    start = server.start.values[10:]
+    np.testing.assert_allclose(start, module.norm.running_var.numpy(), rtol=2.0**-11)
+
+
+def test_beside_updates_in_full_statistics_are_halves_both_ways() -> None:
+    server = shared()._replace(fine=True)
+    for weights, mean in ((1.0, 3.0), 1.5), ((1.0, 1.0), 2.0):
+        start, known = receive(server.layout, shared().buffers, server.broadcast())
+        assert not known.any()
+        ends = changed(start, mean=3.0, var=0.7), changed(start, mean=1.0, var=0.1)
+        frames = [describe_change(server.layout, start, end, known) for end in ends]
+        messages = [server.read(frame) for frame in frames]
+        server = server.step(list(zip(weights, messages, strict=True)))
+        np.testing.assert_allclose(server.buffers.values[7:10], mean, rtol=2.0**-10)
+        np.testing.assert_allclose(server.start.values, server.buffers.values, rtol=2.0**-10)
+
+
+def test_those_who_measure_get_finer_statistics() -> None:
+    server = shared()
+    server = server.step([(1.0, server.read(upload(server, mean=np.pi, var=0.3)))])
+    for frame, bound in (server.broadcast(), 1 / 16), (server.broadcast_fine(), 2.0**-11):
+        found = receive(server.layout, shared().buffers, frame)[0].values
+        np.testing.assert_allclose(found[7:], server.buffers.values[7:], rtol=bound)
 
 
 def test_statistics_that_are_no_numbers_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The frame of statistics: golden bytes, round trip, bound of half precision, hostile input."""
+"""The frame of statistics: golden bytes, round trip, bounds of short forms, hostile input."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def test_golden_bytes() -> None:
     assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
     exact = encode_statistics(small, sections, "exact")
     assert exact[:-4].hex() == "5100030000803f000000bf06"
+    small = small._replace(short=np.array([True, True]))
+    byte = encode_statistics(small, sections, "byte")
+    assert byte[:-4].hex() == "51020301" + "0278f0" + "06"
+    change = encode_statistics(small, sections, "change")
+    assert change[:-4].hex() == "51030301" + "00e7" + "06"
 
 
 @pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
@@ -54,14 +59,33 @@ def test_lossless_round_trip_of_what_is_sent(sent: tuple[bool, ...]) -> None:
         max_size=30,
     )
 )
-def test_half_precision_keeps_its_bound_and_the_sign(numbers: list[float]) -> None:
+def test_short_forms_keep_their_bounds_and_the_sign(numbers: list[float]) -> None:
     values = np.array(numbers)
-    original = StatisticsMessage(values, np.zeros(0, np.int64), np.ones(1, np.bool_))
+    every = np.ones(1, np.bool_)
+    original = StatisticsMessage(values, np.zeros(0, np.int64), every, every)
     sections = (Section(len(values), "float64"),)
-    found = decode_statistics(encode_statistics(original, sections, "half"), sections).values
-    bound = 2.0**-11 * np.abs(values) + 2.0**-39 * np.abs(values).max()
-    assert (np.abs(found - values) <= bound).all()
-    assert (found * np.sign(values) >= 0).all()
+    bounds = {"half": (2.0**-11, 2.0**-39), "byte": (1 / 16, 2.0**-18), "change": (1 / 3, 2.0**-6)}
+    for precision, (share, of_largest) in bounds.items():
+        frame = encode_statistics(original, sections, precision)
+        found = decode_statistics(frame, sections).values
+        bound = share * np.abs(values) + of_largest * np.abs(values).max()
+        assert (np.abs(found - values) <= bound * (1 + 1e-12)).all()
+        assert (found * np.sign(values) >= 0).all()
+        again = decode_statistics(
+            encode_statistics(original._replace(values=found), sections, precision), sections
+        )
+        np.testing.assert_array_equal(again.values, found)
+
+
+def test_tensors_of_a_frame_may_be_short_or_half() -> None:
+    original = message()._replace(short=np.array([True, False, True]))
+    original.values[4] = 2.0
+    for precision in "byte", "change":
+        found = decode_statistics(encode_statistics(original, SECTIONS, precision), SECTIONS)
+        assert found.short.tolist() == [True, False, False]  # integers have no short form
+        assert found.is_change == (precision == "change")
+        np.testing.assert_allclose(found.values[3:], original.values[3:], rtol=2.0**-11)
+        np.testing.assert_array_equal(found.counts, original.counts)
 
 
 def test_non_finite_values_are_not_written() -> None:
@@ -75,14 +99,16 @@ def test_non_finite_values_are_not_written() -> None:
         encode_statistics(beyond, SECTIONS, "exact")
     silent = broken._replace(sent=np.array([False, True, True]))
     assert encode_statistics(silent, SECTIONS, "half")
-    with pytest.raises(WireError, match="precision 'double' is not one of exact, half"):
+    with pytest.raises(
+        WireError, match="precision 'double' is not one of exact, half, byte, change"
+    ):
         encode_statistics(message(), SECTIONS, "double")
 
 
-@pytest.mark.parametrize("precision", ["exact", "half"])
+@pytest.mark.parametrize("precision", ["exact", "half", "byte", "change"])
 def test_damaged_frames_raise_wire_errors(precision: str) -> None:
-    original = message()
-    if precision == "half":
+    original = message()._replace(short=np.array([True, False, False]))
+    if precision != "exact":
         original.values[4] = 2.0
     frame = encode_statistics(original, SECTIONS, precision)
     for length in range(len(frame)):
@@ -97,7 +123,8 @@ def test_damaged_frames_raise_wire_errors(precision: str) -> None:
 
 @given(st.binary(max_size=60))
 def test_hostile_bytes_behind_a_right_checksum(body: bytes) -> None:
-    for start in (b"", b"\x51\x00\x07", b"\x51\x01\x07"):
+    kinds = b"\x51\x00\x07", b"\x51\x01\x07", b"\x51\x02\x07\x03", b"\x51\x03\x07\x01"
+    for start in (b"", *kinds):
         data = start + body
         frame = data + zlib.crc32(data).to_bytes(4, "little")
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from aqg.core.links import Memory
 from aqg.core.movement import Movement
+from aqg.core.quantizers import Verbatim
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class Recipe:
         """
         stages = {stage.name: stage for way in self.ways for stage in way.stages}
         return stages if self.switch is None else {self.switch.name: self.switch, **stages}
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether clients send their vectors as they are."""
+        return all(isinstance(way.quantizer, Verbatim) for way in self.ways)
 
     @property
     def keeps_residual(self) -> bool:

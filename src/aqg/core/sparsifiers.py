@@ -112,20 +112,20 @@ class AdaptiveTernary(NormOnly):
     Where the transport adds many bytes of its own to a message, few coordinates save nothing: ``k``
     is at least one for every four such bytes, but for that no more than ``n/10``.
 
-    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least ``√r`` times
-    the larger of ``min(200, n/32)`` and a share of ``n``, and for that at most ``n/4``: training
-    goes on as fast as with whole updates. The share is the largest of
+    So few coordinates take many rounds. With ``keep`` above zero, ``k`` is at least the larger of
+    ``√r max(s n, min(200, n/32))`` and ``0.7 (ρ - 0.28) n``, and for that at most ``n/4``: training
+    goes on as fast as with whole updates. The share ``s`` is the largest of
 
     - ``keep``, and up to a third more for a client that is not sampled in every round;
     - ``σ²/25``, where ``σ`` is the local density of the client's update: if neighbors are of
       similar size, the largest coordinates say little of the others;
     - ``σ⁴/ρ - 0.45``, at most 0.03, where ``ρ`` is its density: if it is far below ``σ``,
-      some blocks are far larger than others and would take nearly all places in a message;
-    - ``0.7 (ρ - 0.28)/√r``, as the largest coordinates of a dense update say little of it. Messages
-      that hold much of an update leave little behind, so these do not grow with the pause.
+      some blocks are far larger than others and would take nearly all places in a message.
 
     See `densities`, which follow ``r`` in the advice. Small models need a larger part of their
-    coordinates, which is what ``min(200, n/32)`` is for.
+    coordinates, which is what ``min(200, n/32)`` is for. Of a dense update the largest coordinates
+    say little, hence the term with ``ρ`` alone; messages that hold much of an update leave little
+    behind, so this one does not grow with the pause.
 
     Attributes:
         overhead: the transport's bytes.
@@ -179,19 +179,19 @@ class AdaptiveTernary(NormOnly):
         in_time = 0.0
         if self.keep:
             share = self._share_in_time(growth, density, local_density)
-            in_time = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
-            in_time = min(in_time, _LARGEST_IN_TIME * num_params)
+            sparse = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
+            dense = _DENSE_SLOPE * (density - _DENSE) * num_params
+            in_time = min(max(sparse, dense), _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting, in_time)))
 
     def _share_in_time(self, growth: float, density: float, local_density: float) -> float:
-        """Return the share of its coordinates that an update needs, before it grows by ``√r``."""
+        """Return ``s``, the share of its coordinates that an update needs."""
         unevenness = local_density**4 / density if density else 0.0
         return max(
             self.keep * min(growth, _MOST_FOR_PAUSE),
             _LOCALLY_DENSE * local_density**2,
             min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
-            _DENSE_SLOPE * (density - _DENSE) / growth,
         )
 
 

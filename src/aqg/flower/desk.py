@@ -100,7 +100,7 @@ class Desk:
                 self._start = self._model.start_record()
             start = self._start
             self.book.note_start(client)
-        order = self._order(client, evaluate)
+        order = self._order(client, kind, evaluate)
         form = self._model.form if start is not None else None
         message = Message(
             records.pack_order(order, model, self.configs.get(kind), start, form),
@@ -111,8 +111,8 @@ class Desk:
         )
         return message, records.carried_bytes(order, model, start)
 
-    def _order(self, client: int, evaluate: bool) -> Order:
-        settings = self._settings
+    def _order(self, client: int, kind: str, evaluate: bool) -> Order:
+        settings, model = self._settings, self._model
         return self.book.order(
             client,
             settings.optimizer,
@@ -124,8 +124,8 @@ class Desk:
             seed=settings.seed,
             incarnation=self.incarnation,
             evaluate=evaluate,
-            layout=self._model.signature,
-            constants=self._model.constants_digest,
-            statistics=self._model.broadcast(),
+            layout=model.signature,
+            constants=model.constants_digest,
+            statistics=model.broadcast() if kind == TRAIN else model.broadcast_fine(),
             asked=settings.asked,
         )

@@ -91,13 +91,17 @@ class ServerModel:
         """Return copies of all tensors, by name."""
         return {name: np.array(value) for name, value in self._filled(params).items()}
 
-    def keep_mean(self, average: float) -> None:
-        """Keep a mean of the statistics, as the rule for steps keeps one of the models."""
-        self._shared = self._shared._replace(average=average)
+    def set_statistics(self, *, fine: bool, average: float) -> None:
+        """Send statistics as fine as updates, and keep their mean as steps keep one of models."""
+        self._shared = self._shared._replace(fine=fine, average=average)
 
     def broadcast(self) -> bytes:
-        """Return the frame that goes to every client with the model."""
+        """Return the frame that goes to every client that trains, with the model."""
         return self._shared.broadcast() if self._averages else b""
+
+    def broadcast_fine(self) -> bytes:
+        """Return the frame that goes to every client that measures the model."""
+        return self._shared.broadcast_fine() if self._averages else b""
 
     def read(self, frame: bytes) -> StatisticsMessage:
         """Return what a client's frame says; raise `WireError` where it cannot be used."""
@@ -118,6 +122,8 @@ class ServerModel:
             "values": shared.buffers.values,
             "counts": shared.buffers.counts,
             "travels": shared.travels,
+            "moves": shared.moves,
+            "owed": shared.owed,
         }
         if shared.mean is not None:
             arrays |= {"mean": shared.mean, "num_rounds": np.array(shared.num_rounds)}
@@ -141,6 +147,8 @@ class ServerModel:
         self._shared = self._shared._replace(
             buffers=buffers,
             travels=arrays["travels"],
+            moves=arrays.get("moves", self._shared.moves),
+            owed=arrays.get("owed", self._shared.owed),
             mean=arrays.get("mean"),
             num_rounds=int(arrays.get("num_rounds", 0)),
         )

@@ -89,7 +89,7 @@ class Run:
         self._recipe = recipe
         self._downlink = settings.make_downlink(recipe)
         self._rule = settings.make_step(recipe)
-        model.keep_mean(self._rule.average)
+        model.set_statistics(fine=recipe.is_verbatim, average=self._rule.average)
         told = {"downlink": describe_downlink(self._downlink), "step": describe_step(self._rule)}
         self._terms = settings.terms | told
         self._measure_with = measure

@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord
 
 from aqg.errors import ConfigError, GradientError, RunError
 from aqg.objectives.layout import DIGEST_BYTES, Buffers, ModelLayout
-from aqg.objectives.statistics import PRECISION, SharedStatistics, describe_change
+from aqg.objectives.statistics import describe_change, receive
 from aqg.protocol.files import read_arrays, write_arrays
 
 if TYPE_CHECKING:
@@ -125,15 +125,15 @@ class ClientStatistics:
         self._keeper = keeper
         self._start: Buffers | None = None
         self._end: Buffers | None = None
+        self._known = np.zeros(0, np.bool_)
         if model is None:
             return
         own = model.read()
+        self._known = receive(model.layout, own, b"")[1]
         if model.layout.policy == "local":
             self._start = keeper.load(model.layout) or own
         elif model.layout.policy == "average" and frame:
-            travels = np.array(model.layout.tracked, np.bool_)
-            shared = SharedStatistics(model.layout, own, travels, PRECISION)
-            self._start = shared.receive(frame)
+            self._start, self._known = receive(model.layout, own, frame)
         else:
             self._start = own
 
@@ -157,7 +157,7 @@ class ClientStatistics:
         layout = self._model.layout
         self._model.write(self._start)
         try:
-            frame = describe_change(layout, self._start, self._end)
+            frame = describe_change(layout, self._start, self._end, self._known)
         except GradientError as error:
             return b"", str(error)
         if layout.policy == "local":

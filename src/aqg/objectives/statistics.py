@@ -8,13 +8,19 @@ with the weights of the updates and sends the result down with the model.
 * Normalization layers' buffers travel in every round; any other buffer of the module's state
   travels from the round on in which training changed it, so constants never do.
 * Integer buffers count on: the server adds the largest increase of a client.
-* All clients start from the very numbers the server holds, because it rounds them as it sends them.
+* What nobody has changed yet goes down in half precision, the rest in bytes: training on
+  minibatches does not use it, and what rounding leaves out is added in the next round, so that
+  nothing drifts.
+* A client sends the change from what it was sent, in half bytes: a sign and a power of two, drawn
+  so that the mean is right. Changes are noisy and many are averaged.
+* Neither form can make a variance negative.
 * Where the mean over the last models is measured and kept (`aqg.core.step_sizes`), it goes with the
   same mean of their statistics: those of the last model alone do not fit it.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +38,7 @@ from aqg.wire.statistics import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.random import Generator
     from numpy.typing import NDArray
 
     from aqg.core.types import BoolArray, Float64Array
@@ -40,10 +47,9 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", np.float64, np.int64)
 
-PRECISION = "half"
-"""How statistics travel by default."""
-
 _MAX_COUNT = 2**62
+_OCTAVES = 6
+"""From the least power of two that is sent to the one below the largest change."""
 
 
 def sections(layout: ModelLayout) -> tuple[Section, ...]:
@@ -53,13 +59,15 @@ def sections(layout: ModelLayout) -> tuple[Section, ...]:
 
 
 class SharedStatistics(NamedTuple):
-    """What the server holds, and every client starts a round from.
+    """What the server holds.
 
     Attributes:
         layout: names the tensors.
         buffers: their values.
         travels: for each tensor, whether it is in the frames to the clients.
-        precision: ``"half"`` or ``"exact"``.
+        moves: for each tensor, whether a client has ever changed it.
+        owed: what rounding has left out of the values that were sent, all rounds together.
+        fine: they travel in half precision both ways, as is right beside updates in full.
         average: ``γ`` of the mean over the models; 0 where none is kept.
         mean: the same mean of the values; None before the first round, or where none is kept.
         num_rounds: of how many rounds.
@@ -69,49 +77,52 @@ class SharedStatistics(NamedTuple):
     layout: ModelLayout
     buffers: Buffers
     travels: BoolArray
-    precision: str
+    moves: BoolArray
+    owed: Float64Array
+    fine: bool = False
     average: float = 0.0
     mean: Float64Array | None = None
     num_rounds: int = 0
 
     @staticmethod
     def first(
-        layout: ModelLayout, buffers: Buffers, precision: str = PRECISION, average: float = 0.0
+        layout: ModelLayout, buffers: Buffers, *, fine: bool = False, average: float = 0.0
     ) -> SharedStatistics:
-        """Return what a run starts from: the module's own buffers, rounded as they travel."""
+        """Return what a run starts from: the module's own buffers."""
         travels = np.array(layout.tracked, np.bool_)
-        return SharedStatistics(layout, buffers, travels, precision, average)._rounded()
+        moves, owed = np.zeros_like(travels), np.zeros(len(buffers.values))
+        return SharedStatistics(layout, buffers, travels, moves, owed, fine, average)
 
     @property
     def averaged(self) -> Buffers:
         """What goes with the mean of the models so far; the buffers where none is kept."""
         return self.buffers if self.mean is None else self.buffers._replace(values=self.mean)
 
+    @property
+    def start(self) -> Buffers:
+        """What every client starts the round from: the buffers, rounded as they are sent."""
+        return receive(self.layout, self.buffers, self.broadcast())[0]
+
     def broadcast(self) -> bytes:
         """Return the frame that goes down with the model; empty where nothing travels."""
         if not self.travels.any():
             return b""
-        message = StatisticsMessage(*self.buffers, self.travels)
-        return encode_statistics(message, sections(self.layout), self.precision)
+        counts = self.buffers.counts
+        message = StatisticsMessage(self._told, counts, self.travels, self.moves)
+        return encode_statistics(message, sections(self.layout), "half" if self.fine else "byte")
 
-    def receive(self, frame: bytes) -> Buffers:
-        """Return the buffers at a client that has this frame and otherwise its module's own."""
-        if not frame:
-            return self.buffers
-        message = decode_statistics(frame, sections(self.layout))
-        floats = len(self.layout.statistics)
-        values = _chosen(
-            self.layout.statistics, message.sent[:floats], self.buffers.values, message.values
-        )
-        counts = _chosen(
-            self.layout.counters, message.sent[floats:], self.buffers.counts, message.counts
-        )
-        return Buffers(values, counts)
+    def broadcast_fine(self) -> bytes:
+        """Return the frame for those who measure the model: in half precision."""
+        if not self.travels.any():
+            return b""
+        message = StatisticsMessage(*self.buffers, self.travels)
+        return encode_statistics(message, sections(self.layout), "half")
 
     def read(self, frame: bytes) -> StatisticsMessage:
         """Return what a client's frame says; raise `WireError` where it cannot be used."""
         if frame:
-            return decode_statistics(frame, sections(self.layout))
+            message = decode_statistics(frame, sections(self.layout))
+            return _added(self.layout, self.start, message) if message.is_change else message
         values = np.zeros(len(self.buffers.values))
         counts = np.zeros(len(self.buffers.counts), np.int64)
         return StatisticsMessage(values, counts, np.zeros(len(self.travels), np.bool_))
@@ -123,23 +134,36 @@ class SharedStatistics(NamedTuple):
         """
         if not messages:
             return self
-        values = self.buffers.values.copy()
+        start, values = self.start.values, self.buffers.values.copy()
         for index, spec in enumerate(self.layout.statistics):
             sent = [(weight, m.values) for weight, m in messages if m.sent[index]]
             if not sent:
                 continue
             total = sum(weight for weight, _ in sent)
             mean = sum(weight * found[spec.place] for weight, found in sent) / total
-            held = self.buffers.values[spec.place]
+            held = start[spec.place]
             if len(sent) < len(messages) and np.isfinite(held).all():
                 share = total / sum(weight for weight, _ in messages)
                 mean = share * mean + (1 - share) * held
             values[spec.place] = mean
         counted = np.max([message.counts for _, message in messages], axis=0, initial=0)
         counts = np.minimum(self.buffers.counts + counted, _MAX_COUNT)
-        travels = np.any([self.travels, *(message.sent for _, message in messages)], axis=0)
-        stepped = self._replace(buffers=Buffers(values, counts), travels=travels)
-        return stepped._rounded()._followed()
+        moves = np.any([self.moves, *(message.sent for _, message in messages)], axis=0)
+        owed = np.zeros(len(values))
+        for spec, moved in zip(self.layout.statistics, self.moves, strict=False):
+            if moved:
+                owed[spec.place] = self._told[spec.place] - start[spec.place]
+        stepped = self._replace(
+            buffers=Buffers(values, counts), travels=self.travels | moves, moves=moves, owed=owed
+        )
+        return stepped._followed()
+
+    @property
+    def _told(self) -> Float64Array:
+        """The values, and what is owed; rounding never changes a sign."""
+        values = self.buffers.values
+        told = values + self.owed
+        return np.where(np.sign(told) == np.sign(values), told, values)
 
     def _followed(self) -> SharedStatistics:
         """Return this with the values in the mean; what had no number in it begins anew."""
@@ -152,34 +176,79 @@ class SharedStatistics(NamedTuple):
             mean[known] = self.mean[known] + share_of_newest(self.average, count) * change
         return self._replace(mean=mean, num_rounds=count)
 
-    def _rounded(self) -> SharedStatistics:
-        return self._replace(buffers=self.receive(self.broadcast()))
+
+def receive(layout: ModelLayout, own: Buffers, frame: bytes) -> tuple[Buffers, BoolArray]:
+    """Return the buffers at a client that has this frame and otherwise its module's own.
+
+    The second array says for each tensor whether its change is enough of a reply: if it was in the
+    frame, unless that is one in half precision, which asks for the same.
+    """
+    whole = np.zeros(len(layout.statistics) + len(layout.counters), np.bool_)
+    if not frame:
+        return own, whole
+    message = decode_statistics(frame, sections(layout))
+    floats = len(layout.statistics)
+    values = _chosen(layout.statistics, message.sent[:floats], own.values, message.values)
+    counts = _chosen(layout.counters, message.sent[floats:], own.counts, message.counts)
+    return Buffers(values, counts), whole if message.short is None else message.sent
 
 
 def describe_change(
-    layout: ModelLayout, before: Buffers, after: Buffers, precision: str = PRECISION
+    layout: ModelLayout, before: Buffers, after: Buffers, known: BoolArray
 ) -> bytes:
     """Return a client's frame: the tensors that changed, and by how much counters grew.
 
-    It is empty where none did.
+    It is empty where none did. Of some tensors the change is enough (``known``, see `receive`);
+    others are sent as they are. What is drawn depends on the values alone: the same training gives
+    the same frame.
 
     Raises:
         GradientError: a tensor changed to NaN or infinity; the text names it.
 
     """
     sent = []
-    for spec in layout.statistics:
+    values = after.values.copy()
+    random = np.random.default_rng(zlib.crc32(values.tobytes() + after.counts.tobytes()))
+    for index, spec in enumerate(layout.statistics):
         old, new = before.values[spec.place], after.values[spec.place]
         has_changed = not np.array_equal(old, new, equal_nan=True)
         if has_changed and not np.isfinite(new).all():
             raise GradientError(f"buffer {spec.name!r} holds NaN or infinity after training")
         sent.append(has_changed)
+        if has_changed and known[index]:
+            values[spec.place] = _rounded_change(old, new, random)
     growth = after.counts - before.counts
     sent += [bool(growth[spec.place].any()) for spec in layout.counters]
     if not any(sent):
         return b""
-    message = StatisticsMessage(after.values, growth, np.array(sent, np.bool_))
-    return encode_statistics(message, sections(layout), precision)
+    message = StatisticsMessage(values, growth, np.array(sent, np.bool_), known)
+    has_short = bool((message.sent & known).any())
+    return encode_statistics(message, sections(layout), "change" if has_short else "half")
+
+
+def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> Float64Array:
+    """Return the change as powers of two from one to 64 and zero, drawn so that its mean is right.
+
+    A power is not drawn if the value would change its sign by it, which the change itself did not.
+    """
+    change = new - old
+    size = np.abs(change)
+    least = 2.0 ** (np.frexp(size.max())[1] - _OCTAVES)
+    below = np.ldexp(0.5, np.frexp(size)[1])
+    below[below < least] = 0.0
+    above = np.maximum(2 * below, least)
+    is_drawn = random.random(len(size)) * (above - below) < size - below
+    is_allowed = (old * change >= 0) | (size > np.abs(old)) | (above <= np.abs(old))
+    return np.copysign(np.where(is_drawn & is_allowed, above, below), change)
+
+
+def _added(layout: ModelLayout, start: Buffers, message: StatisticsMessage) -> StatisticsMessage:
+    """Return the message with changes added to what the client started from."""
+    values = message.values.copy()
+    for index, spec in enumerate(layout.statistics):
+        if message.short is not None and message.short[index]:
+            values[spec.place] += start.values[spec.place]
+    return message._replace(values=values, short=None, is_change=False)
 
 
 def _chosen(

@@ -100,7 +100,7 @@ class FastSimulation:
         self.recipe = recipe
         self._weights = self.training.client_weights(problem)
         self._level_factors = level_factors(self._weights)
-        self.statistics = RunStatistics(problem, self.training, self._weights)
+        self.statistics = RunStatistics(problem, recipe, self.training, self._weights)
         self.problem = problem = self.statistics.problem
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1

@@ -224,7 +224,7 @@ class ReferenceSimulation:
         recipe = recipe.for_updates(self.training.local.sees_all_samples)
         recipe = recipe.for_participation(sampled * (1.0 - self.dropout.rate))
         self.weights = self.training.client_weights(problem)
-        self.statistics = RunStatistics(problem, self.training, self.weights)
+        self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
         self.problem = problem = self.statistics.problem
         self.server = Server(
             recipe,

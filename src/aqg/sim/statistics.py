@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from aqg.core.types import Float64Array, IntArray
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import BoolArray, Float64Array, IntArray
     from aqg.objectives.layout import Buffers
     from aqg.objectives.module import ModuleObjective
     from aqg.sim.backends import Backend
@@ -56,6 +57,7 @@ class RunStatistics:
 
     Args:
         problem: what is simulated.
+        recipe: statistics are as fine as its updates.
         training: tells whether clients train on minibatches; exact gradients must be repeatable.
         weights: how much each client counts.
 
@@ -64,7 +66,9 @@ class RunStatistics:
 
     """
 
-    def __init__(self, problem: Problem, training: Training, weights: Float64Array) -> None:
+    def __init__(
+        self, problem: Problem, recipe: Recipe, training: Training, weights: Float64Array
+    ) -> None:
         self.problem = problem
         self._carrier: Averaged | Local | None = None
         self._weights = weights
@@ -78,7 +82,8 @@ class RunStatistics:
         if layout.policy == "local":
             self._carrier = Local(objective, problem.num_clients)
         else:
-            self._carrier = Averaged(objective, training.step.average)
+            average = training.step.average
+            self._carrier = Averaged(objective, fine=recipe.is_verbatim, average=average)
         self.problem = replace(problem, objective=objective.carrying(self._carrier))
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
@@ -106,7 +111,7 @@ class RunStatistics:
 
     def buffers(self, client: int = 0) -> Buffers | None:
         """Return the server's buffers, or a client's own; None where there are none to carry."""
-        return None if self._carrier is None else self._carrier.start(client)
+        return None if self._carrier is None else self._carrier.held(client)
 
     def averaged(self) -> Buffers | None:
         """Return what goes with the mean of the models; None where nothing is shared."""
@@ -130,37 +135,45 @@ class RunStatistics:
 class Averaged:
     """One set of buffers for all, which the server averages."""
 
-    def __init__(self, objective: ModuleObjective, average: float) -> None:
+    def __init__(self, objective: ModuleObjective, *, fine: bool, average: float) -> None:
         from aqg.objectives.statistics import SharedStatistics  # needs torch
 
         self._layout = objective.model_layout
         self._shared = SharedStatistics.first(
-            self._layout, objective.initial_buffers(), average=average
+            self._layout, objective.initial_buffers(), fine=fine, average=average
         )
+        self._start, self._known = self._receive()
         self._measures_mean = True
         self._frames: dict[int, bytes] = {}
         self._faults: dict[int, str] = {}
 
-    def start(self, client: int) -> Buffers:  # noqa: ARG002
+    def held(self, client: int) -> Buffers:  # noqa: ARG002
         """Return the server's buffers."""
         return self._shared.buffers
+
+    def start(self, client: int) -> Buffers:  # noqa: ARG002
+        """Return the server's buffers, rounded as they are sent."""
+        return self._start
 
     def finish(self, client: int, buffers: Buffers) -> None:
         """Take a client's frame."""
         from aqg.objectives.statistics import describe_change
 
         try:
-            frame = describe_change(
-                self._layout, self._shared.buffers, buffers, self._shared.precision
-            )
+            frame = describe_change(self._layout, self._start, buffers, self._known)
         except GradientError as error:
             self._faults[client] = str(error)
             return
         self._frames[client] = frame
 
+    def _receive(self) -> tuple[Buffers, BoolArray]:
+        from aqg.objectives.statistics import receive
+
+        return receive(self._layout, self._shared.buffers, self._shared.broadcast())
+
     def evaluation(self) -> Buffers:
-        """Return the mean of the server's buffers, or those of now inside `of_client`."""
-        return self._shared.averaged if self._measures_mean else self._shared.buffers
+        """Return the mean of the server's buffers; inside `of_client`, what clients have."""
+        return self._shared.averaged if self._measures_mean else self._start
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
@@ -185,36 +198,47 @@ class Averaged:
         up = tuple((client, len(frame)) for client, frame in sorted(self._frames.items()))
         faults = tuple(sorted(self._faults.items()))
         self._shared = self._shared.step(messages)
+        self._start, self._known = self._receive()
         self._frames, self._faults = {}, {}
         sent = sum(size for _, size in up)
         return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
     def to_array(self) -> Float64Array:
-        """Return values and counts in one row, and which of them travel in another.
+        """Return values and counts, which of them travel, which move, and what is owed, as rows.
 
-        Where a mean is kept it is a third row, and of how many rounds, a fourth.
+        Where a mean is kept it is a fifth row, and of how many rounds, a sixth.
         """
         shared = self._shared
         specs = (*self._layout.statistics, *self._layout.counters)
-        travels = np.repeat(shared.travels, [spec.size for spec in specs])
-        rows = [np.concatenate(shared.buffers), travels.astype(np.float64)]
+        sizes = [spec.size for spec in specs]
+        owed = np.append(shared.owed, np.zeros(self._layout.num_counters))
+        rows = [
+            np.concatenate(shared.buffers),
+            np.repeat(shared.travels, sizes).astype(np.float64),
+            np.repeat(shared.moves, sizes).astype(np.float64),
+            owed,
+        ]
         if shared.average:
-            rows += [np.concatenate(shared.averaged), np.full(len(travels), shared.num_rounds)]
+            rows += [np.concatenate(shared.averaged), np.full(len(owed), shared.num_rounds)]
         return np.stack(rows)
 
     def load(self, array: Float64Array) -> None:
         """Take what `to_array` returned."""
         specs = (*self._layout.statistics, *self._layout.counters)
         starts = np.cumsum([0, *(spec.size for spec in specs)])[:-1]
-        travels = [bool(array[1, s : s + 1].any()) for s in starts]
+        travels, moves = ([bool(row[s : s + 1].any()) for s in starts] for row in array[1:3])
+        num_values = self._layout.num_statistics
         self._shared = self._shared._replace(
-            buffers=_split(array[0], self._layout.num_statistics),
+            buffers=_split(array[0], num_values),
             travels=np.array(travels, np.bool_),
+            moves=np.array(moves, np.bool_),
+            owed=_split(array[3], num_values).values,
         )
         if self._shared.average:
-            num_rounds = int(array[3, 0])
-            mean = _split(array[2], self._layout.num_statistics).values if num_rounds else None
+            num_rounds = int(array[5, 0])
+            mean = _split(array[4], num_values).values if num_rounds else None
             self._shared = self._shared._replace(mean=mean, num_rounds=num_rounds)
+        self._start, self._known = self._receive()
         self._frames, self._faults = {}, {}
 
 
@@ -228,9 +252,13 @@ class Local:
         self._trained: dict[int, Float64Array] = {}
         self._measured = 0
 
-    def start(self, client: int) -> Buffers:
+    def held(self, client: int) -> Buffers:
         """Return a client's own buffers."""
         return _split(self._rows[client], self._num_values)
+
+    def start(self, client: int) -> Buffers:
+        """Return a client's own buffers."""
+        return self.held(client)
 
     def finish(self, client: int, buffers: Buffers) -> None:
         """Keep a client's buffers for after the round, unless they are beyond numbers."""

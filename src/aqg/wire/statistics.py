@@ -1,17 +1,26 @@
-"""The frame of statistics that are not trained: some tensors of a list, lossless or halved.
+"""The frame of statistics that are not trained: some tensors of a list, lossless or shortened.
 
 ====================== ===========================================================================
 byte 0                 ``0x51``: a frame of statistics, version 1
-byte 1                 0: lossless; 1: half precision
-flags                  one bit per tensor of the list, lowest first: whether it is in the frame
+byte 1                 0: lossless; 1: half precision; 2: bytes; 3: changes
+flags                  one bit per tensor of the list, lowest first: whether it is in the frame;
+                       with bytes and changes, as many again: whether it is in the short form
 floating-point tensors lossless: the values in the tensor's own precision, little-endian;
-                       half: an exponent ``e`` (zigzag varint), then ``x / 2^(e - 15)`` in float16
+                       half: an exponent ``e`` (zigzag varint), then ``x / 2^(e - 15)`` in float16;
+                       bytes: short ones are ``e``, then a byte for each value, others as in half;
+                       changes: short ones are ``e``, then half a byte for the change of each value
+                       from what the receiver sent, the first in the low bits; others as in half
 integer tensors        the values as zigzag varints
 last four bytes        CRC-32 of all before
 ====================== ===========================================================================
 
 The exponent is that of the largest magnitude of the tensor, ``2^(e-1) <= max|x| < 2^e``, so that
 nothing overflows and half precision is off by at most ``2^-11 |x| + 2^-39 max|x|``.
+
+A byte is a sign (128) and one of 128 magnitudes: with ``c = 8 E + M``, they are ``2^(e-17) M`` for
+``E = 0`` and ``2^(e-16+E) (1 + M/8)`` above. It is off by at most ``|x|/16 + 2^-18 max|x|``. Half a
+byte is a sign (8) and a magnitude of ``0, 2^(e-6), ..., 2^e``, where ``2^e`` is the power of two
+nearest to the largest; it is off by at most ``|x|/3 + 2^-6 max|x|``. Zero has no sign.
 """
 
 from __future__ import annotations
@@ -25,17 +34,25 @@ from aqg.errors import WireError
 from aqg.wire.varint import read_varint, write_varint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
-PRECISIONS = ("exact", "half")
+PRECISIONS = ("exact", "half", "byte", "change")
 
 _MARK = 0x51
 _CRC_BYTES = 4
 _MANTISSA = 15
 _KINDS = {"float16": "<f2", "bfloat16": "<f4", "float32": "<f4", "float64": "<f8"}
 _EXPONENTS = range(-1100, 1101)
+_SMALL = np.arange(8) / 2.0**17
+_BYTES = np.concatenate([_SMALL, *((1 + np.arange(8) / 8) * 2.0 ** (e - 16) for e in range(1, 16))])
+_NIBBLES = np.array([0.0, *(2.0**e for e in range(-6, 1))])
+_SHORT = {"byte": _BYTES, "change": _NIBBLES}
+"""The magnitudes of a code, for ``e = 0``."""
+_MAX_EXPONENT = 1023
+_MIDDLE = 0.75
+"""Half way from one half to one."""
 
 
 class Section(NamedTuple):
@@ -57,12 +74,16 @@ class StatisticsMessage(NamedTuple):
         values: of all floating-point tensors, one after the other.
         counts: of all integer tensors.
         sent: for each tensor, whether it is in the frame.
+        short: for each tensor, whether it is there in the short form; None: no such form.
+        is_change: whether values in the short form are changes.
 
     """
 
     values: Float64Array
     counts: IntArray
     sent: BoolArray
+    short: BoolArray | None = None
+    is_change: bool = False
 
 
 def encode_statistics(
@@ -77,29 +98,32 @@ def encode_statistics(
     """
     if precision not in PRECISIONS:
         raise WireError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    parts = [bytes((_MARK, PRECISIONS.index(precision)))]
-    parts.append(np.packbits(message.sent, bitorder="little").tobytes())
-    floats = integers = 0
-    for section, sent in zip(sections, message.sent.tolist(), strict=True):
-        if section.is_integer:
-            numbers = message.counts[integers : integers + section.size]
-            integers += section.size
-            if sent:
-                parts += [write_varint(_zigzag(number)) for number in numbers.tolist()]
+    parts = [bytes((_MARK, PRECISIONS.index(precision))), _pack_flags(message.sent)]
+    short = np.zeros(len(message.sent), np.bool_)
+    if precision in _SHORT:
+        if message.short is not None:
+            is_float = np.array([not section.is_integer for section in sections], np.bool_)
+            short = message.short & message.sent & is_float
+        parts.append(_pack_flags(short))
+    for index, place in enumerate(_places(sections)):
+        if not message.sent[index]:
             continue
-        values = message.values[floats : floats + section.size]
-        floats += section.size
-        if not sent:
+        if sections[index].is_integer:
+            parts += [write_varint(_zigzag(number)) for number in message.counts[place].tolist()]
             continue
+        values = message.values[place]
         _require_finite(values)
-        if precision == "half":
-            exponent, halves = _to_half(values)
-            parts += [write_varint(_zigzag(exponent)), halves.tobytes()]
-        else:
+        if short[index]:
+            parts.append(_to_short(values, precision))
+        elif precision == "exact":
             with np.errstate(over="ignore"):  # looked at in the line after
-                stored = values.astype(_KINDS[section.kind])
+                stored = values.astype(_KINDS[sections[index].kind])
             _require_finite(stored)
             parts.append(stored.tobytes())
+        else:
+            exponent = _exponent(values)
+            halves = np.ldexp(values, _MANTISSA - exponent).astype("<f2")
+            parts += [write_varint(_zigzag(exponent)), halves.tobytes()]
     body = b"".join(parts)
     return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
 
@@ -114,29 +138,54 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
         raise WireError("the checksum of the statistics is wrong")
     if body[0] != _MARK or body[1] >= len(PRECISIONS):
         raise WireError(f"bytes {body[:2].hex()} do not begin a frame of statistics")
-    flags = np.frombuffer(body[2 : 2 + num_flags], np.uint8)
-    bits = np.unpackbits(flags, bitorder="little").astype(np.bool_)
-    sent = bits[: len(sections)]
-    if bits[len(sections) :].any():
-        raise WireError(f"flags beyond the {len(sections)} tensors are set")
+    precision = PRECISIONS[body[1]]
+    sent, position = _read_flags(body, 2, len(sections))
+    short = None
+    if precision in _SHORT:
+        short, position = _read_flags(body, position, len(sections))
+        wrong = [s.is_integer or not is_sent for s, is_sent in zip(sections, sent, strict=True)]
+        if (short & wrong).any():
+            raise WireError(f"tensor {int((short & wrong).argmax())} cannot be in the short form")
     values = np.zeros(sum(s.size for s in sections if not s.is_integer))
     counts = np.zeros(sum(s.size for s in sections if s.is_integer), np.int64)
-    position, floats, integers = 2 + num_flags, 0, 0
-    for section, is_sent in zip(sections, sent.tolist(), strict=True):
-        if section.is_integer:
-            place = slice(integers, integers + section.size)
-            integers += section.size
-            if is_sent:
-                counts[place], position = _read_integers(body, position, section.size)
+    for index, place in enumerate(_places(sections)):
+        section = sections[index]
+        if not sent[index]:
             continue
-        place = slice(floats, floats + section.size)
-        floats += section.size
-        if is_sent:
-            half = body[1] == PRECISIONS.index("half")
+        if section.is_integer:
+            counts[place], position = _read_integers(body, position, section.size)
+        elif short is not None and short[index]:
+            values[place], position = _read_short(body, position, section.size, precision)
+        else:
+            half = precision != "exact"
             values[place], position = _read_floats(body, position, section, half=half)
     if position != len(body):
         raise WireError(f"{len(body) - position} bytes follow the last tensor")
-    return StatisticsMessage(values, counts, sent)
+    return StatisticsMessage(values, counts, sent, short, precision == "change")
+
+
+def _places(sections: Sequence[Section]) -> Iterator[slice]:
+    """Yield where each tensor lies among the values, or among the counts."""
+    ends = {True: 0, False: 0}
+    for section in sections:
+        start = ends[section.is_integer]
+        ends[section.is_integer] = start + section.size
+        yield slice(start, start + section.size)
+
+
+def _pack_flags(flags: BoolArray) -> bytes:
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def _read_flags(body: bytes, position: int, number: int) -> tuple[BoolArray, int]:
+    end = position + (number + 7) // 8
+    if end > len(body):
+        raise WireError(f"the statistics end at byte {len(body)}, inside the flags")
+    packed = np.frombuffer(body[position:end], np.uint8)
+    bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
+    if bits[number:].any():
+        raise WireError(f"flags beyond the {number} tensors are set")
+    return bits[:number], end
 
 
 def _require_finite(values: FloatArray) -> None:
@@ -144,9 +193,46 @@ def _require_finite(values: FloatArray) -> None:
         raise WireError("statistics hold NaN or infinity")
 
 
-def _to_half(values: Float64Array) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.float16]]]:
-    exponent = int(np.frexp(np.abs(values).max(initial=0.0))[1])
-    return exponent, np.ldexp(values, _MANTISSA - exponent).astype("<f2")
+def _exponent(values: Float64Array) -> int:
+    """Return ``e`` with ``2^(e-1) <= max|x| < 2^e``."""
+    return int(np.frexp(np.abs(values).max(initial=0.0))[1])
+
+
+def _to_short(values: Float64Array, precision: str) -> bytes:
+    """Return the exponent and the codes: signs, and the nearest of the magnitudes."""
+    exponent = _exponent(values)
+    if precision == "change" and np.ldexp(np.abs(values).max(initial=0.0), -exponent) < _MIDDLE:
+        exponent -= 1
+    exponent = min(exponent, _MAX_EXPONENT)
+    magnitudes = _SHORT[precision]
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = np.searchsorted(middles, np.abs(np.ldexp(values, -exponent)), side="right")
+    codes += len(magnitudes) * ((values < 0) & (codes > 0))
+    if precision == "change":
+        codes = np.append(codes, np.zeros(len(codes) % 2, np.int64))
+        codes = codes[::2] + 16 * codes[1::2]
+    return write_varint(_zigzag(exponent)) + codes.astype(np.uint8).tobytes()
+
+
+def _read_short(body: bytes, position: int, size: int, precision: str) -> tuple[Float64Array, int]:
+    exponent, position = _read_exponent(body, position)
+    magnitudes = _SHORT[precision]
+    end = position + (size if precision == "byte" else (size + 1) // 2)
+    if end > len(body):
+        raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
+    codes = np.frombuffer(body[position:end], np.uint8)
+    if precision == "change":
+        codes = np.stack([codes & 15, codes >> 4], axis=1).ravel()
+        if codes[size:].any():
+            raise WireError("half a byte behind the changes of a tensor is not zero")
+        codes = codes[:size]
+    if (codes == len(magnitudes)).any():
+        raise WireError("a zero among the statistics has a sign")
+    signs = np.where(codes > len(magnitudes), -1.0, 1.0)
+    with np.errstate(over="ignore"):  # looked at in the line after
+        values = np.ldexp(signs * magnitudes[codes % len(magnitudes)], exponent)
+    _require_finite(values)
+    return values, end
 
 
 def _read_floats(
@@ -154,10 +240,7 @@ def _read_floats(
 ) -> tuple[Float64Array, int]:
     exponent = 0
     if half:
-        code, position = read_varint(body, position)
-        exponent = _from_zigzag(code)
-        if exponent not in _EXPONENTS:
-            raise WireError(f"exponent {exponent} of a tensor is outside -1100..1100")
+        exponent, position = _read_exponent(body, position)
     kind = np.dtype("<f2" if half else _KINDS[section.kind])
     end = position + section.size * kind.itemsize
     if end > len(body):
@@ -168,6 +251,14 @@ def _read_floats(
             values = np.ldexp(values, exponent - _MANTISSA)
     _require_finite(values)
     return values, end
+
+
+def _read_exponent(body: bytes, position: int) -> tuple[int, int]:
+    code, position = read_varint(body, position)
+    exponent = _from_zigzag(code)
+    if exponent not in _EXPONENTS:
+        raise WireError(f"exponent {exponent} of a tensor is outside -1100..1100")
+    return exponent, position
 
 
 def _read_integers(body: bytes, position: int, size: int) -> tuple[list[int], int]:
