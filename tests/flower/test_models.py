@@ -196,6 +196,29 @@ def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str, 
         np.testing.assert_array_equal(found.counts, buffers.counts)
 
 
+def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_path: Path) -> None:
+    variances: list[np.ndarray] = []
+
+    def make_task(context: Context) -> FlowerTask:
+        client = int(context.node_config["partition-id"])
+        module, features = normalized(), FEATURES[client]
+
+        def train(module: nn.Module) -> float:
+            module.train()(features)
+            return 1.0
+
+        def evaluate(module: nn.Module) -> float:
+            variances.append(module[1].running_var.double().numpy().copy())
+            return 1.0
+
+        return FlowerTask.from_training(module, train, len(features), evaluate)
+
+    federation = Federation(tmp_path, recipe="auto", rounds=4, step="fixed", client_eval_every=4)
+    final = run(federation, normalized(), make_task)[1].running_var.double().numpy()
+    for found in variances[-3:]:  # of the three clients, after the last round
+        np.testing.assert_allclose(found, final, rtol=2.0**-11)
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_local_statistics_stay_with_each_client(tmp_path: Path, on_disk: bool) -> None:
     seen: dict[int, list[dict[str, torch.Tensor]]] = {}
