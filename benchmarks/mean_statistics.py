@@ -56,7 +56,7 @@ def main() -> None:
     if options.halves:
         carrier = statistics._carrier
         carrier._shared = carrier._shared._replace(fine=True)
-        carrier._start, carrier._known = carrier._receive()
+        carrier._start, carrier._known = carrier._shared.received
     totals, total_bytes, own_bytes = [], 0, 0
     for number in range(1, options.rounds + 1):
         record = simulation.run_round(evaluate=False)

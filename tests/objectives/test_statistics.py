@@ -16,7 +16,9 @@ from aqg.objectives.statistics import (  # noqa: E402
     SharedStatistics,
     describe_change,
     receive,
+    sections,
 )
+from aqg.wire.statistics import StatisticsMessage, encode_statistics  # noqa: E402
 
 
 class Masked(nn.Module):
@@ -46,7 +48,7 @@ def changed(start: Buffers, **values: float) -> Buffers:
 
 def upload(server: SharedStatistics, **values: float) -> bytes:
     return describe_change(
-        server.layout, server.start, changed(server.start, **values), server.travels
+        server.layout, server.received[0], changed(server.received[0], **values), server.travels
     )
 
 
@@ -54,10 +56,10 @@ def trained(server: SharedStatistics, values: np.ndarray, share: float = 1.0) ->
     """Return the statistics after clients moved mean and variance so far towards these."""
     messages = []
     for target in values:
-        after = server.start.values.copy()
+        after = server.received[0].values.copy()
         after[7:] += share * (target - after[7:])
-        end = Buffers(after, server.start.counts + 1)
-        frame = describe_change(server.layout, server.start, end, server.travels)
+        end = Buffers(after, server.received[0].counts + 1)
+        frame = describe_change(server.layout, server.received[0], end, server.travels)
         messages.append((1.0, server.read(frame)))
     return server.step(messages)
 
@@ -107,7 +109,7 @@ def test_constants_never_travel_and_other_buffers_do_once_they_change() -> None:
     assert server.travels.tolist() == [False, True, True, True, True]
     assert len(server.broadcast()) == first + 1 + 3  # an exponent, and a byte for each value
     found, known = receive(server.layout, shared().buffers, server.broadcast())
-    np.testing.assert_array_equal(found.values, server.start.values)
+    np.testing.assert_array_equal(found.values, server.received[0].values)
     np.testing.assert_array_equal(known, server.travels)
     assert np.isneginf(found.values[:4]).all()
 
@@ -125,7 +127,7 @@ def test_statistics_follow_the_clients_and_no_variance_turns_negative() -> None:
     server, lowest = shared(), []
     for _ in range(60):
         server = trained(server, random.lognormal(0, 6, (5, 6)))
-        lowest += [server.buffers.values[10:].min(), server.start.values[10:].min()]
+        lowest += [server.buffers.values[10:].min(), server.received[0].values[10:].min()]
     assert min(lowest) >= 0
     values, found = random.lognormal(0, 0.5, (5, 6)), []
     for _ in range(220):
@@ -142,7 +144,7 @@ def test_what_rounding_leaves_out_is_made_up_for() -> None:
         server = trained(server, values, share=0.05)  # less than half of a byte's steps
         found.append(server.buffers.values[7:])
     np.testing.assert_allclose(np.mean(found[100:], axis=0), values.mean(0), rtol=0.04)
-    assert (np.abs(server.start.values[7:] / server.buffers.values[7:] - 1) < 1 / 8).all()
+    assert (np.abs(server.received[0].values[7:] / server.buffers.values[7:] - 1) < 1 / 8).all()
 
 
 def test_what_no_client_changes_stays_as_it_came() -> None:
@@ -152,7 +154,7 @@ def test_what_no_client_changes_stays_as_it_came() -> None:
     server = SharedStatistics.first(layout, layout.read_buffers(module))
     for _ in range(3):
         server = server.step([(1.0, server.read(upload(server, mean=np.pi)))])
-    start = server.start.values[10:]
+    start = server.received[0].values[10:]
     np.testing.assert_allclose(start, module.norm.running_var.numpy(), rtol=2.0**-11)
 
 
@@ -166,7 +168,7 @@ def test_beside_updates_in_full_statistics_are_halves_both_ways() -> None:
         messages = [server.read(frame) for frame in frames]
         server = server.step(list(zip(weights, messages, strict=True)))
         np.testing.assert_allclose(server.buffers.values[7:10], mean, rtol=2.0**-10)
-        np.testing.assert_allclose(server.start.values, server.buffers.values, rtol=2.0**-10)
+        np.testing.assert_allclose(server.received[0].values, server.buffers.values, rtol=2.0**-10)
 
 
 def test_those_who_measure_get_finer_statistics() -> None:
@@ -183,3 +185,14 @@ def test_statistics_that_are_no_numbers_are_named() -> None:
         upload(server, var=np.nan)
     with pytest.raises(WireError):
         server.read(b"\x51\x00")
+
+
+def test_a_change_of_what_is_no_number_is_refused() -> None:
+    server = shared()
+    values = np.zeros(13)
+    values[:4] = 1.0  # of the mask, which is -inf
+    first = np.array([True, False, False, False, False])
+    message = StatisticsMessage(values, np.zeros(1, np.int64), first, first)
+    frame = encode_statistics(message, sections(server.layout), "change")
+    with pytest.raises(WireError, match="the change of 'mask' does not lead to numbers"):
+        server.read(frame)

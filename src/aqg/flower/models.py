@@ -92,7 +92,7 @@ class ServerModel:
         return {name: np.array(value) for name, value in self._filled(params).items()}
 
     def set_statistics(self, *, fine: bool, average: float) -> None:
-        """Send statistics as fine as updates, and keep their mean as steps keep one of models."""
+        """Choose whether statistics are sent in half precision, and the mean of them (``γ``)."""
         self._shared = self._shared._replace(fine=fine, average=average)
 
     def broadcast(self) -> bytes:
@@ -123,7 +123,7 @@ class ServerModel:
             "counts": shared.buffers.counts,
             "travels": shared.travels,
             "moves": shared.moves,
-            "owed": shared.owed,
+            "residual": shared.residual,
         }
         if shared.mean is not None:
             arrays |= {"mean": shared.mean, "num_rounds": np.array(shared.num_rounds)}
@@ -148,7 +148,7 @@ class ServerModel:
             buffers=buffers,
             travels=arrays["travels"],
             moves=arrays.get("moves", self._shared.moves),
-            owed=arrays.get("owed", self._shared.owed),
+            residual=arrays.get("residual", self._shared.residual),
             mean=arrays.get("mean"),
             num_rounds=int(arrays.get("num_rounds", 0)),
         )

@@ -8,12 +8,11 @@ with the weights of the updates and sends the result down with the model.
 * Normalization layers' buffers travel in every round; any other buffer of the module's state
   travels from the round on in which training changed it, so constants never do.
 * Integer buffers count on: the server adds the largest increase of a client.
-* What nobody has changed yet goes down in half precision, the rest in bytes: training on
-  minibatches does not use it, and what rounding leaves out is added in the next round, so that
-  nothing drifts.
-* A client sends the change from what it was sent, in half bytes: a sign and a power of two, drawn
-  so that the mean is right. Changes are noisy and many are averaged.
-* Neither form can make a variance negative.
+* The server sends one byte per value, and with error feedback: what rounding leaves out is added in
+  the next round. Tensors that no client has changed yet are in half precision.
+* A client sends by how much values changed since the server sent them, by stochastic rounding to
+  powers of two: four bits per value.
+* No rounding makes a variance negative.
 * Where the mean over the last models is measured and kept (`aqg.core.step_sizes`), it goes with the
   same mean of their statistics: those of the last model alone do not fit it.
 """
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from aqg.core.step_sizes import share_of_newest
-from aqg.errors import GradientError
+from aqg.errors import GradientError, WireError
 from aqg.objectives.layout import Buffers
 from aqg.wire.statistics import (
     Section,
@@ -66,7 +65,7 @@ class SharedStatistics(NamedTuple):
         buffers: their values.
         travels: for each tensor, whether it is in the frames to the clients.
         moves: for each tensor, whether a client has ever changed it.
-        owed: what rounding has left out of the values that were sent, all rounds together.
+        residual: what rounding left out of the values when they were sent (error feedback).
         fine: they travel in half precision both ways, as is right beside updates in full.
         average: ``γ`` of the mean over the models; 0 where none is kept.
         mean: the same mean of the values; None before the first round, or where none is kept.
@@ -78,7 +77,7 @@ class SharedStatistics(NamedTuple):
     buffers: Buffers
     travels: BoolArray
     moves: BoolArray
-    owed: Float64Array
+    residual: Float64Array
     fine: bool = False
     average: float = 0.0
     mean: Float64Array | None = None
@@ -90,8 +89,8 @@ class SharedStatistics(NamedTuple):
     ) -> SharedStatistics:
         """Return what a run starts from: the module's own buffers."""
         travels = np.array(layout.tracked, np.bool_)
-        moves, owed = np.zeros_like(travels), np.zeros(len(buffers.values))
-        return SharedStatistics(layout, buffers, travels, moves, owed, fine, average)
+        moves, residual = np.zeros_like(travels), np.zeros(len(buffers.values))
+        return SharedStatistics(layout, buffers, travels, moves, residual, fine, average)
 
     @property
     def averaged(self) -> Buffers:
@@ -99,16 +98,17 @@ class SharedStatistics(NamedTuple):
         return self.buffers if self.mean is None else self.buffers._replace(values=self.mean)
 
     @property
-    def start(self) -> Buffers:
-        """What every client starts the round from: the buffers, rounded as they are sent."""
-        return receive(self.layout, self.buffers, self.broadcast())[0]
+    def received(self) -> tuple[Buffers, BoolArray]:
+        """What `receive` returns at a client: the buffers, rounded as they are sent."""
+        return receive(self.layout, self.buffers, self.broadcast())
 
     def broadcast(self) -> bytes:
         """Return the frame that goes down with the model; empty where nothing travels."""
         if not self.travels.any():
             return b""
-        counts = self.buffers.counts
-        message = StatisticsMessage(self._told, counts, self.travels, self.moves)
+        message = StatisticsMessage(
+            self._with_residual(), self.buffers.counts, self.travels, self.moves
+        )
         return encode_statistics(message, sections(self.layout), "half" if self.fine else "byte")
 
     def broadcast_fine(self) -> bytes:
@@ -122,7 +122,7 @@ class SharedStatistics(NamedTuple):
         """Return what a client's frame says; raise `WireError` where it cannot be used."""
         if frame:
             message = decode_statistics(frame, sections(self.layout))
-            return _added(self.layout, self.start, message) if message.is_change else message
+            return self._with_start(message) if message.is_change else message
         values = np.zeros(len(self.buffers.values))
         counts = np.zeros(len(self.buffers.counts), np.int64)
         return StatisticsMessage(values, counts, np.zeros(len(self.travels), np.bool_))
@@ -134,7 +134,7 @@ class SharedStatistics(NamedTuple):
         """
         if not messages:
             return self
-        start, values = self.start.values, self.buffers.values.copy()
+        start, values = self.received[0].values, self.buffers.values.copy()
         for index, spec in enumerate(self.layout.statistics):
             sent = [(weight, m.values) for weight, m in messages if m.sent[index]]
             if not sent:
@@ -149,21 +149,33 @@ class SharedStatistics(NamedTuple):
         counted = np.max([message.counts for _, message in messages], axis=0, initial=0)
         counts = np.minimum(self.buffers.counts + counted, _MAX_COUNT)
         moves = np.any([self.moves, *(message.sent for _, message in messages)], axis=0)
-        owed = np.zeros(len(values))
-        for spec, moved in zip(self.layout.statistics, self.moves, strict=False):
-            if moved:
-                owed[spec.place] = self._told[spec.place] - start[spec.place]
+        wanted, residual = self._with_residual(), np.zeros(len(values))
+        for spec, has_moved in zip(self.layout.statistics, self.moves, strict=False):
+            if has_moved:
+                residual[spec.place] = wanted[spec.place] - start[spec.place]
         stepped = self._replace(
-            buffers=Buffers(values, counts), travels=self.travels | moves, moves=moves, owed=owed
+            buffers=Buffers(values, counts),
+            travels=self.travels | moves,
+            moves=moves,
+            residual=residual,
         )
         return stepped._followed()
 
-    @property
-    def _told(self) -> Float64Array:
-        """The values, and what is owed; rounding never changes a sign."""
+    def _with_residual(self) -> Float64Array:
+        """Return the values plus the residual, where that has the same sign."""
         values = self.buffers.values
-        told = values + self.owed
-        return np.where(np.sign(told) == np.sign(values), told, values)
+        wanted = values + self.residual
+        return np.where(np.sign(wanted) == np.sign(values), wanted, values)
+
+    def _with_start(self, message: StatisticsMessage) -> StatisticsMessage:
+        """Return the message with changes added to what the client started from."""
+        start, values = self.received[0].values, message.values.copy()
+        for index, spec in enumerate(self.layout.statistics):
+            if message.short is not None and message.short[index]:
+                values[spec.place] += start[spec.place]
+                if not np.isfinite(values[spec.place]).all():
+                    raise WireError(f"the change of {spec.name!r} does not lead to numbers")
+        return message._replace(values=values, short=None, is_change=False)
 
     def _followed(self) -> SharedStatistics:
         """Return this with the values in the mean; what had no number in it begins anew."""
@@ -199,8 +211,8 @@ def describe_change(
     """Return a client's frame: the tensors that changed, and by how much counters grew.
 
     It is empty where none did. Of some tensors the change is enough (``known``, see `receive`);
-    others are sent as they are. What is drawn depends on the values alone: the same training gives
-    the same frame.
+    others are sent as they are. The random numbers depend on the values alone: the same training
+    gives the same frame.
 
     Raises:
         GradientError: a tensor changed to NaN or infinity; the text names it.
@@ -227,9 +239,10 @@ def describe_change(
 
 
 def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> Float64Array:
-    """Return the change as powers of two from one to 64 and zero, drawn so that its mean is right.
+    """Return the change by stochastic rounding to zero and seven powers of two, unbiased.
 
-    A power is not drawn if the value would change its sign by it, which the change itself did not.
+    It is rounded down, always, where the power above would change the sign of a value that keeps
+    its sign: there it is biased.
     """
     change = new - old
     size = np.abs(change)
@@ -237,18 +250,10 @@ def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> 
     below = np.ldexp(0.5, np.frexp(size)[1])
     below[below < least] = 0.0
     above = np.maximum(2 * below, least)
-    is_drawn = random.random(len(size)) * (above - below) < size - below
-    is_allowed = (old * change >= 0) | (size > np.abs(old)) | (above <= np.abs(old))
-    return np.copysign(np.where(is_drawn & is_allowed, above, below), change)
-
-
-def _added(layout: ModelLayout, start: Buffers, message: StatisticsMessage) -> StatisticsMessage:
-    """Return the message with changes added to what the client started from."""
-    values = message.values.copy()
-    for index, spec in enumerate(layout.statistics):
-        if message.short is not None and message.short[index]:
-            values[spec.place] += start.values[spec.place]
-    return message._replace(values=values, short=None, is_change=False)
+    is_up = random.random(len(size)) * (above - below) < size - below
+    shrinks = np.sign(old) * np.sign(change) < 0
+    changes_sign = shrinks & (size <= np.abs(old)) & (above > np.abs(old))
+    return np.copysign(np.where(is_up & ~changes_sign, above, below), change)
 
 
 def _chosen(

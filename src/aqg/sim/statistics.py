@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from aqg.core.recipe import Recipe
-    from aqg.core.types import BoolArray, Float64Array, IntArray
+    from aqg.core.types import Float64Array, IntArray
     from aqg.objectives.layout import Buffers
     from aqg.objectives.module import ModuleObjective
     from aqg.sim.backends import Backend
@@ -142,7 +142,7 @@ class Averaged:
         self._shared = SharedStatistics.first(
             self._layout, objective.initial_buffers(), fine=fine, average=average
         )
-        self._start, self._known = self._receive()
+        self._start, self._known = self._shared.received
         self._measures_mean = True
         self._frames: dict[int, bytes] = {}
         self._faults: dict[int, str] = {}
@@ -165,11 +165,6 @@ class Averaged:
             self._faults[client] = str(error)
             return
         self._frames[client] = frame
-
-    def _receive(self) -> tuple[Buffers, BoolArray]:
-        from aqg.objectives.statistics import receive
-
-        return receive(self._layout, self._shared.buffers, self._shared.broadcast())
 
     def evaluation(self) -> Buffers:
         """Return the mean of the server's buffers; inside `of_client`, what clients have."""
@@ -198,28 +193,28 @@ class Averaged:
         up = tuple((client, len(frame)) for client, frame in sorted(self._frames.items()))
         faults = tuple(sorted(self._faults.items()))
         self._shared = self._shared.step(messages)
-        self._start, self._known = self._receive()
+        self._start, self._known = self._shared.received
         self._frames, self._faults = {}, {}
         sent = sum(size for _, size in up)
         return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
     def to_array(self) -> Float64Array:
-        """Return values and counts, which of them travel, which move, and what is owed, as rows.
+        """Return values and counts, which of them travel, which move, and the residual, as rows.
 
         Where a mean is kept it is a fifth row, and of how many rounds, a sixth.
         """
         shared = self._shared
         specs = (*self._layout.statistics, *self._layout.counters)
         sizes = [spec.size for spec in specs]
-        owed = np.append(shared.owed, np.zeros(self._layout.num_counters))
+        residual = np.append(shared.residual, np.zeros(self._layout.num_counters))
         rows = [
             np.concatenate(shared.buffers),
             np.repeat(shared.travels, sizes).astype(np.float64),
             np.repeat(shared.moves, sizes).astype(np.float64),
-            owed,
+            residual,
         ]
         if shared.average:
-            rows += [np.concatenate(shared.averaged), np.full(len(owed), shared.num_rounds)]
+            rows += [np.concatenate(shared.averaged), np.full(len(residual), shared.num_rounds)]
         return np.stack(rows)
 
     def load(self, array: Float64Array) -> None:
@@ -232,13 +227,13 @@ class Averaged:
             buffers=_split(array[0], num_values),
             travels=np.array(travels, np.bool_),
             moves=np.array(moves, np.bool_),
-            owed=_split(array[3], num_values).values,
+            residual=_split(array[3], num_values).values,
         )
         if self._shared.average:
             num_rounds = int(array[5, 0])
             mean = _split(array[4], num_values).values if num_rounds else None
             self._shared = self._shared._replace(mean=mean, num_rounds=num_rounds)
-        self._start, self._known = self._receive()
+        self._start, self._known = self._shared.received
         self._frames, self._faults = {}, {}
 
 
