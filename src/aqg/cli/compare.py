@@ -222,8 +222,19 @@ def compare(
 
     console = Console(stderr=as_json)
     if saved is not None:
-        if resume is not None or out is not None or again is not None:
-            raise ConfigError("--from runs nothing: it excludes --resume, --out and --again")
+        others = {
+            "recipes": recipes,
+            "--task": task,
+            "--seeds": seeds,
+            "--resume": resume,
+            "--out": out,
+            "--again": again,
+        }
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"--from runs nothing and shows all that is finished: it excludes {given[0]}"
+            )
         if is_swap_in(saved):
             from aqg.cli import swap_in as swap_in_command
             from aqg.studies.swap_in.comparison import open_swap_in

@@ -141,7 +141,9 @@ def test_a_trial_that_was_interrupted_goes_on(tmp_path):
         (["--tuned", "none.json"], "none.json' cannot be read"),
         (["--resume", "nowhere"], "'nowhere' is not a comparison's directory"),
         (["--resume", "nowhere", "--search"], "it excludes --search"),
-        (["--from", "nowhere", "--out", "x"], "--from runs nothing"),
+        (["--from", "nowhere", "--out", "x"], "it excludes --out"),
+        (["--from", "nowhere", "--task", "digits-local"], "it excludes --task"),
+        (["stc", "--from", "nowhere"], "it excludes recipes"),
         (["--again", "auto"], "--again auto needs --resume"),
     ],
 )
