@@ -123,23 +123,32 @@ def test_the_default_suits_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "counted", "expected"),
-    [(10**6, True, 100), (8_000, True, 125), (2_000, True, 160), (2_000, False, 50)],
+    ("length", "shared", "counted", "expected"),
+    [
+        (10**6, 0, True, 100),
+        (8_000, 0, True, 125),
+        (2_000, 0, True, 160),
+        (10**6, 100, True, 134),
+        (10**6, 200, True, 160),
+        (2_000, 200, False, 50),
+    ],
 )
 def test_entries_are_as_long_as_what_clients_send(
-    length: int, counted: bool, expected: int
+    length: int, shared: int, counted: bool, expected: int
 ) -> None:
-    """Two clients send the same 200 coordinates; the state is written and read in between.
+    """Two clients send 200 coordinates each; the state is written and read in between.
 
-    An entry has half of them, and up to 0.8 where they are a larger part of the model.
+    An entry has half as many, and up to 0.8 times where they are a larger part of the model or have
+    some in common.
     """
     recipe = make_recipe("auto")
     downlink = Condensed(ratio=0.5, counted=counted, most=0.8 * counted)
-    levels = np.ones(length, np.uint8)
-    levels[:200] = 2
-    message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)
     state = init_server(recipe, np.ones(length), 2, SGD(), downlink)
-    state = hear(recipe, hear(recipe, state, 0, message), 1, message)
+    for client, start in enumerate((0, 200 - shared)):
+        levels = np.ones(length, np.uint8)
+        levels[start : start + 200] = 2
+        message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)
+        state = hear(recipe, state, client, message)
     state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
     assert state.model.num_sent == 400
     state, entry = publish_round(recipe, state, 0.1, downlink=downlink)

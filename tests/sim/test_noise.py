@@ -145,8 +145,8 @@ def _density(vector):
     return np.abs(vector).sum() ** 2 / (len(vector) * (vector**2).sum())
 
 
-def _num_sent(update):
-    auto = make_recipe("auto").for_participation(1.0)
+def _num_sent(update, asked=1.0):
+    auto = make_recipe("auto").for_participation(asked)
     client = init_client(auto, len(update), np.dtype(np.float64))
     _, message = respond(auto, client, update, 0.0, (0, 0, 1))
     return np.count_nonzero(message.levels != 1)
@@ -160,19 +160,22 @@ def test_who_has_dense_updates_sends_more():
         local = [_density(update[first : first + 64]) for first in range(0, 30_000, 64)]
         local = np.average(local, weights=[64] * 468 + [48])
         by_blocks = local**4 / density - 0.45
-        share = max(0.04 * local**2, min(0.03, by_blocks), 0.7 * (density - 0.28))
+        share = max(0.04 * local**2, min(0.01, by_blocks), 0.7 * (density - 0.28))
         sent.append(_num_sent(update))
         assert sent[-1] == min(7500, max(200, round(share * 30_000)))
     assert sent[0] == 200 < sent[1] < sent[2]
 
 
 def test_who_has_blocks_of_different_sizes_sends_more():
-    """Their largest coordinates are all in a few blocks."""
-    update = np.random.default_rng(6).standard_normal((512, 64))
-    sizes = np.exp(np.linspace(0, 6, 512))[:, None]
-    even, uneven = _num_sent(update.ravel() ** 3), _num_sent((sizes * update).ravel())
-    assert _density((sizes * update).ravel()) < 0.28
-    assert even < uneven == round(0.03 * 512 * 64)
+    """Their largest coordinates are all in a few blocks; more so after a pause."""
+    normal = np.random.default_rng(6).standard_normal((512, 64))
+    update = normal * np.abs(normal)
+    sizes = np.exp(np.linspace(0, 40, 512))[:, None]
+    uneven = (sizes * update).ravel()
+    assert _density(uneven) < 0.28
+    assert _num_sent(normal.ravel() ** 3) < _num_sent(uneven) == round(0.01 * 512 * 64)
+    for asked, share in ((0.8, 0.015625), (0.5, 0.03), (0.25, 0.03)):
+        assert _num_sent(uneven, asked) == round(share * asked**-0.5 * 512 * 64)
 
 
 def test_the_smallest_models_are_sent_whole():
@@ -190,6 +193,20 @@ def test_the_smallest_models_are_sent_whole():
         assert (message.width == 4) is is_whole
         is_right = bool(np.linalg.norm(mean - update) < 0.2 * np.linalg.norm(update))
         assert is_right is is_whole
+
+
+@pytest.mark.parametrize(("spec", "first"), [("auto", 16), ("auto:keep=0", 5)])
+def test_who_keeps_up_with_averaging_does_not_trust_the_first_updates(spec: str, first: int):
+    """They repeat themselves in any training; what repeats itself longer is remembered."""
+    recipe, rng = make_recipe(spec), np.random.default_rng(8)
+    signal = rng.standard_normal(3000)
+    client = init_client(recipe, 3000, np.dtype(np.float64))
+    lasting = []
+    for number in range(1, 19):
+        update = signal + 0.01 * rng.standard_normal(3000)
+        client, message = respond(recipe, client, update, 0.0, (0, 0, number))
+        lasting.append(message is not None and message.lasting)
+    assert lasting.index(True) == first - 1
 
 
 def test_what_keeps_changing_is_not_remembered():

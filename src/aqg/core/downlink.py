@@ -42,10 +42,11 @@ _FEWEST = 32
 
 
 _SHARE, _FALL = 0.5, 0.4
-"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round; and
-the power of the part of clients that are, with which this share falls."""
+"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round and no
+two send the same ones; and the power of the part of clients that are, with which this share falls.
+"""
 _LARGEST_SHARE, _LARGEST_FALL = 0.8, 0.6
-"""The same of the largest share, to which it grows where uploads are dense."""
+"""The same of the largest share, to which it grows where uploads agree or are dense."""
 _GROWTH = 10.0
 """How fast it grows with the share of all coordinates that an upload has."""
 _MANY = 0.5
@@ -113,8 +114,8 @@ class Condensed:
             ``ratio`` says.
         counted: whether the coordinates of all uploads are counted for that, and not those of their
             sum, which are fewer, the more uploads have in common.
-        most: the upper bound of a ratio that grows with the density of uploads, as ``1 + 10u`` if
-            they have a share ``u`` of all coordinates; 0: it does not grow.
+        most: the upper bound of a ratio that grows as ``1 + 10u`` if uploads have a share ``u`` of
+            all coordinates, and with how much uploads agree (`ratio_for`); 0: it does not grow.
 
     """
 
@@ -139,15 +140,19 @@ class Condensed:
         if not 0 <= self.most < math.inf:
             raise ConfigError(f"most is {self.most}; it must be at least 0 and finite")
 
-    def ratio_for(self, share: float) -> float:
+    def ratio_for(self, share: float, agreement: float) -> float:
         """Return the ratio if an upload has this share of all coordinates.
 
-        >>> [Condensed(ratio=0.5, most=0.8).ratio_for(share) for share in (0.0, 0.05, 0.2)]
-        [0.5, 0.75, 0.8]
+        ``agreement`` is how many uploads a coordinate of their sum is in, on average: what many
+        clients have sent is worth passing on.
+
+        >>> downlink = Condensed(ratio=0.5, most=0.8)
+        >>> [downlink.ratio_for(*found) for found in [(0.0, 1.0), (0.05, 1.0), (0.0, 1.5)]]
+        [0.5, 0.75, 0.75]
         """
         if not self.most:
             return self.ratio
-        return min(self.most, self.ratio * (1.0 + _GROWTH * share))
+        return min(self.most, self.ratio * (1.0 + _GROWTH * share) * agreement)
 
     @property
     def lasting(self) -> Recipe:
@@ -362,7 +367,8 @@ def _condense_passing(
     else:
         counted = num_sent if downlink.counted and num_sent else num_nonzero
         each = counted / max(1.0, senders)
-        count = max(_FEWEST, round(downlink.ratio_for(each / num_params) * each))
+        ratio = downlink.ratio_for(each / num_params, counted / max(1, num_nonzero))
+        count = max(_FEWEST, round(ratio * each))
     if count > _MANY * num_params:
         recipe = _WHOLE
     else:

@@ -124,6 +124,10 @@ class NoiseMeter:
         """Return every how many rounds the client is sampled; 1 before it was."""
         return max(1.0, float(notes[_PAUSE]))
 
+    def num_seen(self, notes: Float64Array) -> int:
+        """Return how many updates the client has made."""
+        return int(notes[_COUNT])
+
     def is_of_small_model(self, notes: Float64Array) -> bool:
         """Tell whether the client's model is so small that whole uploads cost little."""
         return len(notes) <= _HEAD + 3 * _SMALL_MODEL

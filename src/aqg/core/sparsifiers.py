@@ -33,8 +33,9 @@ _LOCALLY_DENSE = 0.04
 _UNEVEN = 0.45
 """The fourth power of the local density over the density, from which on messages are longer: the
 largest blocks would take nearly all of their coordinates."""
-_LARGEST_UNEVEN = 0.03
-"""The largest share that is sent because of that."""
+_LARGEST_UNEVEN, _LARGEST_UNEVEN_AFTER_PAUSE = 0.01, 0.03
+"""The largest share that is sent because of that, by a client that is sampled in every round, and
+by one that is sampled in less than about every second."""
 _DENSE = 0.28
 """The density of an update from which on its few largest coordinates say too little of it."""
 _DENSE_SLOPE = 0.7
@@ -119,8 +120,9 @@ class AdaptiveTernary(NormOnly):
     - ``keep``, and up to a third more for a client that is not sampled in every round;
     - ``σ²/25``, where ``σ`` is the local density of the client's update: if neighbors are of
       similar size, the largest coordinates say little of the others;
-    - ``σ⁴/ρ - 0.45``, at most 0.03, where ``ρ`` is its density: if it is far below ``σ``,
-      some blocks are far larger than others and would take nearly all places in a message.
+    - ``σ⁴/ρ - 0.45``, at most ``min(0.01 r², 0.03)``, where ``ρ`` is its density: if it is far
+      below ``σ``, some blocks are far larger than others and would take nearly all places in a
+      message.
 
     See `densities`, which follow ``r`` in the advice. Small models need a larger part of their
     coordinates, which is what ``min(200, n/32)`` is for. Of a dense update the largest coordinates
@@ -167,7 +169,7 @@ class AdaptiveTernary(NormOnly):
         >>> [few.num_kept(10**6, 1, 1, *found) for found in [(0.1, 0.2), (0.1, 0.4), (0.2, 0.5)]]
         [3000, 6400, 10000]
         >>> [few.num_kept(10**6, 1, pause, 0.1, 0.5) for pause in (1, 4)]
-        [30000, 60000]
+        [10000, 60000]
         >>> [few.num_kept(10**6, 1, pause, 0.4, 0.6) for pause in (1, 4)]
         [84000, 84000]
         >>> [AdaptiveTernary(keep=0.01).num_kept(n) for n in (2410, 6871, 355_658)]
@@ -178,20 +180,21 @@ class AdaptiveTernary(NormOnly):
         wanted = fewest / min(1.0, max(_LEAST_SHARE, noise_share))
         in_time = 0.0
         if self.keep:
-            share = self._share_in_time(growth, density, local_density)
+            share = self._share_in_time(pause, density, local_density)
             sparse = growth * max(share * num_params, min(_FEWEST_IN_TIME, num_params / 32.0))
             dense = _DENSE_SLOPE * (density - _DENSE) * num_params
             in_time = min(max(sparse, dense), _LARGEST_IN_TIME * num_params)
         fitting = min(self.overhead / 4.0, _LARGEST_PART * num_params)
         return min(num_params, round(max(wanted, fitting, in_time)))
 
-    def _share_in_time(self, growth: float, density: float, local_density: float) -> float:
+    def _share_in_time(self, pause: float, density: float, local_density: float) -> float:
         """Return ``s``, the share of its coordinates that an update needs."""
         unevenness = local_density**4 / density if density else 0.0
+        most = min(_LARGEST_UNEVEN_AFTER_PAUSE, _LARGEST_UNEVEN * pause**2)
         return max(
-            self.keep * min(growth, _MOST_FOR_PAUSE),
+            self.keep * min(math.sqrt(pause), _MOST_FOR_PAUSE),
             _LOCALLY_DENSE * local_density**2,
-            min(_LARGEST_UNEVEN, unevenness - _UNEVEN),
+            min(most, unevenness - _UNEVEN),
         )
 
 

@@ -36,6 +36,9 @@ RARELY = 4.0
 """Mean rounds between two updates of a client from which residuals count as out of date."""
 WHOLE_WIDTH = 4
 """Bits per coordinate for the smallest models."""
+SETTLED = 16
+"""Updates after which a client that keeps up with averaging may keep a mirror: the first ones
+repeat themselves in any training, and a mirror that is given up soon costs more than it saves."""
 MIRROR, SPARSE, STOCHASTIC = range(3)
 """The branches."""
 
@@ -102,7 +105,9 @@ class NoiseSwitch(Plain):
     def _branch(self, notes: Float64Array) -> int:
         if self.keep and self.meter.is_of_small_model(notes):
             return STOCHASTIC
-        if not self.meter.is_noisy(notes):
+        if not self.meter.is_noisy(notes) and not (
+            self.keep and self.meter.num_seen(notes) < SETTLED
+        ):
             return MIRROR
         if self.keep or self.meter.mean_pause(notes) < RARELY:
             return SPARSE
