@@ -172,7 +172,7 @@ def test_an_occupied_directory_is_left_alone(tmp_path):
 
 
 def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
-    options = ("--recipe", "lean,laq", "--rounds", "600", "--dropout", "0.2")
+    options = ("--recipe", "lean,laq", "--rounds", "300", "--dropout", "0.2")
     here("run", *options, "--out", "whole")
     command = [sys.executable, "-m", "aqg", "run", *options, "--out", "cut"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

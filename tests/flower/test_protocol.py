@@ -68,7 +68,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
-        ("laq", 0.6),
+        ("laq", 0.3),
         ("lean", 0.3),
         ("gd", 0.05),
         ("onebit", 0.1),

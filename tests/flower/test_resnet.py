@@ -78,7 +78,7 @@ def simulated(recipe: str) -> float:
     return accuracy(simulation)
 
 
-@pytest.mark.parametrize("recipe", ["auto", "lean", "eden", "qsgd"])
-def test_in_the_simulator(recipe: str) -> None:
-    assert simulated("gd") > 0.9
-    assert simulated(recipe) >= simulated("gd") - TWO_POINTS
+def test_in_the_simulator() -> None:
+    accuracies = {recipe: simulated(recipe) for recipe in ("gd", "auto", "lean", "eden", "qsgd")}
+    assert accuracies["gd"] > 0.9
+    assert min(accuracies.values()) >= accuracies["gd"] - TWO_POINTS, accuracies

@@ -31,7 +31,7 @@ from aqg.core.recipes import make_recipe, register
 
 class Slow(Tolerance):
     def decide(self, case):
-        time.sleep(0.002)
+        time.sleep(0.005)
         return super().decide(case)
 
 @register("slow", "like lean, but slower")
@@ -39,7 +39,7 @@ def _slow(bits):
     return replace(make_recipe("lean"), policy=Slow())
 """
 GRID = """
-rounds = 400
+rounds = 160
 dropout = 0.2
 target = 1.0
 [grid]

@@ -95,10 +95,10 @@ def test_memory_is_bounded_by_the_expected_length() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("length", [1 << 20, 5_000_000])
-def test_a_short_frame_is_little_work_however_much_it_claims(length: int) -> None:
+@pytest.mark.parametrize(("length", "every"), [(1 << 20, 1), (5_000_000, 3)])
+def test_a_short_frame_is_little_work_however_much_it_claims(length: int, every: int) -> None:
     known = known_for(length)
-    frames = starved_frames(length)
+    frames = starved_frames(length)[::every]
     outcomes = {"refused": 0, "accepted": 0}
     for data, _ in frames:
         started = time.process_time()
@@ -109,7 +109,7 @@ def test_a_short_frame_is_little_work_however_much_it_claims(length: int) -> Non
             outcomes["refused"] += 1
         # An honest frame of a gradient takes 0.02 s, and one of width 16 up to a second.
         assert time.process_time() - started < 0.8, data.hex()
-    assert outcomes["refused"] > 50
+    assert outcomes["refused"] > 50 / every
 
 
 def test_the_context_coder_is_for_short_messages() -> None:
