@@ -105,9 +105,8 @@ class NoiseSwitch(Plain):
     def _branch(self, notes: Float64Array) -> int:
         if self.keep and self.meter.is_of_small_model(notes):
             return STOCHASTIC
-        if not self.meter.is_noisy(notes) and not (
-            self.keep and self.meter.num_seen(notes) < SETTLED
-        ):
+        is_settled = not self.keep or self.meter.num_seen(notes) >= SETTLED
+        if is_settled and not self.meter.is_noisy(notes):
             return MIRROR
         if self.keep or self.meter.mean_pause(notes) < RARELY:
             return SPARSE
