@@ -81,7 +81,7 @@ def test_who_is_asked_seldom_sends_more_at_a_time():
     assert sent == {1: 16, 2: 23, 3: 28}
 
 
-def test_who_is_asked_very_seldom_draws_what_it_sends_and_owes_nothing():
+def test_who_is_asked_very_seldom_draws_what_it_sends_and_keeps_no_residual():
     rng = np.random.default_rng(6)
     client = init_client(FEWEST, 3000, np.dtype(np.float64))
     for number in (1, 2, 3):  # it was asked often once, and has a residual since then

@@ -141,10 +141,10 @@ class Condensed:
             raise ConfigError(f"most is {self.most}; it must be at least 0 and finite")
 
     def ratio_for(self, share: float, agreement: float) -> float:
-        """Return the ratio if an upload has this share of all coordinates.
+        """Return the ratio if a mean upload has this share of all coordinates.
 
-        ``agreement`` is how many uploads a coordinate of their sum is in, on average: what many
-        clients have sent is worth passing on.
+        ``agreement`` is how many uploads a nonzero coordinate of their sum is in, on average: what
+        many clients have sent is worth passing on.
 
         >>> downlink = Condensed(ratio=0.5, most=0.8)
         >>> [downlink.ratio_for(*found) for found in [(0.0, 1.0), (0.05, 1.0), (0.0, 1.5)]]

@@ -34,8 +34,8 @@ _UNEVEN = 0.45
 """The fourth power of the local density over the density, from which on messages are longer: the
 largest blocks would take nearly all of their coordinates."""
 _LARGEST_UNEVEN, _LARGEST_UNEVEN_AFTER_PAUSE = 0.01, 0.03
-"""The largest share that is sent because of that, by a client that is sampled in every round, and
-by one that is sampled in less than about every second."""
+"""The largest share that is sent because of that by a client that is sampled in every round. It
+grows with the square of the rounds from one sampling to the next, up to the second number."""
 _DENSE = 0.28
 """The density of an update from which on its few largest coordinates say too little of it."""
 _DENSE_SLOPE = 0.7

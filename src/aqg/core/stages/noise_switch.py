@@ -37,8 +37,8 @@ RARELY = 4.0
 WHOLE_WIDTH = 4
 """Bits per coordinate for the smallest models."""
 SETTLED = 16
-"""Updates after which a client that keeps up with averaging may keep a mirror: the first ones
-repeat themselves in any training, and a mirror that is given up soon costs more than it saves."""
+"""With ``keep``, the update from which on a client may keep a mirror. The first ones repeat
+themselves in any training, and a mirror that is given up soon costs more than it saves."""
 MIRROR, SPARSE, STOCHASTIC = range(3)
 """The branches."""
 
