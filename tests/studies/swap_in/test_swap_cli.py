@@ -31,7 +31,8 @@ def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
     cells = json.loads((directory / "results.json").read_text())["cells"]
     found = {(cell["recipe"], cell["goal"]): cell for cell in cells}
     assert found["fedavg", "plateau"]["delay"]["value"] == 1
-    assert found["stc", "plateau"]["savings"]["value"] > 1
+    costs = [found[recipe, "plateau"]["cost"]["value"] for recipe in ("fedavg", "stc")]
+    assert found["stc", "plateau"]["savings"]["value"] == pytest.approx(costs[0] / costs[1])
     lines = (directory / TRIALS).read_text().splitlines()
     capsys.readouterr()
 

@@ -86,6 +86,22 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     assert plan.most_left() == 0
 
 
+def test_its_search_goes_on_while_the_longest_step_gets_there_first(tmp_path):
+    def best_at_twice(job):
+        """The best plateau is inside what was tried, and all steps but 32 reach it, the faster."""
+        multiplier = job.trial.setting.multiplier
+        top = {2: 0.9, 32: 0.5}.get(multiplier, 0.895)
+        return summary(8 / multiplier, 1000, job.config.rounds, top=top)
+
+    comparison = SwapIn((TASK,), parse_swap_recipes("auto"), seeds=2)
+    plan, averaging = SwapPlan(comparison, tmp_path), []
+    while (job := plan.next()) is not None and job.trial.recipe == FEDAVG:
+        averaging.append((job.trial.seed, job.trial.setting.multiplier))
+        plan.take(job, best_at_twice(job))
+    assert averaging == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 16), (0, 32), (1, 2), (1, 16)]
+    assert job.trial.recipe == "auto"
+
+
 def test_it_goes_on_where_it_stopped(tmp_path):
     comparison = SwapIn((TASK,), parse_swap_recipes("stc,qsgd"), seeds=2, search=True)
     for name in ("whole", "parts"):

@@ -26,6 +26,7 @@ from aqg.studies.swap_in.search import (
     FEDAVG,
     OURS,
     Rank,
+    ladders_of,
     pending_settings,
     rank,
     rank_of_fedavg,
@@ -114,7 +115,7 @@ class Findings:
     def _refer(self, task: SwapTask) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
         own = self.by_pair.get((FEDAVG, task.name), {})
-        if pending_settings(FEDAVG, self.ranks(FEDAVG, task))[0]:
+        if self.pending_fedavg(task)[0]:
             return
         by_seed: dict[int, list[Curve]] = {}
         for trial, outcome in own.items():
@@ -158,19 +159,37 @@ class Findings:
         ranks = self.ranks(recipe, task)
         return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
 
+    def pending_fedavg(self, task: SwapTask) -> tuple[list[Setting], int]:
+        """Return what federated averaging's search needs next, and about how many may follow.
+
+        It goes on where the best plateau is at the edge of the steps that were tried, and where the
+        step that reaches the goal first is.
+        """
+        settings, later = pending_settings(FEDAVG, self.ranks(FEDAVG, task))
+        first = None if settings else self._first_to_reach(task)
+        if first is None:
+            return settings, later
+        (ladder,) = ladders_of(FEDAVG)
+        tried = [setting.multiplier for setting in self._searched_curves(task)]
+        further = ladder.beyond(tried, first.multiplier)
+        return ([] if further is None else [replace(first, multiplier=further)]), 0
+
+    def _first_to_reach(self, task: SwapTask) -> Setting | None:
+        """Return federated averaging's setting that reaches the goal in the fewest rounds."""
+        found = self._searched_reference(task)
+        if found is None:
+            return None
+        goal, curves = found.goals[PLATEAU], self._searched_curves(task)
+        reached = {s: at for s, curve in curves.items() if (at := curve.reach(goal)) is not None}
+        return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
+
     def fedavg_settings(self, task: SwapTask) -> list[Setting]:
         """Return federated averaging's settings for all seeds, after its search.
 
         These are the one with the best plateau, and the one that reaches the goal first.
         """
-        best, found = self.best(FEDAVG, task), self._searched_reference(task)
-        if best is None or found is None:
-            return [] if best is None else [best]
-        goal = found.goals[PLATEAU]
-        curves = self._searched_curves(task)
-        reached = {s: at for s, curve in curves.items() if (at := curve.reach(goal)) is not None}
-        first = min(reached, key=lambda setting: (reached[setting].rounds, str(setting)))
-        return list(dict.fromkeys((best, first)))
+        chosen = (self.best(FEDAVG, task), self._first_to_reach(task))
+        return list(dict.fromkeys(setting for setting in chosen if setting is not None))
 
     def lowest_cost(self, task: SwapTask) -> float:
         """Return the bytes of the cheapest swap-in on seed 0; infinity where there is none."""
@@ -194,7 +213,10 @@ def pending_trials(
         is_waiting = pending_trials(comparison, FEDAVG, task, findings)[0]
         return [], (len(settings) + later + comparison.seeds - 1 if is_waiting else 0)
     ranks = findings.ranks(recipe, task)
-    settings, later = pending_settings(recipe, ranks, comparison.search)
+    if recipe == FEDAVG:
+        settings, later = findings.pending_fedavg(task)
+    else:
+        settings, later = pending_settings(recipe, ranks, comparison.search)
     if settings:
         trials = [Trial(task.name, recipe, setting, SEARCH_SEED) for setting in settings]
         return trials, later + comparison.seeds - 1
