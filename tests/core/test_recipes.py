@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -95,8 +96,7 @@ def test_resumes_bit_for_bit_at_any_round(name):
             assert np.array_equal(value, final[key])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
 def test_mirrors_agree_to_the_last_bit(name, dtype):
     """Long run, random drops, one client away for a while: both sides hold the same bits."""
     dropout = ScriptedDropout((Absence(2, 40, 140),), BernoulliDropout(0.4, seed=3))
