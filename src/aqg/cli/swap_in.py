@@ -126,5 +126,13 @@ def show(console: Console, comparison: SwapIn, directory: Path, as_json: bool) -
         console.print(table.to_terminal(keeps_stars=not console.is_terminal))
     if tables:
         console.print(tables[0].note + "\n", style="dim")
+    shown = {cell.task for cell in cells}
+    for task in comparison.tasks:
+        if task.name not in shown:
+            line = (
+                f"{task.name} has no target yet, as federated averaging's search is not over or "
+                f"fails; aqg compare --resume {directory} goes on with it"
+            )
+            console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Picture: {directory / PICTURE}", highlight=False, soft_wrap=True)
     console.print(f"Results: {directory}", highlight=False, soft_wrap=True)

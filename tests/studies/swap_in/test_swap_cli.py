@@ -50,6 +50,12 @@ def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)["cells"]
     assert {cell["recipe"] for cell in shown} == {"fedavg", "stc", "topk"}
 
+    lines = (directory / TRIALS).read_text().splitlines(keepends=True)
+    longest = '"spec": "fedavg", "bits": 4, "multiplier": 8.0'
+    (directory / TRIALS).write_text("".join(line for line in lines if longest not in line))
+    assert run_app(["compare", "--from", str(directory)]) == 0
+    assert "heart has no target yet" in capsys.readouterr().out
+
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),

@@ -172,7 +172,7 @@ class Findings:
         (ladder,) = ladders_of(FEDAVG)
         tried = [setting.multiplier for setting in self._searched_curves(task)]
         further = ladder.beyond(tried, first.multiplier)
-        return ([] if further is None else [replace(first, multiplier=further)]), 0
+        return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: SwapTask) -> Setting | None:
         """Return federated averaging's setting that reaches the goal in the fewest rounds."""
