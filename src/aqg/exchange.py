@@ -48,7 +48,9 @@ def client_step(
         raise MessageError(f"news is a {type(news).__name__}; it must be what broadcast returned")
     shared = known(state.link)
     key = (seed, client, news.round)
-    state, message = respond(recipe, state, gradient, news.movement, key, loss)
+    state, message = respond(
+        recipe, state, gradient, news.movement, key, loss, senders=news.senders
+    )
     return state, encode(message, known=shared)
 
 

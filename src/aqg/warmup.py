@@ -9,7 +9,6 @@ import numpy as np
 from aqg.core.grids import Grid, affine
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
-from aqg.core.noise import fold
 from aqg.core.recipes import make_recipe
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
@@ -37,7 +36,6 @@ def warm_up() -> None:
                 values = np.zeros(np.iinfo(levels.dtype).max + 1, dtype)
                 add_levels(vector, levels, values)
                 move_mirror(vector.copy(), levels, affine(grid, width, 1.0), np.zeros(3), 1.0)
-        fold(vector, 2)
         logistic = make_objective("logistic", 3, 2, l2=0.0, scaling="mean")
         samples = zip(np.ones((2, 4, 3), dtype), np.zeros((2, 4), np.int64), strict=True)
         clients = tuple(Samples(*pair) for pair in samples)

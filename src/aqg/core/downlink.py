@@ -10,7 +10,7 @@ step is then taken with what was sent, so that everyone holds the same model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,11 @@ from aqg.core.grids import Grid, num_levels, round_up_to_bfloat16
 from aqg.core.links import Link, Memory, direction_of
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import GridQuantizer, NormOnly, Request, Verbatim
+from aqg.core.quantizers import GridQuantizer, NormOnly, Request
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, settle, speak
 from aqg.core.selection import largest, num_kept
-from aqg.core.sparsifiers import TERNARY_WIDTH, SparseTernary, ternary
+from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
 from aqg.core.stages.feedback import ErrorFeedback
 from aqg.errors import ConfigError
 
@@ -41,14 +41,6 @@ _FEWEST = 32
 """Coordinates of a sum that passes below which what is around them in an entry outweighs them."""
 
 
-_SHARE, _FALL = 0.5, 0.4
-"""Coordinates of an entry, in those of an upload, if all clients are sampled in every round and no
-two send the same ones; and the power of the part of clients that are, with which this share falls.
-"""
-_LARGEST_SHARE, _LARGEST_FALL = 0.8, 0.6
-"""The same of the largest share, to which it grows where uploads agree or are dense."""
-_GROWTH = 10.0
-"""How fast it grows with the share of all coordinates that an upload has."""
 _MANY = 0.5
 """The part of all coordinates from which on an entry has all of them."""
 _WHOLE_WIDTH = 4
@@ -112,10 +104,6 @@ class Condensed:
         bits: the most bits per coordinate for the sum that lasts.
         keep: the share of the coordinates sent of a sum that passes, in place of ``ratio``; 0: as
             ``ratio`` says.
-        counted: whether the coordinates of all uploads are counted for that, and not those of their
-            sum, which are fewer, the more uploads have in common.
-        most: the upper bound of a ratio that grows as ``1 + 10u`` if uploads have a share ``u`` of
-            all coordinates, and with how much uploads agree (`ratio_for`); 0: it does not grow.
 
     """
 
@@ -123,8 +111,6 @@ class Condensed:
     ratio: float = 1.0
     bits: int = 6
     keep: float = 0.0
-    counted: bool = False
-    most: float = 0.0
 
     name = "condensed"
 
@@ -137,22 +123,6 @@ class Condensed:
             raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
         if not 0 <= self.keep <= 1:
             raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
-        if not 0 <= self.most < math.inf:
-            raise ConfigError(f"most is {self.most}; it must be at least 0 and finite")
-
-    def ratio_for(self, share: float, agreement: float) -> float:
-        """Return the ratio if a mean upload has this share of all coordinates.
-
-        ``agreement`` is how many uploads a nonzero coordinate of their sum is in, on average: what
-        many clients have sent is worth passing on.
-
-        >>> downlink = Condensed(ratio=0.5, most=0.8)
-        >>> [downlink.ratio_for(*found) for found in [(0.0, 1.0), (0.05, 1.0), (0.0, 1.5)]]
-        [0.5, 0.75, 0.75]
-        """
-        if not self.most:
-            return self.ratio
-        return min(self.most, self.ratio * (1.0 + _GROWTH * share) * agreement)
 
     @property
     def lasting(self) -> Recipe:
@@ -195,7 +165,7 @@ def make_downlink(spec: str) -> Downlink:
     """Make a downlink from its name and options.
 
     >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, counted=False, most=0.0)
+    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
     name, *settings = spec.split(":")
     if name not in DOWNLINKS:
@@ -208,7 +178,7 @@ def make_downlink(spec: str) -> Downlink:
             known = ", ".join(options) or "none"
             raise ConfigError(f"downlink {name!r} has no option {key!r}; it has: {known}")
         try:
-            chosen[key] = bool(float(value)) if key == "counted" else float(value)
+            chosen[key] = float(value)
         except ValueError:
             raise ConfigError(
                 f"option {key} of downlink {name!r} is {value!r}, not a number"
@@ -223,48 +193,19 @@ def describe_downlink(downlink: Downlink) -> str:
     'condensed:tolerance=0.2:ratio=2.0:bits=6'
     """
     options = [
-        f"{field.name}={_written(getattr(downlink, field.name))}"
+        f"{field.name}={getattr(downlink, field.name)!r}"
         for field in fields(downlink)
-        if field.name not in ("keep", "counted", "most") or getattr(downlink, field.name)
+        if field.name != "keep" or getattr(downlink, field.name)
     ]
     return ":".join([downlink.name, *options])
-
-
-def _written(option: float) -> str:
-    return repr(int(option) if isinstance(option, bool) else option)
 
 
 AUTO = "auto"
 
 
-def resolve_downlink(spec: str, recipe: Recipe, asked: float = 1.0) -> Downlink:
-    """Return the downlink that a setting names; ``"auto"`` chooses one that suits the recipe.
-
-    ``asked`` is the part of all rounds that a client takes part in. All clients read all entries in
-    the end, so that where uploads grow with a client's pause, as its root, entries do not: their
-    share of an upload's coordinates falls about as uploads grow.
-
-    Condensed entries cost less in all than exact ones from a single client up
-    (``benchmarks/downlinks.py``). A recipe that sends 32 bits per coordinate is a baseline: its
-    clients receive whole models. A recipe that condenses both directions has its own share.
-    """
-    if spec != AUTO:
-        downlink = make_downlink(spec)
-    elif isinstance(recipe.quantizer, Verbatim):
-        downlink = Full()
-    else:
-        downlink = Condensed()
-        if recipe.sends_by_pause:
-            downlink = Condensed(
-                ratio=_SHARE * asked**_FALL,
-                counted=True,
-                most=_LARGEST_SHARE * asked**_LARGEST_FALL,
-            )
-    quantizer = recipe.quantizer
-    share = quantizer.keep if isinstance(quantizer, SparseTernary) and quantizer.both_ways else 0.0
-    if share and isinstance(downlink, Condensed) and not downlink.keep:
-        return replace(downlink, keep=share)
-    return downlink
+def resolve_downlink(spec: str, recipe: Recipe) -> Downlink:
+    """Return the downlink that a setting names; ``"auto"`` is the recipe's own."""
+    return make_downlink(recipe.downlink if spec == AUTO else spec)
 
 
 def init_downlink(downlink: Downlink, recipe: Recipe, num_params: int) -> DownlinkState | None:
@@ -272,8 +213,7 @@ def init_downlink(downlink: Downlink, recipe: Recipe, num_params: int) -> Downli
     if isinstance(downlink, Full):
         return None
     length = num_params if recipe.memory.keeps_mirror else 0
-    passes = recipe.switch is not None or not recipe.memory.keeps_mirror
-    passes = passes and isinstance(downlink, Condensed)
+    passes = not recipe.memory.keeps_mirror and isinstance(downlink, Condensed)
     return DownlinkState(
         np.zeros(length), np.zeros(length, np.int8), np.zeros(num_params if passes else 0)
     )
@@ -338,7 +278,7 @@ def _condense_lasting(
     vector = space.zeros_like(total)[None] + total  # measured in place, perhaps
     news = News(round_number, tolerance, _NO_LOSS)
     spoken = speak(space, recipe, holder, _FIRST, vector, news)
-    (part,) = spoken.parts
+    part = spoken.part
     state = state._replace(gap=float(part.innovation.squared_norm[0]))
     if not spoken.uploads:
         return state, None
@@ -361,14 +301,10 @@ def _condense_passing(
     round_number: int,
 ) -> tuple[DownlinkState, Upload]:
     num_params = len(passing)
-    num_nonzero = int(space.number((passing != 0).sum()))
     if downlink.keep:
         count = num_kept(downlink.keep, num_params)
     else:
-        counted = num_sent if downlink.counted and num_sent else num_nonzero
-        each = counted / max(1.0, senders)
-        ratio = downlink.ratio_for(each / num_params, counted / max(1, num_nonzero))
-        count = max(_FEWEST, round(ratio * each))
+        count = max(_FEWEST, round(downlink.ratio * num_sent / max(1.0, senders)))
     if count > _MANY * num_params:
         recipe = _WHOLE
     else:

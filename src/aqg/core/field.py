@@ -31,27 +31,28 @@ from aqg.errors import ConfigError
 
 def fp16() -> Recipe:
     """IEEE 754 half precision, as in Micikevicius et al., Mixed Precision Training."""
-    return Recipe(policy=Always(16), quantizer=Half())
+    return Recipe(policy=Always(16), quantizer=Half(), step="dog")
 
 
 def blockwise8() -> Recipe:
     """Dettmers et al., 8-bit Optimizers via Block-wise Quantization."""
-    return Recipe(policy=Always(8), quantizer=Blockwise())
+    return Recipe(policy=Always(8), quantizer=Blockwise(), step="dog")
 
 
 def stc(*, keep: float = 0.01) -> Recipe:
     """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
-    return Recipe(policy=Always(2), quantizer=SparseTernary(keep), stages=(ErrorFeedback(),))
+    quantizer = SparseTernary(keep)
+    return Recipe(policy=Always(2), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
 
 
 def stc_both(*, keep: float = 0.01) -> Recipe:
     """Sattler et al., as published: the server condenses its sum in the same way."""
-    return replace(stc(keep=keep), quantizer=SparseTernary(keep, both_ways=True))
+    return replace(stc(keep=keep), downlink=f"condensed:keep={keep}")
 
 
 def topk(*, keep: float = 0.01) -> Recipe:
     """Stich et al., Sparsified SGD with Memory; Aji & Heafield, Sparse Communication."""
-    return Recipe(policy=Always(16), quantizer=TopK(keep), stages=(ErrorFeedback(),))
+    return Recipe(policy=Always(16), quantizer=TopK(keep), stages=(ErrorFeedback(),), step="dog")
 
 
 def ef21(*, keep: float = 0.01) -> Recipe:
@@ -80,7 +81,8 @@ def fedpaq(*, levels: float = 4) -> Recipe:
     if not 1 <= levels <= largest or levels != int(levels):
         raise ConfigError(f"levels is {levels}; it must be a whole number in 1..{largest}")
     quantizer = Stochastic(int(levels))
-    return Recipe(policy=Always(int(levels).bit_length() + 1), quantizer=quantizer)
+    width = int(levels).bit_length() + 1
+    return Recipe(policy=Always(width), quantizer=quantizer, step="dog")
 
 
 def eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
@@ -89,7 +91,7 @@ def eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
         raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
     if width not in WIDTHS:
         raise ConfigError(f"width is {width:g}; it must be one of {', '.join(map(str, WIDTHS))}")
-    return Recipe(policy=Always(int(width)), quantizer=Rotated(bool(unbiased)))
+    return Recipe(policy=Always(int(width)), quantizer=Rotated(bool(unbiased)), step="dog")
 
 
 def aquila(*, beta: float = 0.1) -> Recipe:
@@ -111,6 +113,7 @@ def dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
         policy=Told(),
         quantizer=PowersOfTwo(),
         stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
+        step="dog",
     )
 
 

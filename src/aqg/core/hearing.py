@@ -7,14 +7,13 @@ reference loop. What they do to sums and model is that of `aqg.core.server`.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, init_downlink, noted
-from aqg.core.links import Link, init_link, is_lasting
+from aqg.core.links import Link, init_link
 from aqg.core.messages import Broadcast, Message, Skip, is_message
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.per_client import PerClient
@@ -119,10 +118,14 @@ def init_server(
     return ServerState(model, PerClient(int(num_clients), Peer(link)))
 
 
-def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
-    """Return what every client is told at the start of the round."""
+def broadcast(recipe: Recipe, state: ServerState, senders: float | None = None) -> Broadcast:
+    """Return what every client is told at the start of the round.
+
+    ``senders`` is how many clients are expected to answer; by default all of them.
+    """
     movement = recipe.movement.of(state.model.history)
-    return Broadcast(state.round, state.parameters, movement)
+    count = float(state.num_clients if senders is None else senders)
+    return Broadcast(state.round, state.parameters, movement, count)
 
 
 def hear(
@@ -141,28 +144,13 @@ def hear(
         raise MessageError(f"client {client} was heard in round {state.round} already")
     if isinstance(message, Skip):
         return state._replace(peers=state.peers.replaced(client, Peer(peer.link, state.round)))
-    check_message(recipe, state.model, client, message, weight)
+    check_message(state.model, client, message, weight)
     model, own = state.model, peer.link
-    is_short = not is_lasting(message)
-    if is_short:
-        passing = None if model.passing is None else model.passing.copy()
-        model = model._replace(passing=passing)
-    if not is_short or own.is_held[0] or not recipe.memory.keeps_mirror:
-        model = model._replace(total=model.total.copy())
-        own = Link(own.mirror.copy(), own.direction.copy(), own.is_held.copy())
+    model = model._replace(total=model.total.copy())
+    own = Link(own.mirror.copy(), own.direction.copy(), own.is_held.copy())
     model = take_in(_SPACE, recipe, model, own, _FIRST, [message], np.array([float(weight)]))
-    if not own.is_held[0]:  # no mirror: all such clients share one of zeros
-        own = own._replace(mirror=_no_mirror(own.mirror.shape[1], own.mirror.dtype))
     peers = state.peers.replaced(client, Peer(own, state.round))
     return ServerState(model, peers)
-
-
-@lru_cache(maxsize=4)
-def _no_mirror(length: int, dtype: np.dtype[Any]) -> FloatArray:
-    """Return the one mirror of zeros that stands for all clients that have none."""
-    zeros = np.zeros((1, length), dtype)
-    zeros.flags.writeable = False
-    return zeros
 
 
 def check_client(state: ServerState, client: int) -> None:
@@ -173,9 +161,7 @@ def check_client(state: ServerState, client: int) -> None:
         )
 
 
-def check_message(
-    recipe: Recipe, model: Model, client: int, message: AnyUpload, weight: float
-) -> None:
+def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
     """Raise `MessageError` unless an upload can be taken in."""
     num_params = len(model.parameters)
     if len(message) != num_params:
@@ -185,8 +171,6 @@ def check_message(
     if not _is_number(weight):
         raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
     message.validate()
-    if recipe.memory.keeps_mirror and recipe.switch is None and not is_lasting(message):
-        raise MessageError(f"client {client} sent for one round; the recipe is to remember")
 
 
 def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:
@@ -257,9 +241,8 @@ def publish_round(
 def _copied(model: Model) -> Model:
     """Return the model with copies of what is written to when sums are condensed."""
     assert model.downlink is not None
-    passing = None if model.passing is None else model.passing.copy()
     public = model.downlink._replace(residual=model.downlink.residual.copy())
-    return model._replace(total=model.total.copy(), passing=passing, downlink=public)
+    return model._replace(total=model.total.copy(), downlink=public)
 
 
 def _is_number(value: Any) -> bool:

@@ -49,8 +49,7 @@ class Link(NamedTuple):
     Attributes:
         mirror: ``ref_m``, the last gradient the server knows, ``(M, n)``; ``(M, 0)`` where the
             recipe keeps none. On the device where vectors live.
-        direction: which way each coordinate went in the last lasting upload, ``(M, n)`` or
-            ``(M, 0)``.
+        direction: which way each coordinate went in the last upload, ``(M, n)`` or ``(M, 0)``.
         is_held: whether the mirror may differ from zero, ``(M,)``.
 
     """
@@ -73,11 +72,6 @@ def init_link(memory: Memory, num_params: int, dtype: np.dtype[Any], num_clients
         np.zeros((num_clients, length), np.int8),
         np.zeros(num_clients, np.bool_),
     )
-
-
-def is_lasting(upload: AnyUpload) -> bool:
-    """Tell whether an upload moves the mirror, or makes both ends forget it."""
-    return upload.lasting if isinstance(upload, Upload) else True
 
 
 def advance(memory: Memory, mirror: FloatArray, upload: AnyUpload) -> FloatArray:
@@ -105,8 +99,6 @@ def advance_one(memory: Memory, link: Link, upload: AnyUpload) -> Link:
     """Return the link of one client after its upload; the old one is left as it was."""
     if not memory.keeps_mirror:
         return link
-    if not is_lasting(upload):
-        return Link(np.zeros_like(link.mirror), link.direction, np.zeros(1, np.bool_))
     mirror = advance(memory, link.mirror[0], upload)
     direction = next_direction(link.direction[0], upload)
     return Link(mirror[None], direction[None], np.ones(1, np.bool_))
@@ -121,8 +113,8 @@ def move_directions(
 
 
 def next_direction(direction: NDArray[np.int8], upload: AnyUpload) -> NDArray[np.int8]:
-    """Return the direction after ``upload``: that of the last quantized one that lasts."""
-    if not isinstance(upload, Upload) or not upload.lasting or not len(direction):
+    """Return the direction after ``upload``: that of the last quantized one."""
+    if not isinstance(upload, Upload) or not len(direction):
         return direction
     return direction_of(upload.levels, num_levels(upload.grid, upload.width))
 

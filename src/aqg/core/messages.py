@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +29,14 @@ class Broadcast:
         parameters: the model ``θ^k``, flat.
         movement: ``1/(α²M²) · Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``, the scale of recent model steps in
             which every criterion is written. One number replaces the whole model history.
+        senders: ``m``, how many clients the server expects to hear from in the round.
 
     """
 
     round: int
     parameters: FloatArray
     movement: float
+    senders: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,6 @@ class Skip:
 class Upload:
     """A vector quantized on a grid, one level per coordinate.
 
-    A ``lasting`` upload is what the server goes on with until the next one, where the recipe has it
-    remember; one that is not counts in this round alone, and the server forgets what it held.
-
     >>> import numpy as np
     >>> upload = Upload(np.array([0, 1, 2], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
     >>> upload.values(np.float32)
@@ -69,7 +68,6 @@ class Upload:
     step: float
     width: int
     grid: Grid
-    lasting: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_WIDTH:
@@ -89,7 +87,6 @@ class Upload:
         return (
             isinstance(other, Upload)
             and (self.step, self.width, self.grid) == (other.step, other.width, other.grid)
-            and self.lasting == other.lasting
             and np.array_equal(self.levels, other.levels)
         )
 
@@ -155,13 +152,6 @@ Message = AnyUpload | Skip
 def is_message(value: object) -> bool:
     """Tell whether this is something that a client can send."""
     return isinstance(value, Message)
-
-
-def for_one_round(upload: AnyUpload) -> Upload:
-    """Return the upload as one that does not last."""
-    if not isinstance(upload, Upload):
-        raise MessageError(f"a {type(upload).__name__} cannot be for one round; an Upload can")
-    return replace(upload, lasting=False)
 
 
 def num_nonzero(upload: AnyUpload) -> int:

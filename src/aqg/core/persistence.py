@@ -55,12 +55,10 @@ def clients_from_arrays(arrays: Arrays) -> Clients:
 
 def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
     """Return the model and what moves it as arrays."""
-    nothing = np.zeros(0)
     return {
         "round": np.array(model.round, np.int64),
         "parameters": model.parameters,
         "total": model.total,
-        "passing": nothing if model.passing is None else model.passing,
         "history": np.array(model.history, np.float64),
         "momentum": model.optimizer.momentum,
         "variance": model.optimizer.variance,
@@ -73,19 +71,17 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
 
 def model_from_arrays(arrays: Arrays) -> Model:
     """Return the model that `model_to_arrays` wrote."""
-    passing = np.array(arrays["passing"])
     return Model(
         round=int(arrays["round"]),
         parameters=np.array(arrays["parameters"]),
         total=np.array(arrays["total"]),
-        passing=passing if len(passing) else None,
         history=tuple(arrays["history"].tolist()),
         last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
-        is_moved=bool(arrays.get("is_moved", False)),
+        is_moved=bool(arrays["is_moved"]),
         step=_step_from_arrays(arrays) if "step_start" in arrays else None,
-        num_sent=int(arrays.get("num_sent", 0)),
+        num_sent=int(arrays["num_sent"]),
     )
 
 
@@ -99,14 +95,10 @@ def _step_to_arrays(state: StepState) -> dict[str, NDArray[Any]]:
 
 
 def _step_from_arrays(arrays: Arrays) -> StepState:
-    vectors: dict[str, Any] = {
-        n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS if f"step_{n}" in arrays
-    }
-    if "mean" not in vectors:  # of an earlier version: the mean begins here
-        vectors["mean"] = np.zeros_like(arrays["step_start"])
+    vectors: dict[str, Any] = {n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS}
     names = [name for name in StepState._fields if name not in _STEP_VECTORS]
-    numbers = arrays["step_numbers"].tolist()  # fewer in files of earlier versions
-    return StepState(**vectors, **dict(zip(names, numbers, strict=False)))
+    numbers = arrays["step_numbers"].tolist()
+    return StepState(**vectors, **dict(zip(names, numbers, strict=True)))
 
 
 def _downlink_to_arrays(state: DownlinkState) -> dict[str, NDArray[Any]]:

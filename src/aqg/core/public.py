@@ -38,14 +38,13 @@ class Rates(NamedTuple):
 
     Attributes:
         step_size: ``α``.
-        lasting: factor on the sum that lasts: 1, or ``1/(1-p)`` against dropouts.
-        passing: factor on the sum of this round alone.
+        factor: on the sum: 1, or ``1/(1-p)`` against dropouts, or one over the share of clients
+            that were sampled.
 
     """
 
     step_size: float
-    lasting: float = 1.0
-    passing: float = 1.0
+    factor: float = 1.0
 
 
 class Change(NamedTuple):
@@ -194,12 +193,8 @@ def take_step(
 def make_direction(
     space: Space, num_params: int, total: Array | None, passing: Array | None, rates: Rates
 ) -> Array:
-    """Return ``lasting·total + passing_factor·passing``; zero without either sum."""
-    if total is not None:
-        direction = total if rates.lasting == 1 else total * rates.lasting
-        if passing is not None:
-            direction = direction + passing * rates.passing
-        return direction
-    if passing is not None:
-        return passing if rates.passing == 1 else passing * rates.passing
-    return space.put(np.zeros(num_params))
+    """Return the sum that there is, times its factor; zero without one."""
+    direction = passing if total is None else total
+    if direction is None:
+        return space.put(np.zeros(num_params))
+    return direction if rates.factor == 1 else direction * rates.factor

@@ -8,20 +8,19 @@ to the table.
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aqg.core.auto import KAPPA, WIDEST, make_auto
 from aqg.core.dense_quantizers import MAX_BUCKET_BITS, Buckets
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.links import Memory
 from aqg.core.movement import Movement
-from aqg.core.noise import NoiseMeter
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
 from aqg.core.recipe import DEPTH, Recipe
-from aqg.core.stages import ErrorFeedback, NoiseSwitch, StoredErrors, WiderTolerance
+from aqg.core.stages import ErrorFeedback, StoredErrors, WiderTolerance
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ class Entry:
 
 
 RECIPES: dict[str, Entry] = {}
-RENAMED = {("auto", "calm"): "low_noise"}
-"""Options by recipe and former name, which is still read, with a warning."""
 
 
 def register(name: str, summary: str) -> Callable[[Maker], Maker]:
@@ -83,10 +80,6 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     options: dict[str, float] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if (name, key) in RENAMED:
-            former, key = key, RENAMED[name, key]
-            text = f"option {former!r} of recipe {name!r} is called {key!r} now"
-            warnings.warn(f"{text}; the old name goes with the next release", FutureWarning, 2)
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ConfigError(f"recipe {name!r} has no option {key!r}; it has: {known}")
@@ -100,22 +93,27 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
         recipe = entry.make(bits, **options)
     else:
         recipe = entry.make(**options)
-    return replace(recipe, max_staleness=max_staleness)
+    exact = recipe.exact
+    if exact is not None:
+        exact = replace(exact, max_staleness=max_staleness)
+    return replace(recipe, max_staleness=max_staleness, exact=exact)
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
 def _gd() -> Recipe:
-    return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim())
+    return Recipe(memory=Memory.LATEST, policy=Always(32), quantizer=Verbatim(), downlink="full")
 
 
 @register("fedavg", "federated averaging: the mean of the updates in full, 32 bits, no memory")
 def _fedavg() -> Recipe:
-    return Recipe(policy=Always(32), quantizer=Verbatim(), averages=True)
+    return Recipe(policy=Always(32), quantizer=Verbatim(), averages=True, downlink="full")
 
 
 @register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
 def _lag() -> Recipe:
-    return Recipe(memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim())
+    return Recipe(
+        memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim(), downlink="full"
+    )
 
 
 def _published(policy: Policy, bits: int, xi: float = 1.0) -> Recipe:
@@ -168,18 +166,9 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
     )
 
 
-@register("auto", "ours: lean while updates repeat themselves, sparse ternary while they do not")
-def _auto(
-    bits: int,
-    *,
-    low_noise: float = 0.02,
-    noisy: float = 0.2,
-    widest: float = 3.0,
-    overhead: float = 0.0,
-    keep: float = 0.003,
-) -> Recipe:
-    switch = NoiseSwitch(NoiseMeter(low_noise, noisy), overhead, keep)
-    return replace(_lean(bits, widest=widest), switch=switch)
+@register("auto", "ours: lean for exact gradients, unbiased rounding for all other updates")
+def _auto(bits: int, *, kappa: float = KAPPA) -> Recipe:
+    return make_auto(_lean(bits, widest=WIDEST), kappa)
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
@@ -187,24 +176,24 @@ def _qsgd(bits: int, *, bucket: float = 0) -> Recipe:
     if bits < 2:
         raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
     if not bucket:
-        return Recipe(policy=Always(bits), quantizer=Stochastic())
+        return Recipe(policy=Always(bits), quantizer=Stochastic(), step="dog")
     if bucket != int(bucket) or bits > MAX_BUCKET_BITS:
         raise ConfigError(
             f"bucket is {bucket:g} with {bits} bits; it must be a whole number, with at most "
             f"{MAX_BUCKET_BITS} bits"
         )
-    return Recipe(policy=Always(bits), quantizer=Buckets(int(bucket)))
+    return Recipe(policy=Always(bits), quantizer=Buckets(int(bucket)), step="dog")
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
 def _signsgd() -> Recipe:
-    return Recipe(policy=Always(1), quantizer=Sign())
+    return Recipe(policy=Always(1), quantizer=Sign(), step="dog")
 
 
 @register("onebit", "1-bit SGD: sign and mean magnitude, with error feedback")
 def _onebit() -> Recipe:
     quantizer = GridQuantizer(Grid.MIDTREAD, 1)
-    return Recipe(policy=Always(1), quantizer=quantizer, stages=(ErrorFeedback(),))
+    return Recipe(policy=Always(1), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
 
 
 for _name, _summary, _make in FIELD:

@@ -17,7 +17,6 @@ import numpy as np
 from aqg.core import stage_state
 from aqg.core.grids import MAX_RADIUS
 from aqg.core.links import Link, Memory, init_link
-from aqg.core.messages import AnyUpload, for_one_round
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
 from aqg.core.space import with_rows
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aqg.core.innovation import Innovation
+    from aqg.core.messages import AnyUpload
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.stage import StageState
@@ -62,6 +62,7 @@ class News(NamedTuple):
         first: the number of the first client on the axis.
         level_factors: how many levels each of them uses over the average, where recipes give more
             of them to clients that count more; None: all the same.
+        senders: ``m``, how many clients the server expects to hear from.
 
     """
 
@@ -71,12 +72,12 @@ class News(NamedTuple):
     seed: int = 0
     first: int = 0
     level_factors: Float64Array | None = None
+    senders: float = 1.0
 
 
 class Part(NamedTuple):
-    """What the clients in one mode have decided; all arrays have a row for each."""
+    """What a block of clients has decided; all arrays have a row for each."""
 
-    way: Recipe
     clients: IntArray
     vectors: Array
     innovation: Innovation
@@ -97,9 +98,7 @@ class Spoken(NamedTuple):
         uploads: what each of them sent.
         widths: with how many bits per parameter.
         faults: what was wrong with the vectors of others, as ``(client, text)``.
-        parts: for `settle`.
-        switched: the switch's state before and after, of the clients in ``asked``.
-        asked: whose vectors could be used by the switch.
+        part: for `settle`.
 
     """
 
@@ -107,9 +106,7 @@ class Spoken(NamedTuple):
     uploads: list[AnyUpload]
     widths: IntArray
     faults: list[tuple[int, str]]
-    parts: list[Part]
-    switched: tuple[StageState, StageState] | None
-    asked: IntArray
+    part: Part
 
 
 def init_clients(
@@ -176,60 +173,19 @@ def speak(
         space,
         level_factors=news.level_factors,
     )
-    if recipe.switch is None:
-        part = _speak_one_way(space, recipe, recipe, state, clients, flow, news, None)
-        return _join(space, [part], [], None, clients)
-    usable = space.usable(vectors)
-    faults: list[tuple[int, str]] = []
-    if not usable.all():
-        refused, kept = np.flatnonzero(~usable), np.flatnonzero(usable)
-        faults = _describe(space, clients, vectors, refused)
-        flow, clients = flow.of(kept), clients[kept]
-    if not len(clients):
-        return _join(space, [], faults, None, clients)
-    before = stage_state.take(space, recipe.switch, state.stages, clients)
-    after, flow = recipe.switch.before(before, flow)
-    parts = []
-    for number in np.unique(after["branch"]).tolist():
-        places = np.flatnonzero(after["branch"] == number)
-        enters = (before["branch"][places] != number) & (number > 0)
-        members, own = clients, flow
-        if len(places) < len(clients):
-            members, own = clients[places], flow.of(places)
-        way = recipe.ways[number]
-        part = _speak_one_way(space, recipe, way, state, members, own, news, enters)
-        parts.append(part)
-    return _join(space, parts, faults, (before, after), clients)
-
-
-def _speak_one_way(
-    space: Space,
-    recipe: Recipe,
-    way: Recipe,
-    state: Clients,
-    clients: IntArray,
-    flow: Flow,
-    news: News,
-    enters: BoolArray | None,
-) -> Part:
-    """Take clients through one way's stages; ``enters`` marks those who begin with them as new."""
     stages: dict[str, tuple[StageState, StageState]] = {}
-    for stage in way.stages:
+    for stage in recipe.stages:
         old = stage_state.take(space, stage, state.stages, clients)
-        fresh: StageState = old
-        if enters is not None and enters.any():
-            fresh = stage_state.begin_anew(space, stage, old, enters, flow.vectors)
-        new, flow = stage_state.before(space, stage, fresh, flow)
+        new, flow = stage_state.before(space, stage, old, flow)
         stages[stage.name] = old, new
-    mirrors = state.link.mirror if way.memory is Memory.INNOVATION else None
-    vectors, innovation = space.measure(way.quantizer, flow.vectors, mirrors, clients)
-    decision = way.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
+    mirrors = state.link.mirror if recipe.memory is Memory.INNOVATION else None
+    vectors, innovation = space.measure(recipe.quantizer, flow.vectors, mirrors, clients)
+    decision = recipe.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
     silent_rounds = space.host.take(state.silent_rounds, clients).copy()
     senders, silent, faulty = who_speaks(
-        decision.send, innovation.in_range, silent_rounds, way.max_staleness
+        decision.send, innovation.in_range, silent_rounds, recipe.max_staleness
     )
     part = Part(
-        way,
         clients,
         vectors,
         innovation,
@@ -241,15 +197,15 @@ def _speak_one_way(
         [],
         stages,
     )
-    if len(senders):
-        uploads = _quantize(space, part, flow, news)
-        if recipe.memory.keeps_mirror and not way.memory.keeps_mirror:
-            uploads = [for_one_round(upload) for upload in uploads]
-        part.uploads.extend(uploads)
-    return part
+    faults = _describe(space, clients, vectors, faulty) if len(faulty) else []
+    if not len(senders):
+        return Spoken(senders, [], senders, faults, part)
+    part.uploads.extend(_quantize(space, recipe, part, flow, news))
+    widths = np.array([upload.width for upload in part.uploads], np.int64)
+    return Spoken(clients[senders], part.uploads, widths, faults, part)
 
 
-def _quantize(space: Space, part: Part, flow: Flow, news: News) -> list[AnyUpload]:
+def _quantize(space: Space, recipe: Recipe, part: Part, flow: Flow, news: News) -> list[AnyUpload]:
     """Encode the vectors of those who send."""
     senders = part.senders
     rows = space.rows(part.vectors, senders)
@@ -264,36 +220,11 @@ def _quantize(space: Space, part: Part, flow: Flow, news: News) -> list[AnyUploa
             squared_norm=norms.item(place),
             key=(news.seed, news.first + part.clients.item(place), news.round),
             advice=() if flow.advice is None else tuple(flow.advice[place].tolist()),
+            senders=news.senders,
         )
-        return part.way.quantizer.quantize(rows[index], request)
+        return recipe.quantizer.quantize(rows[index], request)
 
     return space.map(encode, range(len(senders)), len(senders) * rows[0].size)
-
-
-def _join(
-    space: Space,
-    parts: list[Part],
-    faults: list[tuple[int, str]],
-    switched: tuple[StageState, StageState] | None,
-    asked: IntArray,
-) -> Spoken:
-    """Put together what the clients in all modes upload, in the clients' order."""
-    for part in parts:
-        if len(part.faulty):
-            faults += _describe(space, part.clients, part.vectors, part.faulty)
-            faults.sort()
-    if len(parts) == 1:
-        part = parts[0]
-        if not part.uploads:
-            return Spoken(part.senders, [], part.senders, faults, parts, switched, asked)
-        clients, widths = part.clients[part.senders], part.widths[part.senders]
-        return Spoken(clients, part.uploads, widths, faults, parts, switched, asked)
-    clients = np.concatenate([asked[:0], *(part.clients[part.senders] for part in parts)])
-    widths = np.concatenate([asked[:0], *(part.widths[part.senders] for part in parts)])
-    uploads = [upload for part in parts for upload in part.uploads]
-    order = np.argsort(clients)
-    in_order = [uploads[index] for index in order.tolist()]
-    return Spoken(clients[order], in_order, widths[order], faults, parts, switched, asked)
 
 
 def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clients:
@@ -301,62 +232,31 @@ def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clie
 
     Of a client whose vector was faulty nothing changes.
     """
-    stages, silent_rounds = dict(state.stages), state.silent_rounds
-    for part in spoken.parts:
-        silent_rounds = with_rows(silent_rounds, part.clients, part.silent_rounds)
-        if not part.way.stages:
-            continue
+    part = spoken.part
+    silent_rounds = with_rows(state.silent_rounds, part.clients, part.silent_rounds)
+    if not recipe.stages:
+        return state._replace(silent_rounds=silent_rounds)
 
-        def mirrors(senders: IntArray = part.clients[part.senders]) -> Sequence[FloatArray]:
-            return space.rows(state.link.mirror, senders)
+    def mirrors() -> Sequence[FloatArray]:
+        return space.rows(state.link.mirror, part.clients[part.senders])
 
-        outcome = Outcome(
-            part.vectors,
-            part.innovation,
-            part.senders,
-            part.silent,
-            part.faulty,
-            part.uploads,
-            space,
-            mirrors,
-        )
-        for stage in part.way.stages:
-            old, new = part.stages[stage.name]
-            after = stage_state.after(space, stage, new, outcome)
-            after = stage_state.undo(space, stage, old, after, part.faulty)
-            stage_state.store(space, stage, stages, part.clients, old, after)
-    if spoken.switched is not None:
-        _settle_switch(space, recipe, stages, spoken)
+    outcome = Outcome(
+        part.vectors,
+        part.innovation,
+        part.senders,
+        part.silent,
+        part.faulty,
+        part.uploads,
+        space,
+        mirrors,
+    )
+    stages = dict(state.stages)
+    for stage in recipe.stages:
+        old, new = part.stages[stage.name]
+        after = stage_state.after(space, stage, new, outcome)
+        after = stage_state.undo(space, stage, old, after, part.faulty)
+        stage_state.store(space, stage, stages, part.clients, old, after)
     return Clients(state.num_params, state.link, silent_rounds, stages)
-
-
-def _settle_switch(
-    space: Space, recipe: Recipe, stages: dict[str, StageState], spoken: Spoken
-) -> None:
-    """Note which way everyone went, and let stages begin anew that a client has left behind.
-
-    An upload that counts in its round alone makes both ends forget the mirror; the stages of the
-    recipe's own way, which may know of it, forget with them.
-    """
-    assert recipe.switch is not None
-    assert spoken.switched is not None
-    before, after = spoken.switched
-    faulty = np.concatenate([part.clients[part.faulty] for part in spoken.parts])
-    is_faulty = np.isin(spoken.asked, faulty)
-    left, entered = before["branch"], after["branch"]
-    ways, vectors = recipe.ways, spoken.parts[0].vectors
-    for number, other in set(zip(left.tolist(), entered.tolist(), strict=True)):
-        if number > 0 and number != other:
-            gone = spoken.asked[(left == number) & (entered == other) & ~is_faulty]
-            stage_state.forget(space, ways[number], ways[other], stages, gone, vectors)
-    if recipe.memory.keeps_mirror:
-        for part in spoken.parts:
-            if not part.way.memory.keeps_mirror:
-                senders = part.clients[part.senders]
-                stage_state.forget(space, recipe, part.way, stages, senders, vectors)
-    switch = recipe.switch
-    after = stage_state.undo(space, switch, before, after, np.flatnonzero(is_faulty))
-    stage_state.store(space, switch, stages, spoken.asked, before, after)
 
 
 def who_speaks(

@@ -7,7 +7,6 @@ client at a time.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from aqg.core.downlink import (
     condense,
     shortened,
 )
-from aqg.core.links import Link, is_lasting, move_directions
+from aqg.core.links import Link, move_directions
 from aqg.core.messages import num_nonzero
 from aqg.core.public import Change, Entry, Part, Rates, make_direction
 from aqg.core.step_sizes import Fixed, StepRule, StepState, is_short
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _FIXED = Fixed()
-_FINEST = 1e-6
-"""The least part of the usual tolerance on the public sum."""
 
 
 class Model(NamedTuple):
@@ -47,7 +44,6 @@ class Model(NamedTuple):
         parameters: ``θ^k``.
         total: ``Σ_m w_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the
             sum of this round's uploads.
-        passing: the sum of what counts in this round alone, beside mirrors; None where nothing is.
         history: ``‖direction‖²/M²`` of the last steps, newest first, times the optimizer's
             `fresh_share`.
         last_step: ``‖direction‖²`` of the last step, while it is on its way into the history.
@@ -55,14 +51,14 @@ class Model(NamedTuple):
         downlink: what is published of the sums; None where clients receive the whole model.
         is_moved: whether the sum that lasts has changed since the last step.
         step: what the rule for step sizes remembers; None where it needs nothing.
-        num_sent: how many coordinates the uploads to ``passing`` have, all taken together.
+        num_sent: how many coordinates the uploads of this round have, all taken together; not
+            counted where the recipe keeps mirrors.
 
     """
 
     round: int
     parameters: Array
     total: Array
-    passing: Array | None
     history: tuple[float, ...]
     last_step: Array | None
     optimizer: OptimizerState
@@ -90,7 +86,6 @@ def init_model(
         round=1,
         parameters=parameters,
         total=np.zeros(len(parameters)),
-        passing=None,
         history=(),
         last_step=None,
         optimizer=optimizer.init(len(parameters)),
@@ -110,8 +105,7 @@ def take_in(
 ) -> Model:
     """Take in uploads: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it, in the order given.
 
-    An upload that does not last is added to the passing sum, and both ends forget ``ref_m``. The
-    arrays of model and link are the space's own and written to.
+    The arrays of model and link are the space's own and written to.
 
     Args:
         space: where vectors live.
@@ -125,33 +119,11 @@ def take_in(
     """
     if not recipe.memory.keeps_mirror:
         space.add_values(model.total, uploads, weights)
-        return model
-    if recipe.switch is None:  # all uploads last
-        space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
-        link.is_held[clients] = True
-        move_directions(link.direction, clients.tolist(), uploads)
-        return model._replace(is_moved=True)
-    passing, is_moved, num_sent = model.passing, model.is_moved, model.num_sent
-    runs = groupby(range(len(uploads)), lambda index: is_lasting(uploads[index]))
-    for lasts, members in runs:
-        indices = list(members)
-        run = slice(indices[0], indices[-1] + 1)
-        senders, sent, factors = clients[run], uploads[run], weights[run]
-        if lasts:
-            space.move(recipe.memory, link.mirror, model.total, senders, sent, factors)
-            link.is_held[senders] = is_moved = True
-            continue
-        if passing is None:
-            passing = space.zeros_like(model.total)
-        space.add_values(passing, sent, factors)
-        num_sent += sum(map(num_nonzero, sent))
-        held = link.is_held[senders]
-        if held.any():
-            space.forget(link.mirror, model.total, senders[held], factors[held])
-            link.is_held[senders] = False
-            is_moved = True
+        return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
+    space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
+    link.is_held[clients] = True
     move_directions(link.direction, clients.tolist(), uploads)
-    return model._replace(passing=passing, is_moved=is_moved, num_sent=num_sent)
+    return model._replace(is_moved=True)
 
 
 def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: float) -> Rates:
@@ -159,10 +131,7 @@ def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: f
 
     Sums are amplified by ``1/(1-p)`` in Algorithm 2; see `amplification`.
     """
-    lasting = passing = amplification(recipe, dropout_rate, sampled)
-    if recipe.switch is not None:
-        passing = amplification(recipe.ways[-1], dropout_rate, sampled)
-    return Rates(step_size, lasting, passing)
+    return Rates(step_size, amplification(recipe, dropout_rate, sampled))
 
 
 def publish(
@@ -186,18 +155,13 @@ def publish(
     """
     keeps = recipe.memory.keeps_mirror
     total = model.total if keeps else None
-    passing = model.passing if keeps else model.total
+    passing = None if keeps else model.total
     if not isinstance(downlink, Condensed):
         return model, Published(total, passing)
     assert model.downlink is not None
     if passing is not None and not space.number((passing != 0).sum()):
         passing = None  # as if no one had sent: equal sums are published alike
     tolerance = downlink.tolerance * num_clients**2 * recipe.movement.of(model.history)
-    if recipe.switch is not None and total is not None and model.downlink.gap > 0:
-        # Once clients have left their mirrors, what is left of the public sum would be added to
-        # every step, however small it is against the sums that pass.
-        near = downlink.tolerance * space.squared_norm(total)
-        tolerance = max(_FINEST * tolerance, min(tolerance, near))
     if passing is None and not model.is_moved and model.downlink.gap <= tolerance:
         return model, Published(None if total is None else model.downlink.total, None)
     state, published = condense(
@@ -249,7 +213,6 @@ def step(
         round=model.round + 1,
         parameters=parameters,
         total=model.total if keeps else space.zeros_like(model.total),
-        passing=None,
         history=history,
         last_step=squared_norm if is_pending else None,
         optimizer=optimizer_state,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from aqg.core.innovation import Innovation
     from aqg.core.messages import AnyUpload
-    from aqg.core.recipe import Recipe
     from aqg.core.space import Space
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
@@ -119,25 +118,6 @@ class Stage(Protocol):
 
     def after(self, state: StageState, outcome: Outcome, /) -> StageState:
         """Return the state after the round."""
-
-
-class Switch(Stage, Protocol):
-    """A stage that puts every client into one of several modes.
-
-    Its state has a field ``branch``, the mode each client was in last: 0 for the recipe's own
-    policy, quantizer and stages, ``i`` for ``branches[i - 1]``. `before` sets it. A client that
-    enters a branch begins with its stages as new.
-    """
-
-    @property
-    def branches(self) -> tuple[Recipe, ...]:
-        """The other modes: recipes without a mirror, whose uploads count in their round alone."""
-
-    def for_transport(self, overhead: float) -> Switch:
-        """Return the switch for a transport that adds so many bytes to every message."""
-
-    def for_participation(self, asked: float) -> Switch:
-        """Return the switch for clients that are sampled in this part of all rounds."""
 
 
 class Plain:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
+    from aqg.core.space import Space
     from aqg.core.stage import Flow, Outcome, Stage, StageState
-    from aqg.core.types import BoolArray, IntArray
+    from aqg.core.types import IntArray
 
     Tables = Mapping[str, StageState]
 
@@ -104,47 +101,3 @@ def store(
     }
     if changed:
         tables[stage.name] = {**table, **changed}
-
-
-def begin_anew(
-    space: Space, stage: Stage, rows: StageState, enters: BoolArray, vectors: Array
-) -> StageState:
-    """Return the rows with those of some clients as they are before the first round."""
-    values = _initial(stage, vectors)
-    places = np.flatnonzero(enters)
-    home = home_of(space, stage)
-    fresh = {}
-    for field, column in rows.items():
-        copy = home.put(home.get(column))
-        fresh[field] = home.store(copy, places, _repeated(home, values[field], len(places)))
-    return fresh
-
-
-def forget(
-    space: Space,
-    left: Recipe,
-    entered: Recipe,
-    tables: dict[str, StageState],
-    clients: IntArray,
-    vectors: Array,
-) -> None:
-    """Let the stages of a way that some clients have left begin anew, if the new way lacks them."""
-    staying = {stage.name for stage in entered.stages}
-    for stage in left.stages:
-        if stage.name in staying or not len(clients):
-            continue
-        values, home = _initial(stage, vectors), home_of(space, stage)
-        tables[stage.name] = {
-            field: home.store(table, clients, _repeated(home, values[field], len(clients)))
-            for field, table in tables[stage.name].items()
-        }
-
-
-def _initial(stage: Stage, vectors: Array) -> StageState:
-    """Return the state of one client before the first round, for vectors like these."""
-    dtype = np.dtype(str(vectors.dtype).removeprefix("torch."))
-    return stage.init(vectors.shape[1], dtype)
-
-
-def _repeated(home: Space, value: Any, count: int) -> Array:
-    return home.put(np.repeat(np.asarray(value)[None], count, axis=0))

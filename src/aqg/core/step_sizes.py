@@ -3,8 +3,8 @@
 With local training, the server's natural step is that of federated averaging, which makes the mean
 of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
-Friend, ICML 2023), with the natural step as its scale. All of it is made from the model
-and the published updates, and the result travels in the entry: everyone takes the same step.
+Friend, ICML 2023), never shorter than the natural one. All of it is made from the model and the
+published updates, and the result travels in the entry: everyone takes the same step.
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
 going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD
-from aqg.core.quantizers import Verbatim
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,25 +34,6 @@ _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""
 
 _NOTHING = np.zeros(0)
-_SPARSE = 0.05
-"""The part of all coordinates up to which an update counts as sparse."""
-_WIDENING, _LEAST_WIDENING = 0.08, 1.6
-"""The factor on the first step, times the density of the update, at most; and the least factor."""
-_DENSE, _WIDENING_OF_DENSE = 0.5, 3.2
-"""The root of the density from which on updates count as dense, and the factor for these."""
-_SMALL_MODEL = 10_000
-"""Parameters up to which a model's steps have fewer bounds."""
-_MANY_MOVED = 0.02
-"""If a larger part of all coordinates moves, long steps wait while updates weaken."""
-_WEAKENED = 0.5
-"""The energy of a weakened update, in the mean of those before it, at most."""
-_FIRST_UPDATES, _LARGE_MOVE = 2, 0.1
-"""Too few updates to tell whether they weaken. It is assumed that they will if natural steps move
-coordinates by more than this, in typical parameters."""
-_ROUNDS_OF_RISE = 5.0
-"""In so many rounds, the longest step with weakened updates rises by the first one's length."""
-_FEW_UPDATES = 8
-"""A mean of fewer says little: one client may have answered in the first round, and then many."""
 
 
 class StepState(NamedTuple):
@@ -63,8 +43,6 @@ class StepState(NamedTuple):
         start: the model before the first step, ``(n,)``.
         reach: ``r``, the longest distance from it that counts so far.
         energy: ``G = Σ_k ‖update^k‖²``.
-        num_updates: how many updates that were not zero ``G`` has.
-        scale: what the natural step is multiplied by: 1, and less after a run began to diverge.
         mean: the mean of the models so far, ``(n,)``; ``(0,)`` where none is kept.
         num_models: of how many.
 
@@ -73,8 +51,6 @@ class StepState(NamedTuple):
     start: Array
     reach: float = 0.0
     energy: float = 0.0
-    num_updates: float = 0.0
-    scale: float = 1.0
     mean: Array = _NOTHING
     num_models: float = 0.0
 
@@ -184,68 +160,30 @@ class Fixed(_Averaging):
 
 @dataclass(frozen=True)
 class DistanceOverGradients(_Averaging):
-    """``α_k = r_k/√G_k``, between the natural step and a multiple of it.
+    """``α_k = r_k/√G_k``, and no shorter than the natural step.
 
     ``r_k`` is the longest distance of the model from where it started, and ``G_k`` the sum of the
-    squared norms of all updates up to this one. The norm of the model sets no scale, as it may be
-    zero, or that of a large pretrained model. At the start, ``r`` is ``first`` times what the
-    natural step would move the model by. Where updates are sparse, because the rest waits in
-    residuals, that is divided by the root of their density, ``‖u‖₁²/(n‖u‖₂²)``: as if all
-    coordinates were to move as much as those sent. The largest coordinates say little of the others
-    where a few are far larger, as in transformers, so that the factor is at most ``widest``.
-
-    The more coordinates move at once, the less waits in residuals. So the factor is at most
-    ``0.08/density`` in the first step, though no less than 1.6; with longer first steps,
-    transformers stay on their first plateau. Models of up to 10,000 parameters have no such bound.
-    Above a density of a quarter, as in models that are sent whole, the factor is 3.2.
-
-    The step is never shorter than the natural one, nor longer than ``most`` natural ones, divided
-    by the same root. Nor does it move the coordinates of a sparse update, in the root mean square,
-    by more than ``jump`` times that of the model's parameters at the start; where the natural step
-    does already, the model began at zero or near it, and its parameters are no measure. Models
-    of up to 10,000 parameters have no such bound.
-
-    Updates that weaken while many coordinates move are those of a model on a plateau, such as a
-    transformer that has learned how frequent symbols are and nothing else: with long steps it stays
-    there. So where more than a 50th of more than 10,000 coordinates move, and the update has less
-    than half the mean energy of those before, step ``t = 0, 1, …`` has at most ``first·(1 + t/5)``
-    natural ones. The same holds for the first two steps, before anything is known, if natural ones
-    move coordinates by more than a tenth of a typical parameter.
-
-    An update of more than ``burst`` times the mean energy so far is taken for the beginning of
-    divergence: the rule begins anew where the model is, with a quarter of the natural step. The
-    step is a bfloat16 number, so that entries are short and engines that sum in another order
-    agree.
+    squared norms of all updates up to this one. At the start ``r`` is ``first·‖θ^1‖``: the first
+    step moves the model by this part of its own length. Where the natural step is longer than that
+    (the model begins at zero, or its clients train so hard that a round moves it by more), the rule
+    begins with the natural step, and goes on with it until the model has come further than steps
+    that cancel each other would bring it.
 
     Attributes:
-        first: the first step, in natural ones.
-        is_sparse: whether what updates leave out waits in residuals.
-        most: the longest step, in natural ones.
-        widest: the most that the density of updates makes a step longer.
-        jump: how far a step moves a coordinate at most, in typical parameters.
-        burst: how much more energy than the mean an update has where a run diverges.
+        first: what the first step moves the model by, in its own length.
         average: ``γ`` of the mean over the models.
 
     """
 
     average: float = 8.0
-    first: float = 1.25
-    is_sparse: bool = True
-    most: float = 4.0
-    burst: float = 30.0
-    widest: float = 16.0
-    jump: float = 4.0
+    first: float = 0.2
 
     name = "dog"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("first", self.first), ("jump", self.jump)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
-        for name, value in (("most", self.most), ("burst", self.burst), ("widest", self.widest)):
-            if not 1 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be at least 1 and finite")
+        if not 0 <= self.first < math.inf:
+            raise ConfigError(f"first is {self.first}; it must be at least 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
         """Start where the model does."""
@@ -263,99 +201,41 @@ class DistanceOverGradients(_Averaging):
         assert state is not None
         length = space.squared_norm(update)
         if length == 0:
-            return state, _short(natural * state.scale)
-        if state.num_updates and not length <= self._most_energy(state):
-            start, mean = space.put(space.get(parameters)), state.mean
-            state = StepState(start, scale=state.scale / 4.0, mean=mean)
-        least = natural * state.scale
-        longest = least / self._fill(space, update, length)
-        energy, reach = state.energy + length, state.reach
-        if not state.num_updates:
-            widening = self._first_widening(least / longest, len(update))
-            reach = self.first * widening * least * math.sqrt(length)
+            return state, _short(natural)
+        reach, energy = state.reach, state.energy + length
+        if not state.energy:
+            reach = self.first * math.sqrt(space.squared_norm(parameters))
         reach = max(reach, math.sqrt(space.squared_norm(parameters - state.start)))
         if not (math.isfinite(energy) and math.isfinite(reach)):
-            return state, _short(least)
-        step_size = min(max(reach / math.sqrt(energy), least), self.most * longest)
-        part_moved, typical = self._moved(space, state, update, length)
-        if part_moved <= _SPARSE and least <= self.jump * typical < step_size:
-            step_size = self.jump * typical
-        if part_moved > _MANY_MOVED and self._waits(state, length, least, typical):
-            rise = 1.0 + state.num_updates / _ROUNDS_OF_RISE
-            step_size = min(step_size, max(1.0, self.first * rise) * least)
-        state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1.0)
-        return state, _short(step_size)
-
-    def _first_widening(self, fill: float, num_params: int) -> float:
-        """Return the factor on the first step, given the root of the update's density."""
-        if not self.is_sparse:
-            return 1.0
-        if fill > _DENSE:
-            return _WIDENING_OF_DENSE
-        if num_params <= _SMALL_MODEL:
-            return 1.0 / fill
-        return min(1.0 / fill, max(_LEAST_WIDENING, _WIDENING / fill**2))
-
-    def _moved(
-        self, space: Space, state: StepState, update: Array, squared_norm: float
-    ) -> tuple[float, float]:
-        """Return the part of all coordinates that moves, and the step of a typical parameter.
-
-        That is the step which moves them, in the root mean square, by the size of the model's
-        parameters at the start. Where there are no such bounds, it returns 0 and infinity.
-        """
-        if not self.is_sparse or len(update) <= _SMALL_MODEL:
-            return 0.0, math.inf
-        num_moved = space.number((update != 0).sum())
-        size = space.squared_norm(state.start) / len(update)
-        return num_moved / len(update), math.sqrt(size * num_moved / squared_norm)
-
-    def _waits(self, state: StepState, squared_norm: float, least: float, typical: float) -> bool:
-        """Tell whether updates weaken, or are assumed to."""
-        if state.num_updates < _FIRST_UPDATES:
-            return _LARGE_MOVE * typical < least <= self.jump * typical
-        return squared_norm * state.num_updates < _WEAKENED * state.energy
-
-    def _most_energy(self, state: StepState) -> float:
-        """Return the energy of an update beyond which a run is taken to diverge."""
-        doubt = 1.0 + _FEW_UPDATES / state.num_updates
-        return self.burst * doubt * state.energy / state.num_updates
-
-    def _fill(self, space: Space, update: Array, squared_norm: float) -> float:
-        """Return the root of an update's density, and at least ``1/widest``."""
-        if not self.is_sparse:
-            return 1.0
-        total = space.number(abs(update).sum())
-        return max(1.0 / self.widest, min(1.0, total / math.sqrt(len(update) * squared_norm)))
+            return state, _short(natural)
+        step_size = max(natural, reach / math.sqrt(energy))
+        return state._replace(reach=reach, energy=energy), _short(step_size)
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
     rule.name: rule for rule in (Fixed, DistanceOverGradients)
 }
 AUTO = "auto"
-_UNBIASED = DistanceOverGradients(first=4.0, is_sparse=False)
 
 
 def make_step(spec: str) -> Fixed | DistanceOverGradients:
     """Make a rule from its name and options.
 
-    >>> make_step("dog:most=8").most
-    8.0
+    >>> make_step("dog:first=0.1").first
+    0.1
     """
     name, *settings = spec.split(":")
     if name not in STEPS:
         raise ConfigError(f"unknown step {name!r}; choose from {', '.join((AUTO, *STEPS))}")
-    options = {
-        field.name: bool if field.default is True else float for field in fields(STEPS[name])
-    }
-    chosen: dict[str, Any] = {}
+    options = [field.name for field in fields(STEPS[name])]
+    chosen: dict[str, float] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in options:
             known = ", ".join(options) or "none"
             raise ConfigError(f"step {name!r} has no option {key!r}; it has: {known}")
         try:
-            chosen[key] = options[key](float(value))
+            chosen[key] = float(value)
         except ValueError:
             raise ConfigError(f"option {key} of step {name!r} is {value!r}, not a number") from None
     return STEPS[name](**chosen)
@@ -364,29 +244,21 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
 def resolve_step(
     spec: str, recipe: Recipe, are_exact: bool, optimizer: ServerOptimizer
 ) -> StepRule:
-    """Return the rule that a setting names; ``"auto"`` chooses one that suits the recipe.
+    """Return the rule that a setting names; ``"auto"`` is the recipe's own.
 
     Args:
         spec: the setting.
         recipe: the compressor.
         are_exact: whether updates are computed on all samples of a client: then the natural step
-            is the problem's own.
-        optimizer: what the server makes of the sums. With momentum or Adam, steps that set
-            themselves diverged or were slower than the optimizer's own (``digits-local``).
-
-    A recipe whose clients keep what they did not send, or one that forgets every upload after its
-    round, finds its own step. A mirror of noise is out of date when it is used, and longer steps
-    make it more so; and uploads in full precision are federated averaging, whose step is known.
+            is the problem's own, and the one to take.
+        optimizer: what the server makes of the sums. Momentum and Adam have steps of their own.
 
     """
     if spec != AUTO:
         return make_step(spec)
-    is_plain = isinstance(optimizer, SGD)
-    if are_exact or not is_plain or isinstance(recipe.quantizer, Verbatim):
+    if are_exact or not isinstance(optimizer, SGD):
         return Fixed()
-    if recipe.keeps_residual:
-        return DistanceOverGradients()
-    return Fixed() if recipe.memory.keeps_mirror else _UNBIASED
+    return make_step(recipe.step)
 
 
 def is_short(step_size: float) -> bool:

@@ -100,7 +100,6 @@ class TaskLearner:
     """
 
     def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
-        self.is_exact = task.is_exact
         self.model = task.model
         self._task = task
         self._make_task = make_task

@@ -127,5 +127,6 @@ class Desk:
             layout=model.signature,
             constants=model.constants_digest,
             statistics=model.broadcast() if kind == TRAIN else model.broadcast_fine(),
-            asked=settings.asked,
+            senders=settings.senders,
+            exact=settings.exact,
         )

@@ -172,8 +172,6 @@ class HandlerLearner:
 
     """
 
-    is_exact = False
-
     def __init__(
         self,
         message: Message,

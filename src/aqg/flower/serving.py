@@ -27,7 +27,6 @@ from aqg.protocol.client import (
     intact_base,
     key_of,
     log_reply,
-    own_recipe,
     terms_of,
 )
 from aqg.protocol.follower import Holding
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 _NO_PARTITION = -1
-_MESSAGE_BYTES = 12_000
-"""What Flower adds to an order and its reply, to within a few hundred bytes:
-``benchmarks/flower.py bytes``."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,10 @@ class Learner(Protocol):
     """Trains and measures models.
 
     Attributes:
-        is_exact: whether updates are gradients on all samples, without noise.
         model: the module that is trained, where its layout is known.
 
     """
 
-    is_exact: bool
     model: TaskModel | None
 
     def start(self) -> FloatArray | None:
@@ -188,7 +182,6 @@ class Client:
         started = time.perf_counter()
         order, message = self._order, self._message
         agreed = agree(order, self._recipe)
-        chosen = own_recipe(agreed, order, learner.is_exact, _MESSAGE_BYTES)
         store = self._memory.clients(key_of(order))
         if order.serial <= store.answered:
             _logger.warning("order for round %d is stale; nothing done", order.round)
@@ -197,7 +190,7 @@ class Client:
             params = self._follow(agreed, store, learner)
         except OutOfReachError as lost:
             return records.pack_reply(message, lost.reply(order))
-        base = intact_base(chosen, store, order)
+        base = intact_base(agreed, store, order)
         statistics = self._statistics(learner)
         if params is None:
             params = records.take_model(message.content, order.num_params, order.dtype)
@@ -215,7 +208,7 @@ class Client:
                 "without them: give make_server_app the module"
             )
         gradient = trained.gradient.astype(order.dtype, copy=False)
-        mirror, reply = answer(chosen, base, order, gradient, trained.loss)
+        mirror, reply = answer(agreed, base, order, gradient, trained.loss)
         store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(order, reply)
         reply = replace(

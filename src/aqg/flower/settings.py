@@ -55,6 +55,8 @@ class Settings:
             ``equal``.
         max_share: with weighting by ``samples``, the largest share of all weights that one client
             can have; 0 stands for 0.9 among two clients, 0.6 among three and 0.5 among more.
+        exact: whether clients send gradients on all of their samples, without noise: ``auto`` then
+            sends what changed, and takes steps of ``alpha``.
         participation: the fraction of clients asked in a round.
         dropout: ``p``, the rate of absence that Augmented AQG amplifies against.
         downlink: how clients receive the model: ``full``, ``exact`` or ``condensed``, with options;
@@ -96,6 +98,7 @@ class Settings:
     optimizer: str = "sgd"
     weighting: str = "samples"
     max_share: float = 0.0
+    exact: bool = False
     participation: float = 1.0
     dropout: float = 0.0
     downlink: str = AUTO
@@ -168,23 +171,23 @@ class Settings:
 
     def make_recipe(self) -> Recipe:
         """Return the recipe that is named."""
-        return make_recipe(self.recipe, self.bits, self.max_staleness)
+        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        return recipe.for_updates(self.exact)
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
         """Return the downlink that is named, or the one that suits the recipe."""
-        return resolve_downlink(self.downlink, recipe, self.participation * (1.0 - self.dropout))
+        return resolve_downlink(self.downlink, recipe)
 
     def make_step(self, recipe: Recipe) -> StepRule:
         """Return the rule for the length of steps."""
         if self.step == AUTO_STEP and self.alpha:
             return Fixed()
-        return resolve_step(self.step, recipe, False, make_optimizer(self.optimizer))
+        return resolve_step(self.step, recipe, self.exact, make_optimizer(self.optimizer))
 
     @property
-    def asked(self) -> float:
-        """The share of all rounds in which a client is expected to answer."""
-        sampled = self.training().num_sampled(self.num_clients) / self.num_clients
-        return sampled * (1.0 - self.dropout)
+    def senders(self) -> float:
+        """How many clients are expected to answer in a round."""
+        return self.training().num_sampled(self.num_clients) * (1.0 - self.dropout)
 
     def training(self) -> Training:
         """Return who is asked, how clients count, and the server's step."""
@@ -216,8 +219,8 @@ class Settings:
 def describe_step(rule: StepRule) -> str:
     """Return the setting that makes a rule for the length of steps.
 
-    >>> describe_step(make_step("dog:most=8"))
-    'dog:average=8:first=1.25:is_sparse=1:most=8:burst=30:widest=16:jump=4'
+    >>> describe_step(make_step("dog:first=0.1"))
+    'dog:average=8:first=0.1'
     """
     options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
     if isinstance(rule, Fixed) and not rule.average:

@@ -41,7 +41,6 @@ class FlowerTask:
         num_samples: how many samples the client has.
         evaluate: the client's loss at ``θ``, or metrics by name; None where it cannot be measured.
         train_measures: whether the loss that ``train`` returns is that of ``θ`` on all samples.
-        is_exact: whether the vector depends on ``θ`` alone, as a gradient on all samples does.
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
@@ -55,7 +54,6 @@ class FlowerTask:
     num_samples: int
     evaluate: Evaluate | None = None
     train_measures: bool = True
-    is_exact: bool = False
     model: TaskModel | None = None
     start: Callable[[], FloatArray | None] | None = None
 
@@ -103,7 +101,6 @@ class FlowerTask:
             len(labels),
             evaluate,
             train_measures=sees_all,
-            is_exact=sees_all,
             model=model,
             start=known_start,
         )

@@ -56,12 +56,10 @@ class ClientSession:
         start: the model that training starts from, where the client has it: snapshots are then
             relative to it.
         recipe: in place of the one that the server names; the server must have an equal one.
-        is_exact: whether updates are gradients over all of the client's samples, without noise.
-        overhead: bytes that the transport adds to a reply.
 
     >>> from aqg.protocol import ServerSession
     >>> server = ServerSession(np.zeros(4), num_clients=1, recipe="lean", step_size=0.5)
-    >>> client = ClientSession(is_exact=True)
+    >>> client = ClientSession()
     >>> for _ in range(20):
     ...     reply = client.answer(server.order(0), lambda model, round: model - 1.0)
     ...     _ = server.take(0, reply)
@@ -77,15 +75,11 @@ class ClientSession:
         *,
         start: FloatArray | None = None,
         recipe: Recipe | None = None,
-        is_exact: bool = False,
-        overhead: float = 0.0,
     ) -> None:
         self._path = None if path is None else Path(path)
         self._memory = MemoryVault()
         self._start = None if start is None else start.copy()
         self._recipe = recipe
-        self._is_exact = is_exact
-        self._overhead = overhead
 
     def answer(self, order: bytes, train: Train) -> bytes:
         """Return the reply to an order.
@@ -115,10 +109,9 @@ class ClientSession:
         except OutOfReachError as lost:
             return to_bytes(lost.reply(told))
         started = time.perf_counter()
-        recipe = own_recipe(agreed, told, self._is_exact, self._overhead)
-        base = intact_base(recipe, store, told)
+        base = intact_base(agreed, store, told)
         loss, update = _updated(train, params, told)
-        mirror, reply = answer(recipe, base, told, update, loss)
+        mirror, reply = answer(agreed, base, told, update, loss)
         seconds = time.perf_counter() - started
         frame = to_bytes(replace(reply, loss=loss, work_seconds=seconds))
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
@@ -145,17 +138,13 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
     chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
+    chosen = chosen.for_updates(order.exact)
     if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: this client has "
             f"{chosen!r}; both need the same version of aqg and the same recipe"
         )
     return chosen
-
-
-def own_recipe(recipe: Recipe, order: Order, is_exact: bool, overhead: float) -> Recipe:
-    """Return the recipe as a client plays it: for its updates, its pauses and its transport."""
-    return recipe.for_updates(is_exact).for_participation(order.asked).for_transport(overhead)
 
 
 def key_of(order: Order) -> str:

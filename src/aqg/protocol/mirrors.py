@@ -187,7 +187,9 @@ def answer(
     """
     old = base.snapshot
     key = (order.seed, order.client, order.round)
-    state, message = respond(recipe, old.state, gradient, order.movement, key, loss)
+    state, message = respond(
+        recipe, old.state, gradient, order.movement, key, loss, senders=order.senders
+    )
     frame = encode(message, known=known(old.state.link))
     if isinstance(message, Skip):
         new = old._replace(state=state)

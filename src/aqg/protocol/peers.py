@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.links import Link, advance_one, init_link, is_lasting
+from aqg.core.links import Link, advance_one, init_link
 from aqg.core.messages import Message, Skip
 from aqg.errors import MessageError
 from aqg.protocol.messages import Reply, Stamp
@@ -73,8 +73,6 @@ def take_reply(
         )
     message = decode(reply.frame, num_params, known=known(peer.link))
     if not isinstance(message, Skip):
-        if recipe.memory.keeps_mirror and recipe.switch is None and not is_lasting(message):
-            raise MessageError("the frame is for one round; the recipe is to remember")
         message.validate()
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
             link = advance_one(recipe.memory, peer.link, message)
@@ -94,9 +92,9 @@ def take_reply(
 def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray:
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.link.mirror
-    if not isinstance(message, Skip) and not (recipe.memory.keeps_mirror and is_lasting(message)):
-        return message.values(mirror.dtype.type)
-    if not recipe.memory.keeps_mirror:
+    if recipe.memory.keeps_mirror:
+        update: FloatArray = mirror[0]
+        return update
+    if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
-    update: FloatArray = mirror[0]
-    return update
+    return message.values(mirror.dtype.type)

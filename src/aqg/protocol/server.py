@@ -15,6 +15,7 @@ import numpy as np
 from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
+from aqg.core.server import expected_senders
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
@@ -73,15 +74,18 @@ class ServerSession:
         num_clients: ``M``. Clients are numbers below it; who is who is the transport's business.
         recipe: the compressor, by name or as a `Recipe`; clients must have an equal one.
         step_size: of ``θ ← θ - step_size·Σ_m w_m·update_m``; by default ``1/M``, which averages.
-        step: how long steps are, in these: ``"fixed"``, or ``"dog"``, which finds it from the steps
-            themselves; ``"auto"`` is what suits the recipe in noisy training.
+        step: how long steps are: ``"fixed"`` (``step_size`` in every round), or ``"dog"``, which
+            finds it from the steps themselves, at least ``step_size``. By default ``"fixed"``
+            where ``step_size`` is given, and otherwise the recipe's own.
         weights: ``w_m``, by default 1 each.
         optimizer: of the server, by name.
         downlink: how the model travels: ``"exact"``, ``"condensed"``, or ``"auto"``.
         bits: ``b_max`` of a recipe named.
         max_staleness: of a recipe named.
         seed: of recipes that draw.
-        sampled: the share of all clients that is asked in a round.
+        sampled: the share of all clients that take part in a round.
+        exact: whether clients' updates are gradients over all of their samples, without noise: a
+            recipe may send them in another way.
         shares_start: whether clients have the model to start from, and were told so: see
             `ClientSession`. Snapshots are then relative to it.
         path: a directory to which every step is written, and from which a session goes on that
@@ -100,7 +104,7 @@ class ServerSession:
         *,
         recipe: str | Recipe = "auto",
         step_size: float | None = None,
-        step: str = "fixed",
+        step: str = "auto",
         weights: Sequence[float] | None = None,
         optimizer: str = "sgd",
         downlink: str = "auto",
@@ -108,25 +112,28 @@ class ServerSession:
         max_staleness: int = 100,
         seed: int = 0,
         sampled: float = 1.0,
+        exact: bool = False,
         shares_start: bool = False,
         path: Path | str | None = None,
     ) -> None:
         if not is_whole(num_clients) or num_clients < 1:
             raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
         named = recipe if isinstance(recipe, str) else ""
-        self.recipe = (
-            make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
-        )
+        chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
+        self.recipe = chosen.for_updates(exact)
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
-        self._rule = resolve_step(step, self.recipe, False, make_optimizer(optimizer))
+        if step == "auto" and step_size is not None:
+            step = "fixed"
+        self._rule = resolve_step(step, self.recipe, exact, make_optimizer(optimizer))
         self._is_fixed = isinstance(self._rule, Fixed)
         self._recipe_terms = named, bits, max_staleness
         self._optimizer = optimizer
         self._seed = seed
         self._sampled = sampled
+        self._exact = exact
         self._shares_start = shares_start
         self._path = None if path is None else Path(path)
-        self._downlink = _resolve(downlink, self.recipe, sampled)
+        self._downlink = _resolve(downlink, self.recipe)
         given = _weights(weights, num_clients)
         dtype = str(np.asarray(parameters).dtype)
         self._fingerprint = fingerprint(self.recipe, len(parameters), dtype, seed)
@@ -175,7 +182,8 @@ class ServerSession:
             seed=self._seed,
             incarnation=self._incarnation,
             evaluate=False,
-            asked=self._sampled,
+            senders=expected_senders(self.num_clients, 0.0, self._sampled),
+            exact=self._exact,
         )
         return to_bytes(order)
 
@@ -282,8 +290,8 @@ class ServerSession:
         return book
 
 
-def _resolve(spec: str, recipe: Recipe, asked: float) -> Downlink:
-    downlink = resolve_downlink(spec, recipe, asked)
+def _resolve(spec: str, recipe: Recipe) -> Downlink:
+    downlink = resolve_downlink(spec, recipe)
     if isinstance(downlink, Full):
         if spec != "auto":
             raise ConfigError("downlink is 'full'; a session has 'exact', 'condensed' or 'auto'")

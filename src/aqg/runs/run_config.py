@@ -175,13 +175,14 @@ class RunConfig:
         """Return what clients compute, who is sampled, how they count, and the server's step."""
         local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        recipe = recipe.for_updates(local.sees_all_samples)
         optimizer = make_optimizer(self.optimizer)
         return Training(
             local,
             optimizer,
             self.weighting,
             self.participation,
-            resolve_downlink(self.downlink, recipe, self.participation * (1.0 - self.dropout)),
+            resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
         )
 

@@ -96,7 +96,6 @@ class FastSimulation:
         self._losses_are_exact = self.training.local.sees_all_samples
         self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
         recipe = recipe.for_updates(self._losses_are_exact)
-        recipe = recipe.for_participation(self._sampled * (1.0 - self.dropout.rate))
         self.recipe = recipe
         self._weights = self.training.client_weights(problem)
         self._level_factors = level_factors(self._weights)
@@ -184,7 +183,14 @@ class FastSimulation:
                 block = present[start : start + self._block_size]
             block_losses, vectors = self._train(block)
             factors = None if self._level_factors is None else self._level_factors[block]
-            news = News(number, movement, block_losses, self.seed, level_factors=factors)
+            news = News(
+                number,
+                movement,
+                block_losses,
+                self.seed,
+                level_factors=factors,
+                senders=self._senders,
+            )
             spoken = speak(self.backend, self.recipe, self._clients, block, vectors, news)
             faults += spoken.faults
             sizes.append(SKIP_BYTES * (len(block) - len(spoken.clients)))
@@ -363,7 +369,6 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
     return model._replace(
         parameters=move(model.parameters),
         total=move(model.total),
-        passing=None if model.passing is None else move(model.passing),
         optimizer=OptimizerState(*map(move, model.optimizer)),
         downlink=_downlink_in(move, model.downlink),
         step=_step_in(move, model.step),

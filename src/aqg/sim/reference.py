@@ -19,6 +19,7 @@ from aqg.core.messages import Broadcast
 from aqg.core.per_client import PerClient
 from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
+from aqg.core.server import expected_senders
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
@@ -82,11 +83,14 @@ class Client:
             key,
             self.loss,
             self.level_factor,
+            broadcast.senders,
         )
         self.fault = getattr(message, "fault", None)
         return encode(message, known=shared)
 
-    def follow(self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer) -> Broadcast:
+    def follow(
+        self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer, senders: float
+    ) -> Broadcast:
         """Bring the own copy of the public model up to date, and read off the round's broadcast."""
         assert self.public is not None
         if parcel.snapshot is not None:
@@ -94,7 +98,7 @@ class Client:
         movement = self.recipe.movement
         self.public = follow_log(parcel.log, self.public, movement, optimizer)
         public = self.public
-        return Broadcast(public.round, public.parameters, movement.of(public.history))
+        return Broadcast(public.round, public.parameters, movement.of(public.history), senders)
 
     def evaluate(self, parameters: FloatArray) -> float:
         """Return ``f_m(θ)``."""
@@ -142,7 +146,8 @@ class Server:
 
     def broadcast(self) -> Broadcast:
         """Return ``θ^k`` and the movement scalar."""
-        return server_rules.broadcast(self.recipe, self.state)
+        senders = expected_senders(len(self.weights), self.dropout_rate, self.sampled)
+        return server_rules.broadcast(self.recipe, self.state, senders)
 
     def begin_round(self, takes_part: IntArray) -> None:
         """Say how much each client counts in this round."""
@@ -222,7 +227,6 @@ class ReferenceSimulation:
         num_clients = problem.num_clients
         sampled = self.training.num_sampled(num_clients) / num_clients
         recipe = recipe.for_updates(self.training.local.sees_all_samples)
-        recipe = recipe.for_participation(sampled * (1.0 - self.dropout.rate))
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
         self.problem = problem = self.statistics.problem
@@ -329,7 +333,9 @@ class ReferenceSimulation:
             return broadcast, full_download_bytes(broadcast.parameters)
         assert client.public is not None
         parcel = self.server.parcel(delivery, client.public.round)
-        news = client.follow(parcel, self.problem.initial_params, self.training.optimizer)
+        optimizer = self.training.optimizer
+        start = self.problem.initial_params
+        news = client.follow(parcel, start, optimizer, broadcast.senders)
         return news, parcel.num_bytes
 
     def loss(self) -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("is_moved", "history", "passing", "statistics", "log_lengths", "public_rates")
+_VARYING = ("is_moved", "history", "statistics", "log_lengths", "public_rates")
 """Arrays that are not of one length, or are checked elsewhere."""
 
 

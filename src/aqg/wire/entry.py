@@ -5,8 +5,8 @@ An entry moves the public model (`aqg.core.public`) from one round to the next::
     flags       1 byte: 1 lasting part, 2 passing part, 4 movement, 8 rates, 16 no step in this
                 round, 32 movement in double precision, 64 step size alone
     movement    if flagged: a bfloat16 number, or 8 bytes
-    rates       3 numbers of 8 bytes, if flagged: step size, factors of both sums
-    step size   if flagged: a bfloat16 number; the factors stay as they are
+    rates       2 numbers of 8 bytes, if flagged: step size, factor of the sum
+    step size   if flagged: a bfloat16 number; the factor stays as it is
     parts       lasting, then passing, if flagged: the number of bytes, a varint, and then either
                 an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized one: lasting
                 as a frame (`aqg.wire.frame`) that is written with the public sum as context,
@@ -170,7 +170,7 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
     if flags & MOVEMENT:
         position += 8 if flags & DOUBLE else 2
     if flags & RATES:
-        position += 3 * 8
+        position += 2 * 8
     if flags & STEP_SIZE:
         position += 2
     for part in (LASTING, PASSING):
@@ -211,7 +211,7 @@ def _head(entry: Entry) -> tuple[int, bytes]:
             head += struct.pack("<d", entry.movement)
     if entry.rates is not None:
         flags |= RATES
-        head += struct.pack("<3d", *entry.rates)
+        head += struct.pack("<2d", *entry.rates)
     elif entry.step_size is not None:
         flags |= STEP_SIZE
         head += struct.pack("<f", entry.step_size)[2:]
@@ -251,7 +251,7 @@ def _decode_entry(
         if not movement >= 0 and not math.isnan(movement):
             raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
     if flags & RATES:
-        numbers, position = _unpack("<3d", frame, position)
+        numbers, position = _unpack("<2d", frame, position)
         if not all(map(math.isfinite, numbers)):
             raise WireError(f"the rates in entry {number} are {numbers}; they must be finite")
         rates = Rates(*numbers)

@@ -52,7 +52,6 @@ VERSION = 1
 CRC_BYTES = 4
 UPLOAD_HEAD_BYTES = 4
 MIDTREAD_BIT = 0x10
-PASSING_BIT = 0x20
 
 
 class Mode(enum.IntEnum):
@@ -355,13 +354,13 @@ def _read_upload(
     threads: int | None,
 ) -> Upload:
     shape = int(body[1])
-    if shape & 0xC0:
-        raise WireError(f"the unused bits of byte 1 are {shape >> 6}; they must be zero")
+    if shape & 0xE0:
+        raise WireError(f"the unused bits of byte 1 are {shape >> 5}; they must be zero")
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
     step = _read_step(body)
     levels = decode_levels(mode, payload, width, grid, length, threads, hints)
-    upload = Upload(levels, step, width, grid, lasting=not shape & PASSING_BIT)
+    upload = Upload(levels, step, width, grid)
     upload.validate()
     return upload
 
@@ -419,7 +418,6 @@ def upload_head(mode: Mode, upload: Upload) -> bytes:
     """Return the first four bytes of an upload's frame."""
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
-    shape |= 0 if upload.lasting else PASSING_BIT
     # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign
     # of a negative zero.
     (step,) = struct.unpack("<I", struct.pack("<f", upload.step + 0.0))

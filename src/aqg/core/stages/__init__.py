@@ -3,7 +3,6 @@
 from aqg.core.stages.averaging import RunningAverage
 from aqg.core.stages.feedback import ErrorFeedback
 from aqg.core.stages.loss_schedule import DoublingLevels, LossSchedule, level_factors
-from aqg.core.stages.noise_switch import NoiseSwitch
 from aqg.core.stages.own_movement import OwnMovement
 from aqg.core.stages.stored_errors import StoredErrors
 from aqg.core.stages.wider_tolerance import WiderTolerance
@@ -12,7 +11,6 @@ __all__ = [
     "DoublingLevels",
     "ErrorFeedback",
     "LossSchedule",
-    "NoiseSwitch",
     "OwnMovement",
     "RunningAverage",
     "StoredErrors",

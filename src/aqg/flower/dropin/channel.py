@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Condensed
-from aqg.core.links import is_lasting
-from aqg.core.messages import Skip
+from aqg.core.messages import Skip, num_nonzero
+from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError
-from aqg.flower.dropin.coarse import CoarseDownlink, recipe_of
 from aqg.flower.dropin.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
 from aqg.flower.dropin.publishing import Steps, condense, measure_change, squared_norm
 from aqg.flower.dropin.tensors import (
@@ -60,6 +59,9 @@ _TRY_EVERY = 8
 """Versions from one trial of the context coder to the next, while it does not pay: it takes most of
 the wrapper's time on large models, and saved 20 % of an entry in the examples, but nothing of
 noise."""
+_FEWEST = 32
+_SPARSE = 8
+"""An entry with fewer than one coordinate in so many is sparse."""
 _LEAST_SAVED = 1 / 32
 """The part of an entry that the context coder must save to be worth its time."""
 
@@ -86,7 +88,7 @@ class Settings:
     seed: int = 0
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    downlink: Condensed | CoarseDownlink = field(default_factory=Condensed)
+    downlink: Condensed = field(default_factory=Condensed)
     clip: Callable[[], float | None] = lambda: None
 
 
@@ -126,7 +128,7 @@ class Channel:
         self.schema = schema
         self._run = run
         self._settings = settings
-        self._recipe = recipe_of(settings.recipe, settings.bits, settings.max_staleness)
+        self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
         self._kinds = kinds_of(schema, settings.include, settings.exclude)
         self._candidates = schema.bitmap(n for n, k in self._kinds.items() if k is Kind.VECTOR)
         self._values = values_like(record, schema)
@@ -146,7 +148,7 @@ class Channel:
         self._history: tuple[float, ...] = ()
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
-        self._num_lasting = 0
+        self._num_sent = 0
         self._zero: dict[tuple[int, str], Peer] = {}
         self._context_pays = True
 
@@ -175,8 +177,13 @@ class Channel:
         values = {**self._values, **held}
         return Phase(self._copy.version, self._copy.layout, self._is_open, values)
 
-    def order(self, node: int, evaluate: bool) -> tuple[bytes, ArrayRecord | None]:
-        """Return a node's order, and the whole model where the node needs it."""
+    def order(
+        self, node: int, evaluate: bool, senders: int = 1
+    ) -> tuple[bytes, ArrayRecord | None]:
+        """Return a node's order, and the whole model where the node needs it.
+
+        ``senders`` is how many nodes get one at the same time.
+        """
         copy, settings = self._copy, self._settings
         position = self._positions.get(node, 0)
         is_full = position < self._first
@@ -205,6 +212,7 @@ class Channel:
             layout=(OPEN if self._is_open else CLOSED) + copy.layout,
             public=self._digest,
             log=encode_log(first, self._entries[first - self._first :]),
+            senders=float(max(1, senders)),
         )
         return to_bytes(order), self._whole() if is_full else None
 
@@ -260,7 +268,8 @@ class Channel:
             self.note(node, phase)
             raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         self._peers[node] = layout, peer
-        self._num_lasting += isinstance(message, Skip) or is_lasting(message)
+        if not isinstance(message, Skip):
+            self._num_sent += num_nonzero(message)
         update = update_of(self._recipe, peer, message, size)
         total, count = self._sums.get(layout, (None, 0))
         self._sums[layout] = update if total is None else total + update, count + 1
@@ -321,11 +330,10 @@ class Channel:
             message = condense(
                 flatten(values, specs),
                 vector,
-                num_changed,
+                self._num_published(num_changed, len(vector)),
                 self._steps,
-                self._senders,
                 copy.version,
-                self._next_downlink(),
+                self._settings.downlink,
             )
             if message is not None:
                 frame, vector = self._encode(message), moved(vector, message, specs)
@@ -341,13 +349,18 @@ class Channel:
         self._digest = self._copy.digest()
         self._cut()
 
-    def _next_downlink(self) -> Condensed | CoarseDownlink:
-        """Return how the next entry is made, after what nodes have sent."""
-        downlink, num_lasting = self._settings.downlink, self._num_lasting
-        self._num_lasting = 0
-        if isinstance(downlink, CoarseDownlink) and 2 * num_lasting > self._senders:
-            return Condensed()
-        return downlink
+    def _num_published(self, num_changed: int, size: int) -> int | None:
+        """Return how many coordinates the next entry has; None: as many as the tolerance asks for.
+
+        Entries are as long as replies: half as long as a mean one, or whatever the ratio is. Where
+        nodes keep mirrors, replies say nothing of how much the model changed, and the change is
+        counted itself.
+        """
+        num_sent, self._num_sent = self._num_sent, 0
+        if self._recipe.memory.keeps_mirror:
+            num_sent = num_changed if num_changed * _SPARSE <= size else size
+        count = max(_FEWEST, round(self._settings.downlink.ratio * num_sent / self._senders))
+        return count if count * _SPARSE <= size else None
 
     def _encode(self, message: Message) -> bytes:
         """Write the frame of an entry; with the context coder, as long as that pays."""

@@ -23,7 +23,7 @@ import numpy as np
 from aqg.core.links import Memory, advance
 from aqg.core.messages import Skip
 from aqg.errors import MessageError, WireError
-from aqg.flower.dropin.tensors import PIECE, decode_kept, flatten, rounded, unflatten
+from aqg.flower.dropin.tensors import decode_kept, flatten, rounded, unflatten
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire import decode
 from aqg.wire.varint import read_varint, write_varint
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aqg.core.messages import AnyUpload
-    from aqg.core.types import FloatArray, IntArray
+    from aqg.core.types import FloatArray
     from aqg.flower.dropin.tensors import Schema, Spec, Tensor, Values
 
 _LAYOUT, _VECTOR, _KEPT = 1, 2, 4
-_FEW = 8
-"""A move of more than one coordinate in so many is not looked at."""
 
 
 class PublicCopy(NamedTuple):
@@ -91,31 +89,6 @@ class PublicCopy(NamedTuple):
         kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
         digests = {n: self.digests.get(n) or tensor_digest(t) for n, t in kept.items()}
         return PublicCopy(self.version, layout, flatten(values, chosen), kept, digests)
-
-
-class Move(NamedTuple):
-    """Where a public copy changed, and by how much."""
-
-    places: IntArray
-    values: FloatArray
-
-
-def move_between(before: PublicCopy, after: PublicCopy) -> Move | None:
-    """Return how the vector moved; None where it did not, or in more than a few places."""
-    if before.layout != after.layout:
-        return None
-    old, new = before.vector, after.vector
-    places, values, num_left = [], [], len(new) // _FEW
-    for start in range(0, len(new), PIECE):
-        steps = new[start : start + PIECE] - old[start : start + PIECE]
-        found = np.flatnonzero(steps)
-        num_left -= len(found)
-        if num_left < 0:
-            return None
-        places.append(found + start)
-        values.append(steps[found])
-    move = Move(np.concatenate(places), np.concatenate(values))
-    return move if len(move.places) else None
 
 
 def tensor_digest(tensor: Tensor) -> bytes:

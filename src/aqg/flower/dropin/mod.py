@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg import __version__
+from aqg.core.recipes import make_recipe
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.dropin.channel import OPEN, agreement
-from aqg.flower.dropin.coarse import recipe_of, with_response
-from aqg.flower.dropin.copies import Move, PublicCopy, follow_log, move_between
+from aqg.flower.dropin.copies import PublicCopy, follow_log
 from aqg.flower.dropin.tensors import (
     Kind,
     Schema,
@@ -48,7 +48,7 @@ from aqg.flower.handlers import FailedError, HandlerHost
 from aqg.flower.memory import Memory
 from aqg.flower.records import is_hello, is_order
 from aqg.flower.serving import serve
-from aqg.protocol.client import intact_base, log_reply, own_recipe
+from aqg.protocol.client import intact_base, log_reply
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
@@ -68,10 +68,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-MESSAGE_BYTES = 16_000
-"""Sparse replies hold a coordinate for every four of these bytes. Flower adds some 8,000 to an
-order and its reply, beside which fewer would save little; twice that kept the accuracy."""
-
 
 class _LostError(Exception):
     """The model of an order cannot be reached from what is held here."""
@@ -85,7 +81,6 @@ class _Model(NamedTuple):
         schema: its tensors.
         copy: the public copy.
         values: what the handler receives.
-        move: how the copy moved since the last order, where that is known.
 
     """
 
@@ -93,7 +88,6 @@ class _Model(NamedTuple):
     schema: Schema
     copy: PublicCopy
     values: dict[str, Tensor]
-    move: Move | None
 
 
 def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) -> Mod:
@@ -179,7 +173,7 @@ def _receive(message: Message, envelope: Envelope, memory: Memory) -> dict[str, 
 
 def _follow(order: Order, beside: object, memory: Memory) -> _Model:
     """Return the model that an order is about, after comparing digests, and remember it."""
-    store, move = memory.copies(order.run), None
+    store = memory.copies(order.run)
     if isinstance(beside, ArrayRecord):
         schema = Schema.of(beside)
         if schema is None:
@@ -195,16 +189,16 @@ def _follow(order: Order, beside: object, memory: Memory) -> _Model:
             copy = follow_log(held, order.log, schema)
         except AqgError as error:
             raise _LostError(str(error)) from None
-        values, move = copy.values(schema), move_between(held, copy)
+        values = copy.values(schema)
     if copy.digest() != order.public:
         raise _LostError(f"version {copy.version} has another digest here than at the server")
     store.save(copy, schema)
-    return _Model(order, schema, copy, values, move)
+    return _Model(order, schema, copy, values)
 
 
 def _agree(order: Order, schema: Schema, version: str) -> None:
     """Raise `ConfigError` unless both sides mean the same."""
-    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
+    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
     ours = agreement(recipe, order.num_params, order.dtype, order.seed, schema)
     if ours != order.fingerprint:
         raise ConfigError(
@@ -258,12 +252,11 @@ def _respond(
     model: _Model, chosen: list[Spec], layout: bytes, after: dict[str, Tensor], memory: Memory
 ) -> Reply:
     """Return the reply for the tensors that are compressed, and remember it."""
-    order, schema, move = model.order, model.schema, model.move
+    order, schema = model.order, model.schema
     if not chosen:
         return replace(stale_reply(order), stale=False)
-    recipe = recipe_of(order.recipe, order.bits, order.max_staleness)
+    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
-        move = None
         size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
         zero = Snapshot.zero(recipe, size, dtype).stamp
         order = replace(
@@ -280,8 +273,7 @@ def _respond(
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
-    own = with_response(own_recipe(recipe, order, False, MESSAGE_BYTES), move, update)
-    mirror, reply = answer(own, intact_base(own, store, order), order, update)
+    mirror, reply = answer(recipe, intact_base(recipe, store, order), order, update)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply

@@ -2,8 +2,7 @@
 
 A change of few coordinates, as sparse replies make it, is answered in kind: the largest coordinates
 of the difference as sparse ternary. Any other change is quantized with the fewest bits that bring
-the copy within a tolerance of the model. `CoarseDownlink` sends a coarse message in any case. What
-is left out stays in the difference.
+the copy within a tolerance of the model. What is left out stays in the difference.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.core.links import Link
-from aqg.core.quantizers import Request
 from aqg.core.round import Clients, News, speak
 from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
-from aqg.flower.dropin.coarse import Coarse, CoarseDownlink
 from aqg.flower.dropin.tensors import PIECE
 
 if TYPE_CHECKING:
@@ -33,9 +30,6 @@ if TYPE_CHECKING:
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
 _NO_LOSS = np.full(1, math.nan)
-_FEWEST = 32
-_SPARSE = 8
-"""A change of less than one coordinate in so many is sparse."""
 _STEPS = 10
 """How many past steps the tolerance looks at."""
 
@@ -90,34 +84,26 @@ def measure_change(
 def condense(
     model: FloatArray,
     copy: FloatArray,
-    num_changed: int,
+    count: int | None,
     steps: Steps,
-    senders: int,
     version: int,
-    downlink: Condensed | CoarseDownlink,
+    downlink: Condensed,
 ) -> AnyUpload | None:
     """Return what is to be added to the public copy; None for nothing.
 
     Args:
         model: the strategy's model, flat; it is written to.
         copy: the public copy.
-        num_changed: how many coordinates of the model changed in its last step.
-        steps: how far it moved.
-        senders: how many clients had a part in that.
+        count: how many coordinates are sent; None: as many as the tolerance asks for.
+        steps: how far the model moved.
         version: of the copy.
         downlink: the settings.
 
     """
     if not np.isfinite(model).all():  # it diverged; clients stay where they are
         return None
-    if isinstance(downlink, CoarseDownlink):
+    if count is not None:
         gap = np.subtract(model, copy, out=model)
-        square = squared_norm(gap)
-        request = Request(0, squared_norm=square)
-        return Coarse(downlink.width).quantize(gap, request) if square else None
-    if num_changed * _SPARSE <= len(model):
-        gap = np.subtract(model, copy, out=model)
-        count = max(_FEWEST, round(downlink.ratio * num_changed / max(1, senders)))
         kept = largest(gap, min(count, len(gap)))
         return ternary(gap, kept, TERNARY_WIDTH) if len(kept) else None
     link = Link(copy[None], np.zeros((1, 0), np.int8), np.ones(1, np.bool_))

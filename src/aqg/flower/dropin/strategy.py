@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Strategy
 
+from aqg.core.downlink import Condensed, make_downlink
+from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.flower.dropin.channel import Settings
-from aqg.flower.dropin.coarse import COARSE, downlink_of, recipe_of
 from aqg.flower.dropin.grid import CompressedGrid, Counts
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import Result
+
+    from aqg.core.recipe import Recipe
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -48,18 +51,15 @@ class Compressed(Strategy):
 
     Args:
         strategy: does what it always does.
-        recipe: the compressor: ``coarse`` (`aqg.flower.dropin.coarse`) or one of ``aqg recipes``.
-            By default ``coarse`` for those of Flower's strategies that average replies, and
-            ``lean`` for all others: with it every reply is near the client's model, as strategies
-            expect that look at single replies.
+        recipe: the compressor, one of ``aqg recipes``. By default ``auto`` for those of Flower's
+            strategies that average replies, and ``lean`` for all others: with it every reply is
+            near the client's model, as strategies expect that look at single replies.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many silent rounds a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
-        downlink: how clients' copy of the model follows the server's: ``"coarse"`` or
-            ``"condensed"`` with options, see `aqg.flower.dropin.coarse.CoarseDownlink` and
-            `aqg.core.downlink.Condensed`. By default the first where the recipe is ``coarse``, and
-            the second otherwise.
+        downlink: how clients' copy of the model follows the server's: ``"condensed"`` with
+            options, see `aqg.core.downlink.Condensed`. By default the recipe's own.
         seed: of recipes that draw.
 
     """
@@ -80,10 +80,8 @@ class Compressed(Strategy):
             raise ConfigError(f"strategy is a {type(strategy).__name__}; it must be a Strategy")
         self.strategy = strategy
         if recipe is None:
-            recipe = COARSE if averages(strategy) else "lean"
-        if downlink is None:
-            downlink = COARSE if recipe.partition(":")[0] == COARSE else "condensed"
-        recipe_of(recipe, bits, max_staleness)
+            recipe = "auto" if averages(strategy) else "lean"
+        made = make_recipe(recipe, bits, max_staleness)
         self.settings = Settings(
             recipe=recipe,
             bits=bits,
@@ -91,7 +89,7 @@ class Compressed(Strategy):
             seed=seed,
             include=_patterns(include),
             exclude=_patterns(exclude),
-            downlink=downlink_of(downlink),
+            downlink=_condensed(downlink or _own(made)),
             clip=self._clipping_norm,
         )
         self.counts = Counts()
@@ -159,6 +157,18 @@ def averages(strategy: Strategy) -> bool:
     them must then be near the node's model.
     """
     return type(strategy).aggregate_train in {kind.aggregate_train for kind in _AVERAGING}
+
+
+def _own(recipe: Recipe) -> str:
+    """Return the recipe's downlink; one that sends whole models has none that fits here."""
+    return "condensed" if recipe.downlink == "full" else recipe.downlink
+
+
+def _condensed(spec: str) -> Condensed:
+    downlink = make_downlink(spec)
+    if isinstance(downlink, Condensed):
+        return downlink
+    raise ConfigError(f"downlink is {spec!r}; here it is 'condensed', with options")
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:

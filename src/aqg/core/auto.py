@@ -1,0 +1,139 @@
+r"""The default recipe: what ``auto`` sends, how it steps, and what the server publishes.
+
+**Exact gradients** (a client uses all its samples: known from the settings) hardly change from one
+round to the next. `lean` sends their innovations, with as few bits as the step can bear, or
+nothing; see `aqg.core.policies.Tolerance`.
+
+**All other updates are noisy**, and a client remembers nothing. Of an update ``g`` it sends every
+coordinate rounded at random to a multiple of one step,
+
+    ``Q(g)_i = τ·⌊g_i/τ + u_i⌋``, ``u_i`` uniform on [0, 1),   ``τ = (1 + κ·m)·‖g‖₂²/‖g‖₁``,
+
+where ``m`` is how many clients the server expects to hear from in the round. `Draws` is QSGD with
+its step chosen by what the mean can bear. Where it comes from: a coordinate is off by ``τ·(B - p)``
+with ``B`` a Bernoulli variable of probability ``p``, the part of a step that is left over. Below
+one step ``p = |g_i|/τ``, so that ``E(Q(g)_i - g_i)² = τ²·p(1 - p) = τ|g_i| - g_i²`` and, summed,
+
+    ``E‖Q(g) - g‖² = τ‖g‖₁ - ‖g‖₂² = κ·m·‖g‖₂²``.
+
+The errors of ``m`` clients are independent, so their mean is off by ``κ`` times the energy of one
+update, whatever the model, its size, the number of clients and the shape of the update are. A
+peaked update sends few coordinates and a dense one many, ``‖g‖₁²/‖g‖₂²/(1 + κ·m)`` on average; and
+the more clients send, the less each says. The mean is right whatever ``τ`` is, so that nothing need
+be kept of what was not sent: a client may vanish, be new, or be one of a million.
+
+**The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`): long enough to come as far as
+the updates agree, which their noise does not, and the mean over the last models is what counts.
+
+**The downlink**: of its sum the server publishes the largest coordinates, half as many as a mean
+upload has, and keeps the rest for later rounds (`aqg.core.downlink.Condensed`).
+
+``docs/explanation/default-recipe.md`` lists every number, and what training is like without it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, round_up_to_bfloat16
+from aqg.core.messages import Upload
+from aqg.core.policies import Always
+from aqg.core.quantizers import NormOnly, Request
+from aqg.core.recipe import Recipe
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqg.core.types import FloatArray
+
+KAPPA = 0.5
+"""``κ``: the noise of the mean of all uploads, in the energy of one update."""
+FIRST = 0.2
+"""The length of the first step, in that of the model."""
+AVERAGE = 8
+"""``γ``: the mean over the models is about that of the last ``1/(γ + 1)`` of them."""
+RATIO = 0.5
+"""Coordinates of an entry, in those of a mean upload."""
+WIDEST = 3.0
+"""Exact gradients: the tolerance of clients that differ from the others, at most."""
+
+STEP = f"dog:average={AVERAGE}:first={FIRST}"
+DOWNLINK = f"condensed:ratio={RATIO}"
+
+_WIDTH = 8
+_TOP = (1 << (_WIDTH - 1)) - 1
+"""The largest level: a byte per coordinate holds it."""
+_PIECE = 1 << 16
+"""Coordinates that are rounded at a time."""
+
+
+@dataclass(frozen=True)
+class Draws(NormOnly):
+    """Unbiased rounding to multiples of ``τ = (1 + κ·m)·‖g‖₂²/‖g‖₁``.
+
+    Attributes:
+        kappa: ``κ``.
+
+    >>> vector = np.array([3.0, -1.0, 0.0, 0.5])
+    >>> request = Request(2, squared_norm=float(vector @ vector), key=(0, 0, 1), senders=10)
+    >>> upload = Draws().quantize(vector, request)
+    >>> upload.step, upload.levels - 1
+    (13.6875, array([1, 0, 0, 0], dtype=uint8))
+
+    """
+
+    kappa: float = KAPPA
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kappa < math.inf:
+            raise ConfigError(f"kappa is {self.kappa}; it must be at least 0 and finite")
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        """Round every coordinate up or down at random, by its distance.
+
+        The width is the least that holds the largest level that came out.
+        """
+        step = self.step_of(vector, request)
+        if not step:
+            return Upload(np.ones(len(vector), np.uint8), 0.0, 2, Grid.MIDTREAD)
+        draw = np.random.default_rng(list(request.key))
+        levels = np.empty(len(vector), np.int8)
+        for start in range(0, len(vector), _PIECE):
+            piece = vector[start : start + _PIECE].astype(np.float64)
+            piece /= step
+            piece += draw.random(len(piece))
+            levels[start : start + _PIECE] = np.clip(np.floor(piece), -_TOP, _TOP)
+        largest = max(int(levels.max(initial=0)), -int(levels.min(initial=0)))
+        width = max(2, largest.bit_length() + 1)
+        middle = (1 << (width - 1)) - 1
+        return Upload((levels + np.int16(middle)).astype(np.uint8), step, width, Grid.MIDTREAD)
+
+    def step_of(self, vector: FloatArray, request: Request) -> float:
+        """Return ``τ`` as a bfloat16 number, not below it; 0 for a vector of zeros.
+
+        It is longer where a coordinate would be beyond the largest level.
+        """
+        total, largest = 0.0, 0.0
+        for start in range(0, len(vector), _PIECE):
+            piece = np.abs(vector[start : start + _PIECE], dtype=np.float64)
+            total += float(piece.sum())
+            largest = max(largest, float(piece.max(initial=0.0)))
+        if not total > 0:
+            return 0.0
+        step = (1.0 + self.kappa * request.senders) * request.squared_norm / total
+        step = min(max(step, largest / _TOP), 2 * MAX_RADIUS)
+        return 0.0 if step < MIN_STEP else round_up_to_bfloat16(step)
+
+
+def make_auto(exact: Recipe, kappa: float = KAPPA) -> Recipe:
+    """Make the default: draws, and the recipe for exact gradients."""
+    return Recipe(
+        policy=Always(2),
+        quantizer=Draws(kappa),
+        step=STEP,
+        downlink=DOWNLINK,
+        exact=exact,
+    )
