@@ -48,9 +48,7 @@ def client_step(
         raise MessageError(f"news is a {type(news).__name__}; it must be what broadcast returned")
     shared = known(state.link)
     key = (seed, client, news.round)
-    state, message = respond(
-        recipe, state, gradient, news.movement, key, loss, senders=news.senders
-    )
+    state, message = respond(recipe, state, gradient, news.movement, key, loss, noise=news.noise)
     return state, encode(message, known=shared)
 
 

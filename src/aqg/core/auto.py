@@ -7,20 +7,23 @@ nothing; see `aqg.core.policies.Tolerance`.
 **All other updates are noisy**, and a client remembers nothing. Of an update ``g`` it sends every
 coordinate rounded at random to a multiple of one step,
 
-    ``Q(g)_i = τ·⌊g_i/τ + u_i⌋``, ``u_i`` uniform on [0, 1),   ``τ = (1 + κ·m)·‖g‖₂²/‖g‖₁``,
+    ``Q(g)_i = τ·⌊g_i/τ + u_i⌋``, ``u_i`` uniform on [0, 1),   ``τ = (1 + b)·‖g‖₂²/‖g‖₁``.
 
-where ``m`` is how many clients the server expects to hear from in the round. `Draws` is QSGD with
-its step chosen by what the mean can bear. Where it comes from: a coordinate is off by ``τ·(B - p)``
-with ``B`` a Bernoulli variable of probability ``p``, the part of a step that is left over. Below
-one step ``p = |g_i|/τ``, so that ``E(Q(g)_i - g_i)² = τ²·p(1 - p) = τ|g_i| - g_i²`` and, summed,
+`Draws` is QSGD with its step chosen by the noise ``b`` that the server allows. Where that comes
+from: a coordinate is off by ``τ·(B - p)`` with ``B`` a Bernoulli variable of probability ``p``, the
+part of a step that is left over. Below one step ``p = |g_i|/τ``, so that
+``E(Q(g)_i - g_i)² = τ²·p(1 - p) = τ|g_i| - g_i²`` and, summed,
 
-    ``E‖Q(g) - g‖² = τ‖g‖₁ - ‖g‖₂² = κ·m·‖g‖₂²``.
+    ``E‖Q(g) - g‖² = τ‖g‖₁ - ‖g‖₂² = b·‖g‖₂²``,
 
-The errors of ``m`` clients are independent, so their mean is off by ``κ`` times the energy of one
-update, whatever the model, its size, the number of clients and the shape of the update are. A
-peaked update sends few coordinates and a dense one many, ``‖g‖₁²/‖g‖₂²/(1 + κ·m)`` on average; and
-the more clients send, the less each says. The mean is right whatever ``τ`` is, so that nothing need
-be kept of what was not sent: a client may vanish, be new, or be one of a million.
+whatever the model, its size and the shape of the update are. A peaked update sends few coordinates
+and a dense one many, ``‖g‖₁²/‖g‖₂²/(1 + b)`` on average. The mean is right whatever ``τ`` is, so
+that nothing need be kept of what was not sent: a client may vanish, be new, or be one of a million.
+
+The server chooses ``b`` so that the sum of a round's uploads carries as much noise as signal
+(`aqg.core.budget`): errors of clients are independent and average out, updates that agree do not.
+The more clients there are and the more they agree, the less each of them says; where they cancel
+each other, as with one class of labels per client, they say more.
 
 **The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`): long enough to come as far as
 the updates agree, which their noise does not, and the mean over the last models is what counts.
@@ -49,10 +52,12 @@ from aqg.errors import ConfigError
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
-KAPPA = 0.5
-"""``κ``: the noise of the mean of all uploads, in the energy of one update."""
+NOISE = 1.0
+"""``ν``: the noise of a round's sum, in its own energy."""
 FIRST = 0.2
-"""The length of the first step, in that of the model."""
+"""What the first step moves the model by at most, in its own length."""
+LONGEST_FIRST = 8
+"""Likewise, in steps of federated averaging."""
 AVERAGE = 8
 """``γ``: the mean over the models is about that of the last ``1/(γ + 1)`` of them."""
 RATIO = 0.5
@@ -60,7 +65,7 @@ RATIO = 0.5
 WIDEST = 3.0
 """Exact gradients: the tolerance of clients that differ from the others, at most."""
 
-STEP = f"dog:average={AVERAGE}:first={FIRST}"
+STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}"
 DOWNLINK = f"condensed:ratio={RATIO}"
 
 _WIDTH = 8
@@ -72,24 +77,13 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Draws(NormOnly):
-    """Unbiased rounding to multiples of ``τ = (1 + κ·m)·‖g‖₂²/‖g‖₁``.
-
-    Attributes:
-        kappa: ``κ``.
+    """Unbiased rounding to multiples of ``τ = (1 + b)·‖g‖₂²/‖g‖₁``.
 
     >>> vector = np.array([3.0, -1.0, 0.0, 0.5])
-    >>> request = Request(2, squared_norm=float(vector @ vector), key=(0, 0, 1), senders=10)
-    >>> upload = Draws().quantize(vector, request)
-    >>> upload.step, upload.levels - 1
-    (13.6875, array([1, 0, 0, 0], dtype=uint8))
-
+    >>> request = Request(2, squared_norm=float(vector @ vector), key=(0, 0, 1), noise=0.0)
+    >>> Draws().quantize(vector, request).values(np.float32)
+    array([ 2.28125, -2.28125,  0.     ,  0.     ], dtype=float32)
     """
-
-    kappa: float = KAPPA
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.kappa < math.inf:
-            raise ConfigError(f"kappa is {self.kappa}; it must be at least 0 and finite")
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Round every coordinate up or down at random, by its distance.
@@ -123,16 +117,19 @@ class Draws(NormOnly):
             largest = max(largest, float(piece.max(initial=0.0)))
         if not total > 0:
             return 0.0
-        step = (1.0 + self.kappa * request.senders) * request.squared_norm / total
+        step = (1.0 + request.noise) * request.squared_norm / total
         step = min(max(step, largest / _TOP), 2 * MAX_RADIUS)
         return 0.0 if step < MIN_STEP else round_up_to_bfloat16(step)
 
 
-def make_auto(exact: Recipe, kappa: float = KAPPA) -> Recipe:
+def make_auto(exact: Recipe, noise: float = NOISE) -> Recipe:
     """Make the default: draws, and the recipe for exact gradients."""
+    if not 0 < noise < math.inf:
+        raise ConfigError(f"noise is {noise}; it must be above 0 and finite")
     return Recipe(
         policy=Always(2),
-        quantizer=Draws(kappa),
+        quantizer=Draws(),
+        noise=noise,
         step=STEP,
         downlink=DOWNLINK,
         exact=exact,

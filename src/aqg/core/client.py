@@ -52,7 +52,7 @@ def respond(
     key: Sequence[int],
     loss: float = math.nan,
     level_factor: float = 1.0,
-    senders: float = 1.0,
+    noise: float = 1.0,
 ) -> tuple[ClientState, Message]:
     """Decide what to send of this round's ``gradient``, and encode it.
 
@@ -65,7 +65,7 @@ def respond(
         loss: the client's loss, which some recipes follow.
         level_factor: how many levels it uses over the average, in recipes that give more of them
             to clients that count more.
-        senders: how many clients the server expects to hear from in the round.
+        noise: the noise that the upload may carry, as the server says.
 
     Returns:
         The state after the round and the message to send. A gradient with NaN, infinity or values
@@ -76,7 +76,7 @@ def respond(
     check_gradient(state, gradient)
     seed, client, round_number = key
     factors = None if level_factor == 1 else np.array([level_factor])
-    news = News(round_number, movement, np.array([loss]), seed, client, factors, senders)
+    news = News(round_number, movement, np.array([loss]), seed, client, factors, noise)
     spoken = speak(_SPACE, recipe, state, _FIRST, gradient[None], news)
     link = state.link
     message: Message = Skip(spoken.faults[0][1]) if spoken.faults else Skip()

@@ -114,18 +114,14 @@ def init_server(
     check_precision(parameters.dtype)
     link = init_link(recipe.memory, len(parameters), parameters.dtype)
     public = init_downlink(downlink, recipe, len(parameters))
-    model = init_model(parameters, optimizer, public, rule)
+    model = init_model(parameters, optimizer, public, rule, recipe.noise)
     return ServerState(model, PerClient(int(num_clients), Peer(link)))
 
 
-def broadcast(recipe: Recipe, state: ServerState, senders: float | None = None) -> Broadcast:
-    """Return what every client is told at the start of the round.
-
-    ``senders`` is how many clients are expected to answer; by default all of them.
-    """
+def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
+    """Return what every client is told at the start of the round."""
     movement = recipe.movement.of(state.model.history)
-    count = float(state.num_clients if senders is None else senders)
-    return Broadcast(state.round, state.parameters, movement, count)
+    return Broadcast(state.round, state.parameters, movement, state.model.budget.noise)
 
 
 def hear(

@@ -29,14 +29,14 @@ class Broadcast:
         parameters: the model ``θ^k``, flat.
         movement: ``1/(α²M²) · Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``, the scale of recent model steps in
             which every criterion is written. One number replaces the whole model history.
-        senders: ``m``, how many clients the server expects to hear from in the round.
+        noise: ``b``, the noise that uploads may carry, in their own energy (`aqg.core.auto`).
 
     """
 
     round: int
     parameters: FloatArray
     movement: float
-    senders: float = 1.0
+    noise: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +164,17 @@ def num_nonzero(upload: AnyUpload) -> int:
         middle = num_levels(upload.grid, upload.width) // 2
         return int(np.count_nonzero(upload.levels != middle)) if upload.step else 0
     return int(np.count_nonzero(upload.values(np.float32)))
+
+
+def energy_of(upload: AnyUpload) -> float:
+    """Return ``‖v‖²`` of the vector that an upload stands for.
+
+    >>> energy_of(Upload(np.array([0, 1, 2], np.uint8), 0.5, width=2, grid=Grid.MIDTREAD))
+    0.5
+    """
+    if isinstance(upload, Upload):
+        values = value_table(upload.grid, upload.width, upload.step, np.float64)
+        counts = np.bincount(upload.levels, minlength=len(values))[: len(values)]
+        return float(counts @ np.square(values))
+    values = upload.values(np.float64)
+    return float(np.vdot(values, values))

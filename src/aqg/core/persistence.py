@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.budget import Budget
 from aqg.core.downlink import DownlinkState
 from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
@@ -64,6 +65,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "variance": model.optimizer.variance,
         "is_moved": np.array(model.is_moved),
         "num_sent": np.array(model.num_sent, np.int64),
+        "budget": np.array([*model.budget, model.upload_energy]),
         **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
         **({} if model.step is None else _step_to_arrays(model.step)),
     }
@@ -71,6 +73,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
 
 def model_from_arrays(arrays: Arrays) -> Model:
     """Return the model that `model_to_arrays` wrote."""
+    *budget, upload_energy = arrays["budget"].tolist()
     return Model(
         round=int(arrays["round"]),
         parameters=np.array(arrays["parameters"]),
@@ -82,6 +85,8 @@ def model_from_arrays(arrays: Arrays) -> Model:
         is_moved=bool(arrays["is_moved"]),
         step=_step_from_arrays(arrays) if "step_start" in arrays else None,
         num_sent=int(arrays["num_sent"]),
+        budget=Budget(*budget),
+        upload_energy=upload_energy,
     )
 
 

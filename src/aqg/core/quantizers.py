@@ -30,7 +30,7 @@ class Request(NamedTuple):
         squared_norm: ``‖v‖²``.
         key: integers (seed, client, round) that make the message's randomness.
         advice: what a stage of the recipe has to say to the quantizer; nothing, mostly.
-        senders: ``m``, how many clients the server expects to hear from in the round.
+        noise: ``b``, the noise that the upload may carry, in the vector's own energy.
 
     """
 
@@ -39,7 +39,7 @@ class Request(NamedTuple):
     squared_norm: float = math.nan
     key: tuple[int, ...] = ()
     advice: tuple[float, ...] = ()
-    senders: float = 1.0
+    noise: float = 1.0
 
 
 class Quantizer(Protocol):

@@ -37,6 +37,8 @@ class Recipe:
         amplify_dropouts: multiply the server's sum by ``1/(1-p)`` (Algorithm 2).
         step: how long the server's steps are with noisy updates, as `make_step` reads it.
         downlink: what the server publishes, as `make_downlink` reads it.
+        noise: the noise that the mean of all uploads may carry, in its own energy, where clients
+            round at random by that; 0: they do not.
         exact: the recipe that takes this one's place where updates are exact gradients; None: it
             stays.
         averages: in the simulators, the server takes the mean over the clients that took part in
@@ -54,6 +56,7 @@ class Recipe:
     averages: bool = False
     step: str = "fixed"
     downlink: str = "condensed"
+    noise: float = 0.0
     exact: Recipe | None = None
 
     def __post_init__(self) -> None:

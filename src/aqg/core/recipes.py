@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from aqg.core.auto import KAPPA, WIDEST, make_auto
+from aqg.core.auto import NOISE, WIDEST, make_auto
 from aqg.core.dense_quantizers import MAX_BUCKET_BITS, Buckets
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
@@ -167,8 +167,8 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
 
 
 @register("auto", "ours: lean for exact gradients, unbiased rounding for all other updates")
-def _auto(bits: int, *, kappa: float = KAPPA) -> Recipe:
-    return make_auto(_lean(bits, widest=WIDEST), kappa)
+def _auto(bits: int, *, noise: float = NOISE) -> Recipe:
+    return make_auto(_lean(bits, widest=WIDEST), noise)
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

@@ -62,7 +62,7 @@ class News(NamedTuple):
         first: the number of the first client on the axis.
         level_factors: how many levels each of them uses over the average, where recipes give more
             of them to clients that count more; None: all the same.
-        senders: ``m``, how many clients the server expects to hear from.
+        noise: ``b``, the noise that uploads may carry, in their own energy.
 
     """
 
@@ -72,7 +72,7 @@ class News(NamedTuple):
     seed: int = 0
     first: int = 0
     level_factors: Float64Array | None = None
-    senders: float = 1.0
+    noise: float = 1.0
 
 
 class Part(NamedTuple):
@@ -220,7 +220,7 @@ def _quantize(space: Space, recipe: Recipe, part: Part, flow: Flow, news: News) 
             squared_norm=norms.item(place),
             key=(news.seed, news.first + part.clients.item(place), news.round),
             advice=() if flow.advice is None else tuple(flow.advice[place].tolist()),
-            senders=news.senders,
+            noise=news.noise,
         )
         return recipe.quantizer.quantize(rows[index], request)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from aqg.core.budget import Budget, first_budget
 from aqg.core.downlink import (
     Condensed,
     Downlink,
@@ -20,7 +21,7 @@ from aqg.core.downlink import (
     shortened,
 )
 from aqg.core.links import Link, move_directions
-from aqg.core.messages import num_nonzero
+from aqg.core.messages import energy_of, num_nonzero
 from aqg.core.public import Change, Entry, Part, Rates, make_direction
 from aqg.core.step_sizes import Fixed, StepRule, StepState, is_short
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _FIXED = Fixed()
+_NO_NOISE = Budget()
 
 
 class Model(NamedTuple):
@@ -53,6 +55,8 @@ class Model(NamedTuple):
         step: what the rule for step sizes remembers; None where it needs nothing.
         num_sent: how many coordinates the uploads of this round have, all taken together; not
             counted where the recipe keeps mirrors.
+        budget: the noise that uploads may carry.
+        upload_energy: ``Σ_m ‖w_m Q_m‖²`` of this round's uploads, where that is looked at.
 
     """
 
@@ -66,6 +70,8 @@ class Model(NamedTuple):
     is_moved: bool = False
     step: StepState | None = None
     num_sent: int = 0
+    budget: Budget = _NO_NOISE
+    upload_energy: float = 0.0
 
     @property
     def averaged(self) -> Array:
@@ -80,8 +86,9 @@ def init_model(
     optimizer: ServerOptimizer,
     downlink: DownlinkState | None = None,
     rule: StepRule = _FIXED,
+    noise: float = 0.0,
 ) -> Model:
-    """Return the model before the first round."""
+    """Return the model before the first round; ``noise`` is the recipe's."""
     return Model(
         round=1,
         parameters=parameters,
@@ -91,6 +98,7 @@ def init_model(
         optimizer=optimizer.init(len(parameters)),
         downlink=downlink,
         step=rule.init(parameters),
+        budget=first_budget(noise),
     )
 
 
@@ -119,6 +127,10 @@ def take_in(
     """
     if not recipe.memory.keeps_mirror:
         space.add_values(model.total, uploads, weights)
+        if recipe.noise:
+            parts = zip(weights.tolist(), uploads, strict=True)
+            energy = sum(weight * weight * energy_of(upload) for weight, upload in parts)
+            model = model._replace(upload_energy=model.upload_energy + energy)
         return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
     space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
     link.is_held[clients] = True
@@ -156,6 +168,12 @@ def publish(
     keeps = recipe.memory.keeps_mirror
     total = model.total if keeps else None
     passing = None if keeps else model.total
+    if recipe.noise:
+        budget, energy = model.budget, model.upload_energy
+        if energy:
+            of_sum = space.squared_norm(model.total)
+            budget = budget.after(recipe.noise, of_sum, energy, senders)
+        model = model._replace(budget=budget, upload_energy=0.0)
     if not isinstance(downlink, Condensed):
         return model, Published(total, passing)
     assert model.downlink is not None
@@ -218,6 +236,7 @@ def step(
         optimizer=optimizer_state,
         downlink=model.downlink,
         step=rule.follow(step_state, parameters),
+        budget=model.budget,
     )
     return moved, rates
 

@@ -3,7 +3,7 @@
 With local training, the server's natural step is that of federated averaging, which makes the mean
 of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
-Friend, ICML 2023), never shorter than the natural one. All of it is made from the model and the
+Friend, ICML 2023). All of it is made from the model and the
 published updates, and the result travels in the entry: everyone takes the same step.
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
@@ -160,30 +160,35 @@ class Fixed(_Averaging):
 
 @dataclass(frozen=True)
 class DistanceOverGradients(_Averaging):
-    """``α_k = r_k/√G_k``, and no shorter than the natural step.
+    """``α_k = r_k/√G_k``.
 
     ``r_k`` is the longest distance of the model from where it started, and ``G_k`` the sum of the
-    squared norms of all updates up to this one. At the start ``r`` is ``first·‖θ^1‖``: the first
-    step moves the model by this part of its own length. Where the natural step is longer than that
-    (the model begins at zero, or its clients train so hard that a round moves it by more), the rule
-    begins with the natural step, and goes on with it until the model has come further than steps
-    that cancel each other would bring it.
+    squared norms of all updates up to this one. Updates that agree take the model far, and steps
+    grow; those that cancel each other, being noise or swings, make ``G`` grow and ``r`` not, and
+    steps shrink, however long a client's own steps are.
+
+    At the start ``r`` is ``first·‖θ^1‖``: the first step moves the model by this part of its own
+    length, but by no more than ``widest`` natural ones, as a pretrained model is near to where it
+    is going. A model that begins at zero has no length, and the first step is the natural one.
 
     Attributes:
-        first: what the first step moves the model by, in its own length.
+        first: what the first step moves the model by at most, in its own length.
+        widest: likewise, in natural steps.
         average: ``γ`` of the mean over the models.
 
     """
 
     average: float = 8.0
     first: float = 0.2
+    widest: float = 8.0
 
     name = "dog"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.first < math.inf:
-            raise ConfigError(f"first is {self.first}; it must be at least 0 and finite")
+        for name, value in (("first", self.first), ("widest", self.widest)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
         """Start where the model does."""
@@ -204,12 +209,12 @@ class DistanceOverGradients(_Averaging):
             return state, _short(natural)
         reach, energy = state.reach, state.energy + length
         if not state.energy:
-            reach = self.first * math.sqrt(space.squared_norm(parameters))
+            first, moved = math.sqrt(space.squared_norm(parameters)), natural * math.sqrt(length)
+            reach = min(self.first * first, self.widest * moved) if first else moved
         reach = max(reach, math.sqrt(space.squared_norm(parameters - state.start)))
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _short(natural)
-        step_size = max(natural, reach / math.sqrt(energy))
-        return state._replace(reach=reach, energy=energy), _short(step_size)
+        return state._replace(reach=reach, energy=energy), _short(reach / math.sqrt(energy))
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {

@@ -127,6 +127,5 @@ class Desk:
             layout=model.signature,
             constants=model.constants_digest,
             statistics=model.broadcast() if kind == TRAIN else model.broadcast_fine(),
-            senders=settings.senders,
             exact=settings.exact,
         )

@@ -47,7 +47,7 @@ class Settings:
         alpha: ``α``, the server's step size; 0 stands for ``1/M``, which with pseudo-gradients
             ``θ - θ_local`` is federated averaging.
         step: how long steps are: ``fixed`` (``alpha`` in every round), ``dog`` (found from the
-            steps, at least ``alpha``), with options; ``auto`` is ``fixed`` where ``alpha`` is
+            steps), with options; ``auto`` is ``fixed`` where ``alpha`` is
             given, and otherwise what suits the recipe.
         seed: makes every random draw of the run.
         optimizer: of the server: ``sgd``, ``momentum`` or ``adam``, with options.
@@ -184,11 +184,6 @@ class Settings:
             return Fixed()
         return resolve_step(self.step, recipe, self.exact, make_optimizer(self.optimizer))
 
-    @property
-    def senders(self) -> float:
-        """How many clients are expected to answer in a round."""
-        return self.training().num_sampled(self.num_clients) * (1.0 - self.dropout)
-
     def training(self) -> Training:
         """Return who is asked, how clients count, and the server's step."""
         return Training(
@@ -220,7 +215,7 @@ def describe_step(rule: StepRule) -> str:
     """Return the setting that makes a rule for the length of steps.
 
     >>> describe_step(make_step("dog:first=0.1"))
-    'dog:average=8:first=0.1'
+    'dog:average=8:first=0.1:widest=8'
     """
     options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
     if isinstance(rule, Fixed) and not rule.average:

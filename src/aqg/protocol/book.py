@@ -162,6 +162,7 @@ class MirrorBook:
             round=self.round,
             client=client,
             movement=self.movement,
+            noise=self.state.model.budget.noise,
             epoch=stamp.epoch,
             uploads=stamp.uploads,
             digest=stamp.digest,
@@ -285,7 +286,8 @@ class MirrorBook:
         """
         model = self.state.model._replace(round=self.round + 1)
         if not (self.recipe.memory.keeps_mirror or self.recipe.keeps_residual):
-            model = model._replace(total=np.zeros_like(model.total))
+            total = np.zeros_like(model.total)
+            model = model._replace(total=total, num_sent=0, upload_energy=0.0)
         number, before = self.round, self.state.model.downlink
         self.state = self.state._replace(model=model)
         self._publish(LogEntry(number, is_step=False), before)

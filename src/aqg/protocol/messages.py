@@ -22,7 +22,7 @@ Field = int | float | str | bytes | bool
 MAX_FAULT_LENGTH = 500
 _MAX_INTEGER = 2**63 - 1
 _MAX_SECONDS = 1e9
-_MAX_SENDERS = 1e12
+_MAX_NOISE = 1e12
 
 
 class Stamp(NamedTuple):
@@ -95,7 +95,7 @@ class Order(_Fields):
         log: the entries that lead there, as a frame.
         snapshot: where they start, as a frame; empty where they start from what the client holds.
         statistics: of the server's module, as a frame; empty where none have changed.
-        senders: ``m``, how many clients the server expects to hear from in the round.
+        noise: the scalar of `aqg.core.messages.Broadcast`.
         exact: whether updates are gradients over all of a client's samples, without noise.
 
     """
@@ -123,16 +123,14 @@ class Order(_Fields):
     log: bytes = b""
     snapshot: bytes = b""
     statistics: bytes = b""
-    senders: float = 1.0
+    noise: float = 1.0
     exact: bool = False
 
     def __post_init__(self) -> None:
         _require_digest("digest", self.digest)
         _require_digest("fingerprint", self.fingerprint)
-        if not 0 < self.senders <= _MAX_SENDERS:
-            raise MessageError(
-                f"senders is {self.senders}; it must be above 0 and at most {_MAX_SENDERS:g}"
-            )
+        if not 0 <= self.noise <= _MAX_NOISE:
+            raise MessageError(f"noise is {self.noise}; it must be in 0..{_MAX_NOISE:g}")
         if self.public:
             _require_digest("public", self.public)
         for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):

@@ -188,7 +188,7 @@ def answer(
     old = base.snapshot
     key = (order.seed, order.client, order.round)
     state, message = respond(
-        recipe, old.state, gradient, order.movement, key, loss, senders=order.senders
+        recipe, old.state, gradient, order.movement, key, loss, noise=order.noise
     )
     frame = encode(message, known=known(old.state.link))
     if isinstance(message, Skip):

@@ -15,7 +15,6 @@ import numpy as np
 from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
-from aqg.core.server import expected_senders
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
@@ -75,7 +74,7 @@ class ServerSession:
         recipe: the compressor, by name or as a `Recipe`; clients must have an equal one.
         step_size: of ``θ ← θ - step_size·Σ_m w_m·update_m``; by default ``1/M``, which averages.
         step: how long steps are: ``"fixed"`` (``step_size`` in every round), or ``"dog"``, which
-            finds it from the steps themselves, at least ``step_size``. By default ``"fixed"``
+            finds it from the steps themselves. By default ``"fixed"``
             where ``step_size`` is given, and otherwise the recipe's own.
         weights: ``w_m``, by default 1 each.
         optimizer: of the server, by name.
@@ -182,7 +181,6 @@ class ServerSession:
             seed=self._seed,
             incarnation=self._incarnation,
             evaluate=False,
-            senders=expected_senders(self.num_clients, 0.0, self._sampled),
             exact=self._exact,
         )
         return to_bytes(order)

@@ -189,7 +189,7 @@ class FastSimulation:
                 block_losses,
                 self.seed,
                 level_factors=factors,
-                senders=self._senders,
+                noise=self._model.budget.noise,
             )
             spoken = speak(self.backend, self.recipe, self._clients, block, vectors, news)
             faults += spoken.faults

@@ -19,7 +19,6 @@ from aqg.core.messages import Broadcast
 from aqg.core.per_client import PerClient
 from aqg.core.public import Public
 from aqg.core.round import Clients, join_clients, split_clients
-from aqg.core.server import expected_senders
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
@@ -83,13 +82,13 @@ class Client:
             key,
             self.loss,
             self.level_factor,
-            broadcast.senders,
+            broadcast.noise,
         )
         self.fault = getattr(message, "fault", None)
         return encode(message, known=shared)
 
     def follow(
-        self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer, senders: float
+        self, parcel: Parcel, start: FloatArray, optimizer: ServerOptimizer, noise: float
     ) -> Broadcast:
         """Bring the own copy of the public model up to date, and read off the round's broadcast."""
         assert self.public is not None
@@ -98,7 +97,7 @@ class Client:
         movement = self.recipe.movement
         self.public = follow_log(parcel.log, self.public, movement, optimizer)
         public = self.public
-        return Broadcast(public.round, public.parameters, movement.of(public.history), senders)
+        return Broadcast(public.round, public.parameters, movement.of(public.history), noise)
 
     def evaluate(self, parameters: FloatArray) -> float:
         """Return ``f_m(θ)``."""
@@ -146,8 +145,7 @@ class Server:
 
     def broadcast(self) -> Broadcast:
         """Return ``θ^k`` and the movement scalar."""
-        senders = expected_senders(len(self.weights), self.dropout_rate, self.sampled)
-        return server_rules.broadcast(self.recipe, self.state, senders)
+        return server_rules.broadcast(self.recipe, self.state)
 
     def begin_round(self, takes_part: IntArray) -> None:
         """Say how much each client counts in this round."""
@@ -335,7 +333,7 @@ class ReferenceSimulation:
         parcel = self.server.parcel(delivery, client.public.round)
         optimizer = self.training.optimizer
         start = self.problem.initial_params
-        news = client.follow(parcel, start, optimizer, broadcast.senders)
+        news = client.follow(parcel, start, optimizer, broadcast.noise)
         return news, parcel.num_bytes
 
     def loss(self) -> float:

@@ -80,7 +80,7 @@ def initial_state(problem: Problem, recipe: Recipe, training: Training) -> Simul
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
     downlink = init_downlink(training.downlink, recipe, len(parameters))
-    model = init_model(parameters, training.optimizer, downlink, training.step)
+    model = init_model(parameters, training.optimizer, downlink, training.step, recipe.noise)
     log = None if downlink is None else initial_log(problem.num_clients)
     return SimulationState(model, clients, log=log)
 

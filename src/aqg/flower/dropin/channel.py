@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from aqg.core.budget import first_budget
 from aqg.core.downlink import Condensed
-from aqg.core.messages import Skip, num_nonzero
+from aqg.core.messages import Skip, energy_of, num_nonzero
 from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError
 from aqg.flower.dropin.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
@@ -149,6 +150,8 @@ class Channel:
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
         self._num_sent = 0
+        self._budget = first_budget(self._recipe.noise)
+        self._energy = 0.0
         self._zero: dict[tuple[int, str], Peer] = {}
         self._context_pays = True
 
@@ -177,13 +180,8 @@ class Channel:
         values = {**self._values, **held}
         return Phase(self._copy.version, self._copy.layout, self._is_open, values)
 
-    def order(
-        self, node: int, evaluate: bool, senders: int = 1
-    ) -> tuple[bytes, ArrayRecord | None]:
-        """Return a node's order, and the whole model where the node needs it.
-
-        ``senders`` is how many nodes get one at the same time.
-        """
+    def order(self, node: int, evaluate: bool) -> tuple[bytes, ArrayRecord | None]:
+        """Return a node's order, and the whole model where the node needs it."""
         copy, settings = self._copy, self._settings
         position = self._positions.get(node, 0)
         is_full = position < self._first
@@ -212,7 +210,7 @@ class Channel:
             layout=(OPEN if self._is_open else CLOSED) + copy.layout,
             public=self._digest,
             log=encode_log(first, self._entries[first - self._first :]),
-            senders=float(max(1, senders)),
+            noise=self._budget.noise,
         )
         return to_bytes(order), self._whole() if is_full else None
 
@@ -270,6 +268,7 @@ class Channel:
         self._peers[node] = layout, peer
         if not isinstance(message, Skip):
             self._num_sent += num_nonzero(message)
+            self._energy += energy_of(message) if self._recipe.noise else 0.0
         update = update_of(self._recipe, peer, message, size)
         total, count = self._sums.get(layout, (None, 0))
         self._sums[layout] = update if total is None else total + update, count + 1
@@ -389,7 +388,13 @@ class Channel:
         total, count = self._sums.pop(layout, (None, 0))
         self._senders = max(1, count)
         self._sums = {}
-        return None if total is None else squared_norm(total) / count**2
+        energy, self._energy = self._energy, 0.0
+        if total is None:
+            return None
+        square = squared_norm(total)
+        if energy:
+            self._budget = self._budget.after(self._recipe.noise, square, energy, count)
+        return square / count**2
 
     def _note_movement(self, step: float, mean: float) -> None:
         """Put the scale of the last step into the history that recipes look at.

@@ -56,7 +56,6 @@ class _Sent(NamedTuple):
     message: Message
     phases: dict[str, Phase]
     identifier: str
-    senders: int
     repeats: int = 0
 
 
@@ -148,8 +147,7 @@ class CompressedGrid(Grid):
         """Send messages, compressed; return their identifiers."""
         messages = list(messages)
         phases = self._publish(messages)
-        senders = sum(phase is not None for phase in phases)
-        sent = [self._compress(m, p, senders) for m, p in zip(messages, phases, strict=True)]
+        sent = [self._compress(m, p) for m, p in zip(messages, phases, strict=True)]
         identifiers = list(self._grid.push_messages(sent))
         now = time.time()
         self._open = {i: s for i, s in self._open.items() if _expiry(s.message) > now}
@@ -158,7 +156,7 @@ class CompressedGrid(Grid):
             identifier = message.metadata.message_id
             if phase is not None and identifier in taken:
                 name_message(own, identifier)
-                self._open[identifier] = _Sent(own, phase, identifier, senders)
+                self._open[identifier] = _Sent(own, phase, identifier)
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -239,16 +237,15 @@ class CompressedGrid(Grid):
             self._warn(f"{name!r} is sent as it is: {error}")
             return None
 
-    def _compress(self, message: Message, phases: dict[str, Phase] | None, senders: int) -> Message:
-        """Return the message that travels in place of the strategy's, to one of so many nodes."""
+    def _compress(self, message: Message, phases: dict[str, Phase] | None) -> Message:
+        """Return the message that travels in place of the strategy's."""
         if phases is None:
             return message
         kind, node = _kind_of(message), message.metadata.dst_node_id
         envelope, beside = Envelope(), dict[str, Any]()
         for name, record in message.content.items():
             if name in phases:
-                channel = self._channels[name]
-                order, whole = channel.order(node, kind == "evaluate", senders)
+                order, whole = self._channels[name].order(node, kind == "evaluate")
                 envelope.add_model(name, COMPRESSED if whole is None else FULL, order)
                 if whole is not None:
                     beside[name] = whole
@@ -328,7 +325,7 @@ class CompressedGrid(Grid):
         is_late = any(self._channels[n].version != p.version for n, p in sent.phases.items())
         if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
             return self._refused(sent, f"it cannot follow the model: {plain(why, _LONGEST)}")
-        again = self._compress(sent.message, sent.phases, sent.senders)
+        again = self._compress(sent.message, sent.phases)
         taken = list(self._grid.push_messages([again]))
         if not taken or taken[0] is None:
             return self._refused(sent, "the whole model could not be sent to it")
