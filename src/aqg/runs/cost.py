@@ -1,12 +1,27 @@
-"""What rounds cost: uploads, bits and bytes in both directions."""
+"""What rounds cost: uploads, bits and bytes in both directions.
+
+A `Cost` counts frames. `count_every_byte` counts what a deployment sends besides: the head of each
+order and reply, and the model that a client starts from.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
+from aqg.protocol.coding import to_bytes
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.messages import Order, Reply
+from aqg.sim.record import DROPPED
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aqg.core.downlink import Downlink
     from aqg.sim.record import RoundRecord
+
+_BYTES_PER_NUMBER = 4
 
 
 def add_bytes(*sizes: int | None) -> int | None:
@@ -43,3 +58,84 @@ class Cost:
             self.upload_bytes + record.upload_bytes,
             add_bytes(self.download_bytes, record.download_bytes),
         )
+
+
+@cache
+def head_bytes() -> int:
+    """Return the length of an order and its reply without any frames, the same for all recipes.
+
+    Numbers that grow, such as the round, are of a middling size; they change it by a few bytes.
+
+    >>> head_bytes()
+    210
+    """
+    digest = bytes(DIGEST_BYTES)
+    order = Order(
+        run="0" * 16,
+        fingerprint=digest,
+        recipe="auto",
+        bits=4,
+        max_staleness=100,
+        seed=0,
+        num_params=100_000,
+        dtype="float32",
+        incarnation=1,
+        round=100,
+        client=10,
+        movement=0.0,
+        epoch=0,
+        uploads=100,
+        digest=digest,
+        evaluate=False,
+        optimizer="sgd",
+        public=digest,
+    )
+    reply = Reply(
+        incarnation=1,
+        round=100,
+        stale=False,
+        restarted=False,
+        rolled_back=False,
+        epoch=0,
+        uploads=100,
+        base_digest=digest,
+        digest=digest,
+        frame=b"",
+        loss=0.0,
+        num_samples=1000,
+        fault="",
+        work_seconds=0.0,
+        held_round=99,
+    )
+    return len(to_bytes(order)) + len(to_bytes(reply))
+
+
+def first_model_bytes(downlink: Downlink, num_params: int) -> int:
+    """Return what a client receives before it can follow a log: the model, with 32 bits a number.
+
+    Where whole models travel in every round, the first one is among them.
+    """
+    return 0 if downlink.name == "full" else _BYTES_PER_NUMBER * num_params
+
+
+def count_every_byte(records: Iterable[RoundRecord], first_model: int) -> list[int]:
+    """Return what all clients have sent and received after 0, 1, 2, ... rounds.
+
+    Args:
+        records: of the rounds, from the first one on.
+        first_model: bytes that a client receives once, in the first round it takes part in.
+
+    >>> from aqg.sim.record import RoundRecord
+    >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
+    >>> [size - k * head_bytes() for k, size in enumerate(count_every_byte(rounds, 1000))]
+    [0, 1020, 1040]
+
+    """
+    totals, begun = [0], set[int]()
+    for record in records:
+        present = {client for client, width in enumerate(record.widths) if width != DROPPED}
+        frames = record.upload_bytes + (record.download_bytes or 0)
+        first = first_model * len(present - begun)
+        begun |= present
+        totals.append(totals[-1] + frames + first + head_bytes() * len(present))
+    return totals

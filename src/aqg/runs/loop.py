@@ -14,7 +14,7 @@ import numpy as np
 from aqg.errors import ConfigError, RunError
 from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
-from aqg.runs.cost import add_bytes
+from aqg.runs.cost import add_bytes, first_model_bytes
 from aqg.runs.directory import (
     CONFIG,
     VALIDATION,
@@ -247,6 +247,7 @@ def _run(
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
         models.finish(len(lines), model)
+    first_model = first_model_bytes(simulation.training.downlink, len(simulation.parameters))
     # A target on the validation set is not that of the test set, which a summary looks at.
     goal = None if config.validation else config.goal
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
@@ -260,7 +261,7 @@ def _run(
             "run": identity(config),
         }
         | client_bytes.to_json()
-        | ({} if validate is None else {"curve": curve(lines, final_value, metrics)})
+        | ({} if validate is None else {"curve": curve(lines, final_value, metrics, first_model)})
     )
     if not keeps_models:
         files.drop_checkpoint()

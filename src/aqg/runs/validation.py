@@ -2,19 +2,19 @@
 
 The test set is then looked at for reports only. A run with a ``validation`` share has a target on
 this set, and its summary holds the *curve*: the accuracy or loss on the validation set after every
-round, and the bytes that all clients had sent and received by then.
+round, and every byte that all clients had sent and received by then.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.errors import ConfigError
+from aqg.runs.cost import count_every_byte
 from aqg.runs.directory import VALIDATION, finite_or_none
 from aqg.sim.problem import Samples
 
@@ -77,14 +77,15 @@ class Validator:
 
 
 def curve(
-    lines: Sequence[Line], final: float, final_metrics: Mapping[str, float]
+    lines: Sequence[Line], final: float, final_metrics: Mapping[str, float], first_model: int
 ) -> dict[str, Any]:
     """Return a run's curve for its summary: entry ``k`` of each list is after ``k`` rounds.
 
-    ``tests`` are the test accuracies that were measured, as pairs of rounds and accuracy.
+    ``bytes`` are frames, heads of orders and replies, and ``first_model`` bytes for each client
+    once (`aqg.runs.cost.count_every_byte`). ``tests`` are the test accuracies that were measured,
+    as pairs of rounds and accuracy.
     """
     values = [line.metrics.get(VALIDATION, math.nan) for line in lines]
-    sizes = [line.record.upload_bytes + (line.record.download_bytes or 0) for line in lines]
     tests = [
         [line.record.round - 1, line.metrics["accuracy"]]
         for line in lines
@@ -94,7 +95,7 @@ def curve(
         tests.append([len(lines), final_metrics["accuracy"]])
     return {
         "values": [_shortened(value) for value in (*values, final)],
-        "bytes": [0, *accumulate(sizes)],
+        "bytes": count_every_byte((line.record for line in lines), first_model),
         "tests": tests,
     }
 

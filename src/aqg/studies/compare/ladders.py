@@ -58,8 +58,9 @@ class Ladder:
         (8, None)
         """
         others = [value for value in self.beside(best) if value not in tried]
+        known = [value for value in tried if value in self.values]
         return next(
-            (v for v in others if not any(_between(best, v, other) for other in tried)), None
+            (v for v in others if not any(_between(best, v, other) for other in known)), None
         )
 
 

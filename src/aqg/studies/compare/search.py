@@ -24,11 +24,12 @@ import itertools
 import json
 import math
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from aqg.core.downlink import AUTO
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.studies.compare.ladders import Ladder, most_points, next_points
@@ -152,7 +153,7 @@ def make_setting(recipe: str, ladders: Sequence[Ladder], point: Point) -> Settin
     >>> str(make_setting("laq", ladders, (2, 8, 0.1)))
     'laq:xi=0.1, 8 bits, step ×2'
     """
-    spec, bits, multiplier = recipe, 4, 1.0
+    spec, bits, multiplier, downlink = recipe, 4, 1.0, AUTO
     for ladder, value in zip(ladders, point, strict=True):
         match ladder.name:
             case "step":
@@ -161,9 +162,11 @@ def make_setting(recipe: str, ladders: Sequence[Ladder], point: Point) -> Settin
                 multiplier *= value
             case "bits":
                 bits = int(value)
+            case "ratio":
+                downlink = AUTO if value == 1 else f"condensed:ratio={value:g}"
             case _:
                 spec += f":{ladder.name}={value:g}"
-    return Setting(spec, bits, multiplier)
+    return Setting(spec, bits, multiplier, downlink)
 
 
 def _extending_settings(
@@ -311,7 +314,7 @@ def default_setting(recipe: str, task: Task) -> Setting:
 def write_tuned(tuned: Tuned) -> str:
     """Return the winners as JSON, by task and recipe."""
     rows = {
-        task: {recipe: asdict(setting) for recipe, setting in recipes.items()}
+        task: {recipe: setting.to_json() for recipe, setting in recipes.items()}
         for task, recipes in tuned.items()
     }
     return json.dumps(rows, indent=1) + "\n"

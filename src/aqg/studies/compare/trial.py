@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from aqg.core.downlink import AUTO
 from aqg.runs.cost import add_bytes
 from aqg.runs.loop import slug
 
@@ -20,6 +21,8 @@ CEILING = 10
 """Costs of so many times those of the best recipe of a task are of no interest."""
 SELF_SETTING = 0.0
 """In place of a multiple of the step: one that the server sets itself."""
+FORMER_STEP = -1.0
+"""The same with a rule of earlier versions: such runs are kept and ranked, and never made anew."""
 _OLDER_ENDINGS = {"too slow": "hopeless"}
 
 
@@ -31,18 +34,37 @@ class Setting:
         spec: the recipe with its options, such as ``"stc:keep=0.001"``.
         bits: ``b_max``.
         multiplier: of the task's step size; `SELF_SETTING` where the server sets it.
+        downlink: how clients receive the model; ``"auto"`` is what the comparison says.
 
     """
 
     spec: str
     bits: int = 4
     multiplier: float = 1.0
+    downlink: str = AUTO
 
     def __str__(self) -> str:
         text = self.spec if self.bits == 4 else f"{self.spec}, {self.bits} bits"
+        if self.downlink != AUTO:
+            text += f", {self.downlink}"
         if self.multiplier == SELF_SETTING:
             return f"{text}, step of its own"
+        if self.multiplier == FORMER_STEP:
+            return f"{text}, former adaptive step"
         return text if self.multiplier == 1 else f"{text}, step ×{self.multiplier:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; a downlink that is not chosen is left out."""
+        row = asdict(self)
+        if self.downlink == AUTO:
+            del row["downlink"]
+        return row
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Setting:
+        """Read what `to_json` wrote, among other fields."""
+        names = ("spec", "bits", "multiplier")
+        return Setting(*(row[name] for name in names), row.get("downlink", AUTO))
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,7 @@ class Trial:
             bits=self.setting.bits,
             alpha=task.config.alpha * self.setting.multiplier,
             seed=self.seed,
-            downlink=downlink,
+            downlink=downlink if self.setting.downlink == AUTO else self.setting.downlink,
             device=device if task.uses_device else "cpu",
         )
 
@@ -128,14 +150,13 @@ class Outcome:
         """Return one flat object."""
         row = asdict(self)
         trial = row.pop("trial")
-        setting = trial.pop("setting")
-        return {**trial, **setting, **row}
+        del trial["setting"]
+        return {**trial, **self.trial.setting.to_json(), **row}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Outcome:
         """Read what `to_json` wrote, in this version or an earlier one."""
-        setting = Setting(row["spec"], row["bits"], row["multiplier"])
-        trial = Trial(row["task"], row["recipe"], setting, row["seed"])
+        trial = Trial(row["task"], row["recipe"], Setting.from_json(row), row["seed"])
         names = ("rounds", "uploads", "upload_bytes", "value", "seconds")
         found = {name: row[name] for name in names}
         ending = _OLDER_ENDINGS.get(row["ending"], row["ending"])

@@ -4,15 +4,18 @@
 the validation set in full precision, with the server step for which that is best. *Goals* are
 shares of it (90 % of a loss: 1.1 times the plateau), and the plateau less one point (a loss: plus
 one percent), which is the one that counts. A goal is reached in the first round that meets it if
-the mean over that round and the next ones (`hold_of`) meets it too. *Cost* is what all clients sent
-and received until then, *delay* the rounds over those of federated averaging, with that of the
-steps tried for which these are fewest. A recipe whose delay is at most `MOST_DELAY` is a *swap-in*.
+the mean over that round and the next ones (`hold_of`) meets it too. *Cost* is every byte that all
+clients sent and received until then (`aqg.runs.cost.count_every_byte`), *delay* the rounds over
+those of federated averaging, with that of the steps tried for which these are fewest. A recipe
+whose delay is at most `MOST_DELAY` is a *swap-in*. Runs that go to the last round have a plateau of
+their own, compared in points. Comparisons are paired by seed, with 95 % intervals of Student's.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from aqg.runs.stopping import Target
@@ -94,15 +97,26 @@ def hold_of(num_rounds: int) -> int:
 
 
 def plateau_of(curve: Curve, num_rounds: int) -> float:
-    """Return the mean over the last tenth of the rounds; NaN for a run that ended before.
+    """Return the mean over the last tenth of so many rounds; NaN for a run that ended before.
 
     >>> plateau_of(Curve((0.1, 0.5, 0.9), (0, 1, 2)), num_rounds=2)
     0.9
     """
     if curve.num_rounds < num_rounds:
         return math.nan
-    last = curve.values[-max(1, num_rounds // 10) :]
+    last = curve.values[: num_rounds + 1][-max(1, num_rounds // 10) :]
     return sum(last) / len(last)
+
+
+def points_above(kind: Kind, plateau: float, reference: float) -> float:
+    """Return how many points better a plateau is: of accuracy or, for losses, percent.
+
+    >>> round(points_above("accuracy", 0.91, 0.90), 6), round(points_above("loss", 0.99, 1.0), 6)
+    (1.0, 1.0)
+    """
+    if kind == "accuracy":
+        return (plateau - reference) / _POINT
+    return (reference - plateau) / reference / _POINT
 
 
 def goals_of(kind: Kind, plateau: float, num_rounds: int) -> dict[str, Target]:
@@ -209,34 +223,49 @@ def score(curve: Curve, reference: Reference, goal: str = PLATEAU) -> Score | No
 
 @dataclass(frozen=True)
 class Mean:
-    """A geometric mean over seeds with a 95 % confidence interval.
-
-    The interval is Student's, of the logarithms; without one where there is a single seed.
-    """
+    """A mean over seeds with a 95 % confidence interval; none where there is a single seed."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
+    def includes(self, value: float) -> bool:
+        """Tell whether the interval includes a value; without an interval nothing is known."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
 
-_STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The 97.5 % quantiles of Student's distribution for 1, 2, ... degrees of freedom."""
+
+def arithmetic_mean(values: Sequence[float]) -> Mean:
+    """Return the mean of some numbers, with Student's interval.
+
+    >>> mean = arithmetic_mean([1.0, 2.0, 3.0])
+    >>> mean.value, round(mean.low, 3), round(mean.high, 3)
+    (2.0, -0.484, 4.484)
+    """
+    count = len(values)
+    center = sum(values) / count
+    if count < 2:
+        return Mean(center)
+    spread = math.sqrt(sum((x - center) ** 2 for x in values) / (count - 1) / count)
+    margin = _quantile(count - 1) * spread
+    return Mean(center, center - margin, center + margin)
+
+
+@cache
+def _quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution."""
+    from scipy.stats import t  # slow to import, and not needed to run a trial
+
+    return float(t.ppf(0.975, degrees))
 
 
 def geometric_mean(values: Sequence[float]) -> Mean:
-    """Return the geometric mean of positive numbers.
+    """Return the geometric mean of positive numbers, with Student's interval of the logarithms.
 
     >>> mean = geometric_mean([1.0, 4.0, 2.0])
     >>> round(mean.value, 6), round(mean.low, 3), round(mean.high, 2)
     (2.0, 0.357, 11.19)
     """
-    logarithms = [math.log(value) for value in values]
-    count = len(logarithms)
-    center = sum(logarithms) / count
-    if count < 2:
-        return Mean(math.exp(center))
-    spread = math.sqrt(sum((x - center) ** 2 for x in logarithms) / (count - 1) / count)
-    quantile = _STUDENT[min(count - 1, len(_STUDENT)) - 1]
-    return Mean(
-        math.exp(center), math.exp(center - quantile * spread), math.exp(center + quantile * spread)
-    )
+    mean = arithmetic_mean([math.log(value) for value in values])
+    if mean.low is None or mean.high is None:
+        return Mean(math.exp(mean.value))
+    return Mean(math.exp(mean.value), math.exp(mean.low), math.exp(mean.high))

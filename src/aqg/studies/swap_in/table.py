@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.compare.labels import FOOTNOTE, label
+from aqg.studies.compare.search import SEARCH_SEED
 from aqg.studies.swap_in.measure import (
     GOALS,
     MOST_DELAY,
     PLATEAU,
     Mean,
+    Score,
+    arithmetic_mean,
     geometric_mean,
+    plateau_of,
+    points_above,
     score,
 )
 from aqg.studies.swap_in.plan import Findings, pending_trials
 from aqg.studies.swap_in.search import FEDAVG
+from aqg.studies.swap_in.tasks import SWAP_TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +33,10 @@ if TYPE_CHECKING:
     from aqg.studies.swap_in.plan import Outcome
     from aqg.studies.swap_in.tasks import SwapTask
 
+DEFAULT = "auto"
+"""The recipe that others are compared with."""
 PARTIAL = "†"
+AS_GOOD = "as good as"
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,11 @@ class Cell:
         best_value: the best accuracy or loss on the validation set, over all seeds.
         is_partial: whether runs are missing.
         same_as: an earlier recipe whose runs were the same, to the byte.
+        level: the mean plateau on the validation set, where all runs went to the last round.
+        plateau: how many points it is above federated averaging's, paired by seed; for losses
+            percent.
+        versus: its bytes over those of `auto`, paired by seed; None without a common seed.
+        num_settings: how many were tried on seed 0.
 
     """
 
@@ -63,6 +78,10 @@ class Cell:
     best_value: float | None
     is_partial: bool = False
     same_as: str | None = None
+    level: float | None = None
+    plateau: Mean | None = None
+    versus: Mean | None = None
+    num_settings: int = 1
 
     @property
     def is_swap_in(self) -> bool:
@@ -73,10 +92,11 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object."""
-        means = {name: getattr(self, name) for name in ("cost", "savings", "delay")}
+        names = ("cost", "savings", "delay", "plateau", "versus")
+        means = {name: getattr(self, name) for name in names}
         row = {key: value for key, value in vars(self).items() if key != "setting"}
         row |= {name: None if mean is None else vars(mean) for name, mean in means.items()}
-        return {**vars(self.setting), **row, "is_swap_in": self.is_swap_in}
+        return {**self.setting.to_json(), **row, "is_swap_in": self.is_swap_in}
 
 
 def make_cells(comparison: SwapIn, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
@@ -85,57 +105,116 @@ def make_cells(comparison: SwapIn, outcomes: Mapping[Trial, Outcome]) -> list[Ce
     cells: list[Cell] = []
     for task in comparison.tasks:
         seen: dict[tuple[Any, ...], str] = {}
+        ours = _runs(DEFAULT, task, findings)
         for recipe in comparison.recipes:
-            own = findings.by_pair.get((recipe, task.name))
-            setting = findings.best(recipe, task)
-            if not own or setting is None or (task.name, 0) not in findings.references:
+            runs = _runs(recipe, task, findings)
+            if not runs:
                 continue
-            if recipe == FEDAVG:
-                setting = findings.fedavg_settings(task)[-1]
-            runs = sorted(
-                (o for t, o in own.items() if t.setting == setting), key=lambda o: o.trial.seed
-            )
             same = seen.setdefault(tuple(o.curve for o in runs), recipe)
             left, later = pending_trials(comparison, recipe, task, findings)
+            tried = {
+                t.setting for t in findings.by_pair[recipe, task.name] if t.seed == SEARCH_SEED
+            }
             for goal in GOALS:
-                cell = _make_cell(task, goal, runs, findings)
+                cell = _make_cell(task, goal, runs, ours, findings)
                 cells.append(
                     replace(
                         cell,
                         is_partial=bool(left or later),
                         same_as=None if same == recipe else same,
+                        num_settings=len(tried),
                     )
                 )
     return cells
 
 
-def _make_cell(task: SwapTask, goal: str, runs: Sequence[Outcome], findings: Findings) -> Cell:
-    references = [findings.references.get((task.name, o.trial.seed)) for o in runs]
-    pairs = [(o, r) for o, r in zip(runs, references, strict=True) if r is not None]
-    found = [score(outcome.curve, reference, goal) for outcome, reference in pairs]
-    scores = [one for one in found if one is not None]
-    if runs[0].trial.recipe == FEDAVG:  # of several steps, the one that gets there first
-        scores = [
-            replace(one, delay=1.0, savings=1.0, cost=r.crossings[goal].total_bytes)
-            for one, (_, r) in zip(found, pairs, strict=True)
-            if one is not None
-        ]
+def _runs(recipe: str, task: SwapTask, findings: Findings) -> list[Outcome]:
+    """Return the runs of a recipe's best setting by seed; nothing while there is no target."""
+    setting = findings.best(recipe, task)
+    if setting is None or (task.name, SEARCH_SEED) not in findings.references:
+        return []
+    if recipe == FEDAVG:
+        setting = findings.fedavg_settings(task)[-1]
+    own = findings.counted(recipe, task)
+    return sorted((o for t, o in own.items() if t.setting == setting), key=lambda o: o.trial.seed)
+
+
+def _scores(
+    task: SwapTask, goal: str, runs: Sequence[Outcome], findings: Findings
+) -> dict[int, Score | None]:
+    """Return each seed's score, None where it does not reach the goal.
+
+    Seeds without a target are left out, and runs that ended at an easier one.
+    """
+    found = {}
+    for outcome in runs:
+        seed = outcome.trial.seed
+        reference = findings.references.get((task.name, seed))
+        if reference is None or outcome.is_cut(reference.goals[goal]):
+            continue
+        one = score(outcome.curve, reference, goal)
+        if one is not None and outcome.trial.recipe == FEDAVG:
+            # of several steps, the one that gets there first
+            cost = reference.crossings[goal].total_bytes
+            one = replace(one, delay=1.0, savings=1.0, cost=cost)
+        found[seed] = one
+    return found
+
+
+def _make_cell(
+    task: SwapTask,
+    goal: str,
+    runs: Sequence[Outcome],
+    ours: Sequence[Outcome],
+    findings: Findings,
+) -> Cell:
+    recipe = runs[0].trial.recipe
+    found = _scores(task, goal, runs, findings)
+    scores = [one for one in found.values() if one is not None]
     tests = [one.test for one in scores if one.test is not None]
-    values = [v for o, _ in pairs for v in o.curve.values if v == v]
+    values = [v for o in runs if o.trial.seed in found for v in o.curve.values if v == v]
     pick = max if task.kind == "accuracy" else min
+    default = _scores(task, goal, ours, findings)
+    ratios = [
+        one.cost / other.cost
+        for seed, one in found.items()
+        if one is not None and (other := default.get(seed)) is not None
+    ]
+    level, plateau = _plateau(task, [o for o in runs if o.trial.seed in found], findings)
     return Cell(
         task=task.name,
-        recipe=runs[0].trial.recipe,
+        recipe=recipe,
         goal=goal,
         setting=runs[0].trial.setting,
-        num_seeds=len(pairs),
+        num_seeds=len(found),
         num_reached=len(scores),
         cost=geometric_mean([one.cost for one in scores]) if scores else None,
         savings=geometric_mean([one.savings for one in scores]) if scores else None,
         delay=geometric_mean([one.delay for one in scores]) if scores else None,
         test=sum(tests) / len(tests) if tests else None,
         best_value=pick(values) if values else None,
+        level=level,
+        plateau=plateau,
+        versus=geometric_mean(ratios) if ratios and recipe not in (FEDAVG, DEFAULT) else None,
     )
+
+
+def _plateau(
+    task: SwapTask, runs: Sequence[Outcome], findings: Findings
+) -> tuple[float | None, Mean | None]:
+    """Return the mean plateau, and how many points it is above federated averaging's.
+
+    The latter is that of its best step, seed by seed. Nothing where a run ended earlier.
+    """
+    references = [findings.references[task.name, o.trial.seed].plateau for o in runs]
+    if runs and runs[0].trial.recipe == FEDAVG:
+        return sum(references) / len(references), None
+    plateaus = [plateau_of(o.curve, task.config.rounds) for o in runs]
+    if not plateaus or any(math.isnan(plateau) for plateau in plateaus):
+        return None, None
+    pairs = zip(plateaus, references, strict=True)
+    points = [points_above(task.kind, *pair) for pair in pairs]
+    return sum(plateaus) / len(plateaus), arithmetic_mean(points)
 
 
 def _order(cell: Cell) -> tuple[int, float]:
@@ -148,17 +227,32 @@ def _order(cell: Cell) -> tuple[int, float]:
 
 
 _NOTE = (
-    "Federated averaging's bytes, sent and received by all clients until the validation accuracy "
-    "is that of its plateau less one point (a loss: plus one percent); for each recipe how many "
-    "times fewer it needs, and its delay, which is its rounds over those of federated averaging. "
+    "Federated averaging's plateau, and every byte that all clients send and receive until the "
+    "validation accuracy is that of the plateau less one point (a loss: plus one percent); for each "
+    "recipe how many times fewer it needs, its delay, which is its rounds over those of federated "
+    "averaging, and by how many points its own plateau is higher, where runs go that far. "
     f"Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. {PARTIAL}: runs "
     f"are missing. {FOOTNOTE}"
 )
 _TASK_NOTE = (
-    "Geometric means over seeds, in brackets the 95 % confidence interval. Test: accuracy on the "
-    "test set when the target is reached."
+    "Geometric means over seeds, in brackets the 95 % confidence interval. Tried: settings on seed "
+    "0. Plateau: federated averaging's on the validation set, and points above it. Against `auto`: "
+    "bytes of a swap-in over those of `auto`, paired by seed; where the interval includes 1, seeds "
+    "do not tell them apart. Test: accuracy on the test set when the target is reached."
 )
-_HEADER = ("recipe", "setting", "cost", "saved", "delay", "swap-in", "test", "seeds")
+_HEADER = (
+    "recipe",
+    "setting",
+    "tried",
+    "cost",
+    "saved",
+    "delay",
+    "plateau",
+    "swap-in",
+    "against `auto`",
+    "test",
+    "seeds",
+)
 
 
 def format_saving(factor: float) -> str:
@@ -185,30 +279,69 @@ def as_tables(comparison: SwapIn, cells: Sequence[Cell]) -> list[Table]:
 
 def _row(cell: Cell, task: SwapTask) -> tuple[str, ...]:
     name = f"`{label(cell.recipe)}`{PARTIAL if cell.is_partial else ''}"
-    setting = setting_text(cell)
+    setting, tried = setting_text(cell), str(cell.num_settings)
     share = f"{cell.num_reached}/{cell.num_seeds}"
     if cell.same_as is not None:
-        return name, f"the same as `{cell.same_as}`, to the byte", *[""] * 5, share
+        return name, f"the same as `{cell.same_as}`, to the byte", tried, *[""] * 7, share
+    plateau = plateau_text(cell, task)
     if cell.cost is None or cell.savings is None or cell.delay is None:
-        return name, setting, f"– ({_value(cell.best_value, task)})", "", "", "no", "", share
+        best = f"– ({_value(cell.best_value, task)})"
+        return name, setting, tried, best, "", "", plateau, "no", "", "", share
     is_swap_in = "" if cell.recipe == FEDAVG else "**yes**" if cell.is_swap_in else "no"
     test = "" if cell.test is None else f"{cell.test:.1%}"
     return (
         name,
         setting,
+        tried,
         _with_interval(cell.cost, format_bytes),
         _with_interval(cell.savings, format_saving),
         _with_interval(cell.delay, lambda value: f"{value:.2f}"),
+        plateau,
         is_swap_in,
+        versus_text(cell) if cell.is_swap_in else "",
         test,
         share,
     )
+
+
+def plateau_text(cell: Cell, task: SwapTask) -> str:
+    """Write federated averaging's plateau, and others as points above it."""
+    if cell.recipe == FEDAVG:
+        return "" if cell.level is None else _value(cell.level, task)
+    return "" if cell.plateau is None else _with_interval(cell.plateau, format_points)
+
+
+def format_points(points: float) -> str:
+    """Return points with their sign.
+
+    >>> format_points(0.26), format_points(-1.0)
+    ('+0.3', '-1.0')
+    """
+    return f"{points:+.1f}"
+
+
+def versus_text(cell: Cell) -> str:
+    """Say how a recipe's bytes compare with those of `auto`; not at all within the noise of seeds.
+
+    With a single common seed there is no interval, and the ratio is marked as such.
+    """
+    versus = cell.versus
+    if versus is None:
+        return ""
+    if versus.low is None or versus.high is None:
+        return f"{versus.value:.2f}× (one seed)"
+    interval = f"({versus.low:.2f}–{versus.high:.2f})"
+    return f"{AS_GOOD} {interval}" if versus.includes(1) else f"{versus.value:.2f}× {interval}"
 
 
 def _value(value: float | None, task: SwapTask) -> str:
     if value is None:
         return "diverged"
     return f"{value:.1%}" if task.kind == "accuracy" else f"{value:.3g}"
+
+
+def _level(cell: Cell) -> str:
+    return _value(cell.level, SWAP_TASKS[cell.task])
 
 
 def _with_interval(mean: Mean, write: Any) -> str:
@@ -228,12 +361,16 @@ def _short(cell: Cell | None) -> str:
         return ""
     mark = PARTIAL if cell.is_partial else ""
     if cell.recipe == FEDAVG and cell.cost is not None:
-        return f"{format_bytes(cell.cost.value)}{mark}"
+        is_shown = cell.level is not None and cell.goal == PLATEAU
+        level = f"{_level(cell)}, " if is_shown else ""
+        return f"{level}{format_bytes(cell.cost.value)}{mark}"
     if cell.same_as is not None:
         return f"as `{cell.same_as}`"
     if cell.savings is None or cell.delay is None:
         return f"–{mark}"
     text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
+    if cell.plateau is not None and cell.goal == PLATEAU:
+        text += f", {format_points(cell.plateau.value)}"
     if cell.num_reached < cell.num_seeds:
         text += f" ({cell.num_reached}/{cell.num_seeds})"
     return (f"**{text}**" if cell.is_swap_in else text) + mark
