@@ -1,4 +1,4 @@
-"""Problems with natural clients, and CIFAR-10, from files in the data directory.
+"""Problems with natural clients and some others, most of them from files in the data directory.
 
 Each function makes the problem of a task (`aqg.studies.swap_in.tasks`). The files, relative to the
 data directory:
@@ -6,8 +6,8 @@ data directory:
 ``heart/processed.{cleveland,hungarian,switzerland,va}.data``
     920 patients of four hospitals (UCI heart disease, CC BY 4.0); missing values as ``?`` or NaN.
 ``watch/watch_windows.npz``
-    4,677 windows of smartwatch motion of ten persons: ``X`` (N×100×6), ``y``, ``subject`` and
-    ``recording`` (Burns and others, 2018; BSD).
+    4,677 windows of smartwatch motion of ten persons: ``X`` (N×100×6), ``y``, ``subject``,
+    ``recording`` and ``side``, the arm (Burns and others, 2018; BSD).
 ``shakespeare/roles.json.gz``
     the speeches of 37 plays, ``{"play__ROLE": ["a speech", ...]}`` (public domain).
 ``cifar10.npz``
@@ -43,6 +43,8 @@ HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 TEST_PERSONS = (9, 10)
 LENGTH = 64
 """Characters that the transformer sees."""
+_SYNTHETIC_STREAM = 0x5717
+"""Keeps the samples apart from other random numbers of the same seed."""
 _CIFAR_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 _CIFAR_DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
@@ -87,12 +89,24 @@ def _read_hospital(file: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def watch(data_dir: Path, dtype: str) -> Problem:
-    """Make a client of each of eight persons; the test set is two others.
+    """Make a client of each of eight persons; the test set is two others."""
+    return _watch(data_dir, dtype, _motion_network(), by_arm=False)
+
+
+def arms(data_dir: Path, dtype: str) -> Problem:
+    """Make a client of each arm of eight persons, with a recurrent network; test as in `watch`."""
+    from aqg.studies.swap_in.nets import MotionRecurrence
+
+    return _watch(data_dir, dtype, MotionRecurrence(), by_arm=True)
+
+
+def _watch(data_dir: Path, dtype: str, module: nn.Module, by_arm: bool) -> Problem:
+    """Make the problem of smartwatch motion.
 
     Neighboring windows overlap. The validation set is the last fifth of every recording, and the
     window before it is left out.
     """
-    names = ("X", "y", "subject", "recording")
+    names = ("X", "y", "subject", "recording", *(("side",) if by_arm else ()))
     arrays = read_arrays(data_dir / "watch" / "watch_windows.npz", names)
     windows, exercises, persons = arrays["X"], arrays["y"].astype(np.int64), arrays["subject"]
     in_test = np.isin(persons, TEST_PERSONS)
@@ -104,11 +118,12 @@ def watch(data_dir: Path, dtype: str) -> Problem:
         first = len(places) - len(places) // 5
         trains[places[: first - 1]] = True
         validates[places[first:]] = True
+    owners = 2 * persons.astype(np.int64) + (arrays["side"] if by_arm else 0)
     problem = Problem.from_module(
-        _motion_network(),
+        module,
         clients=[
-            (windows[trains & (persons == person)], exercises[trains & (persons == person)])
-            for person in np.unique(persons[~in_test])
+            (windows[trains & (owners == owner)], exercises[trains & (owners == owner)])
+            for owner in np.unique(owners[~in_test])
         ],
         test=(windows[in_test], exercises[in_test]),
         dtype=dtype,
@@ -135,12 +150,21 @@ def _motion_network(width: int = 24) -> nn.Module:
     return nn.Sequential(*layers, MeanOverTime(), nn.Dropout(0.2), nn.Linear(width, 7))
 
 
-def shakespeare(data_dir: Path, dtype: str, clients: int, by: str = "role") -> Problem:
+def shakespeare(
+    data_dir: Path,
+    dtype: str,
+    clients: int,
+    by: str = "role",
+    skip: int = 0,
+    net: str = "transformer",
+) -> Problem:
     """Make a client of each of the largest roles, or plays (``by=play``).
 
-    The last tenth of every client's speeches is its part of the test set.
+    The ``skip`` largest of all are left out. The last tenth of every client's speeches is its part
+    of the test set.
     """
     from aqg.models.nets import Transformer
+    from aqg.studies.swap_in.nets import LongShortTermMemory
 
     speeches = _read_roles(data_dir / "shakespeare" / "roles.json.gz")
     letters = {letter for texts in speeches.values() for text in texts for letter in text}
@@ -152,13 +176,13 @@ def shakespeare(data_dir: Path, dtype: str, clients: int, by: str = "role") -> P
         speeches = plays
     largest = sorted(speeches, key=lambda name: -sum(map(len, speeches[name])))
     parts, tests = [], []
-    for name in largest[:clients]:
+    for name in largest[skip : skip + clients]:
         texts = speeches[name]
         last = len(texts) - len(texts) // 10
         parts.append(_windows(texts[:last], alphabet))
         tests.append(_windows(texts[last:], alphabet))
     return Problem.from_module(
-        Transformer(len(alphabet), LENGTH),
+        LongShortTermMemory(len(alphabet)) if net == "lstm" else Transformer(len(alphabet), LENGTH),
         clients=parts,
         test=tuple(np.concatenate(part)[::4] for part in zip(*tests, strict=True)),
         dtype=dtype,
@@ -230,3 +254,53 @@ def _image_network() -> nn.Module:
         layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1))
         layers += [nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def vision_transformer(data_dir: Path, seed: int, dtype: str, clients: int, images: int) -> Problem:
+    """Split some of MNIST's images by Dirichlet(1) over labels, with a vision transformer."""
+    from aqg.studies.swap_in.nets import VisionTransformer
+
+    data = load_dataset("mnist", data_dir)
+    assert data.test_features is not None
+    assert data.test_labels is not None
+    step = len(data) // images
+    data = replace(
+        data, features=data.features[::step][:images], labels=data.labels[::step][:images]
+    )
+    parts = parse_partition("dirichlet:1.0").split(data, clients, seed)
+    return Problem.from_module(
+        VisionTransformer(),
+        clients=[(data.features[part], data.labels[part]) for part in parts],
+        test=(data.test_features, data.test_labels),
+        dtype=dtype,
+    )
+
+
+def synthetic(seed: int, dtype: str, clients: int) -> Problem:
+    """Draw Synthetic(1, 1) of Li et al. (2020), with a perceptron of one hidden layer.
+
+    Every client labels samples of a distribution of its own by a linear model of its own. A tenth
+    of its samples is in the test set.
+    """
+    random = np.random.default_rng([_SYNTHETIC_STREAM, seed])
+    num_features, num_classes = 60, 10
+    sizes = random.lognormal(4.0, 2.0, clients).astype(np.int64) + 50
+    deviations = np.arange(1, num_features + 1) ** -0.6  # of variances j^-1.2
+    parts, tests = [], []
+    for size in sizes.tolist():
+        model_mean, feature_mean = random.normal(size=2)
+        weights = random.normal(model_mean, 1.0, (num_features, num_classes))
+        bias = random.normal(model_mean, 1.0, num_classes)
+        center = random.normal(feature_mean, 1.0, num_features)
+        features = center + deviations * random.normal(size=(size, num_features))
+        labels = (features @ weights + bias).argmax(axis=1)
+        last = size - size // 10
+        parts.append(Samples(features[:last].astype(dtype), labels[:last]))
+        tests.append((features[last:].astype(dtype), labels[last:]))
+    objective = make_objective("mlp:64", num_features, num_classes, l2=0.0, scaling="mean")
+    return Problem(
+        objective=objective,
+        clients=tuple(parts),
+        initial_params=objective.init_params(seed).astype(dtype),
+        test=Samples(*(np.concatenate(part) for part in zip(*tests, strict=True))),
+    )

@@ -130,7 +130,6 @@ def _bursts(clients: int, rounds: int, length: int) -> tuple[tuple[int, int, int
     return tuple((client, start, start + length - 1) for client, start in enumerate(starts))
 
 
-
 SWAP_TASKS: dict[str, SwapTask] = {
     task.name: task
     for task in (
