@@ -63,8 +63,8 @@ class Setting:
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Setting:
         """Read what `to_json` wrote, among other fields."""
-        names = ("spec", "bits", "multiplier")
-        return Setting(*(row[name] for name in names), row.get("downlink", AUTO))
+        downlink = row.get("downlink", AUTO)
+        return Setting(row["spec"], row["bits"], row["multiplier"], downlink)
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ class Score:
         savings: federated averaging's bytes over these.
         delay: rounds over those of federated averaging.
         test: the test accuracy when the goal was reached.
+        rounds: until then.
 
     """
 
@@ -208,6 +209,7 @@ class Score:
     savings: float
     delay: float
     test: float | None
+    rounds: int
 
 
 def score(curve: Curve, reference: Reference, goal: str = PLATEAU) -> Score | None:
@@ -218,7 +220,7 @@ def score(curve: Curve, reference: Reference, goal: str = PLATEAU) -> Score | No
         return None
     delay = max(1, ours.rounds) / max(1, theirs.rounds)
     savings = theirs.total_bytes / max(1, ours.total_bytes)
-    return Score(ours.total_bytes, savings, delay, ours.test)
+    return Score(ours.total_bytes, savings, delay, ours.test, ours.rounds)
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,11 @@ class Findings:
 
     def counted(self, recipe: str, task: SwapTask) -> dict[Trial, Outcome]:
         """Return the outcomes that count: not those that ended at an easier goal than today's."""
+        own = self.by_pair.get((recipe, task.name), {})
+        if recipe == FEDAVG:  # whose runs have no goal
+            return own
         found = {}
-        for trial, outcome in self.by_pair.get((recipe, task.name), {}).items():
+        for trial, outcome in own.items():
             reference = self.references.get((task.name, trial.seed))
             if reference is None or not outcome.is_cut(reference.goals[PLATEAU]):
                 found[trial] = outcome
@@ -321,6 +324,7 @@ class SwapPlan(TrialPlan["SwapTask"]):
         self._device = device
         self._outcomes = read_outcomes(directory)
         self._findings = Findings(comparison, self._outcomes)
+        self._made: set[Trial] = set()
 
     @property
     def num_finished(self) -> int:
@@ -335,8 +339,7 @@ class SwapPlan(TrialPlan["SwapTask"]):
     def _next_trial(self) -> tuple[Trial, SwapTask] | None:
         for recipe in self._comparison.recipes:
             for task in self._comparison.tasks_of(recipe):
-                trials, _ = pending_trials(self._comparison, recipe, task, self._findings)
-                for trial in self._ready(trials):
+                for trial in self._ready(self._pending(recipe, task)[0]):
                     return trial, task
         return None
 
@@ -354,6 +357,7 @@ class SwapPlan(TrialPlan["SwapTask"]):
         outcome = Outcome.of_run(trial, summary, seconds)
         self._records.add(outcome.to_json())
         self._outcomes[trial] = outcome
+        self._made.add(trial)
         self._findings.add(outcome)
         if trial.recipe == FEDAVG:
             write_targets(self._directory, self._findings)
@@ -371,7 +375,12 @@ class SwapPlan(TrialPlan["SwapTask"]):
     def _all_pending(self) -> Iterator[tuple[list[Trial], int]]:
         for recipe in self._comparison.recipes:
             for task in self._comparison.tasks_of(recipe):
-                yield pending_trials(self._comparison, recipe, task, self._findings)
+                yield self._pending(recipe, task)
+
+    def _pending(self, recipe: str, task: SwapTask) -> tuple[list[Trial], int]:
+        """Return what is pending, but for runs that were made just now: none is made twice."""
+        trials, later = pending_trials(self._comparison, recipe, task, self._findings)
+        return [trial for trial in trials if trial not in self._made], later
 
 
 def write_targets(directory: Path, findings: Findings) -> None:

@@ -62,6 +62,7 @@ class Cell:
             percent.
         versus: its bytes over those of `auto`, paired by seed; None without a common seed.
         num_settings: how many were tried on seed 0.
+        rounds: the mean of those until the goal.
 
     """
 
@@ -82,6 +83,7 @@ class Cell:
     plateau: Mean | None = None
     versus: Mean | None = None
     num_settings: int = 1
+    rounds: float | None = None
 
     @property
     def is_swap_in(self) -> bool:
@@ -155,8 +157,8 @@ def _scores(
         one = score(outcome.curve, reference, goal)
         if one is not None and outcome.trial.recipe == FEDAVG:
             # of several steps, the one that gets there first
-            cost = reference.crossings[goal].total_bytes
-            one = replace(one, delay=1.0, savings=1.0, cost=cost)
+            first = reference.crossings[goal]
+            one = Score(first.total_bytes, 1.0, 1.0, one.test, first.rounds)
         found[seed] = one
     return found
 
@@ -194,6 +196,7 @@ def _make_cell(
         test=sum(tests) / len(tests) if tests else None,
         best_value=pick(values) if values else None,
         level=level,
+        rounds=sum(one.rounds for one in scores) / len(scores) if scores else None,
         plateau=plateau,
         versus=geometric_mean(ratios) if ratios and recipe not in (FEDAVG, DEFAULT) else None,
     )
@@ -228,11 +231,11 @@ def _order(cell: Cell) -> tuple[int, float]:
 
 _NOTE = (
     "Federated averaging's plateau, and every byte that all clients send and receive until the "
-    "validation accuracy is that of the plateau less one point (a loss: plus one percent); for each "
-    "recipe how many times fewer it needs, its delay, which is its rounds over those of federated "
-    "averaging, and by how many points its own plateau is higher, where runs go that far. "
-    f"Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. {PARTIAL}: runs "
-    f"are missing. {FOOTNOTE}"
+    "validation accuracy is that of the plateau less one point (a loss: plus one percent); for "
+    "each recipe how many times fewer it needs, its delay, which is its rounds over those of "
+    "federated averaging, and, where runs go that far, by how many points its own plateau is "
+    f"higher. Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. "
+    f"{PARTIAL}: runs are missing. {FOOTNOTE}"
 )
 _TASK_NOTE = (
     "Geometric means over seeds, in brackets the 95 % confidence interval. Tried: settings on seed "
