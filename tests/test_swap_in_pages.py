@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from aqg.runs.table import format_bytes
-from aqg.studies.swap_in.comparison import open_swap_in
-from aqg.studies.swap_in.plan import Findings, read_outcomes
+from aqg.errors import DataError
+from aqg.runs.files import Records
+from aqg.runs.setup import build_problem
+from aqg.studies.compare.trial import FORMER_STEP, Setting, Trial
+from aqg.studies.swap_in.headless import run_trial
+from aqg.studies.swap_in.plan import Outcome, read_outcomes
 from aqg.studies.swap_in.results import main
+from aqg.studies.swap_in.search import FEDAVG
+from aqg.studies.swap_in.tasks import SWAP_TASKS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import readme  # noqa: E402
 
-if TYPE_CHECKING:
-    from aqg.studies.swap_in.tasks import SwapTask
+FORMER_DEFAULT = ROOT / "results/former-default.jsonl"
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
@@ -29,18 +32,6 @@ def test_tables_are_those_of_the_runs(page: Path) -> None:
     assert readme.refreshed(page) == text
 
 
-def test_savings_and_delays_are_those_that_the_script_wrote() -> None:
-    for task in readme.TASKS:
-        plain, runs = readme.read_runs(task, "fedavg"), readme.read_runs(task, "auto")
-        assert [run.seed for run in plain] == [run.seed for run in runs]
-        assert len(runs) >= 3
-        for base, run in zip(plain, runs, strict=True):
-            spent = base.upload_bytes + base.download_bytes
-            saving = spent / (run.upload_bytes + run.download_bytes)
-            assert abs(saving / run.saving - 1) < 0.01
-            assert base.target == run.target
-
-
 def test_the_measures_tables_are_those_of_its_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/explanation/measure.md").read_text(encoding="utf-8")
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
@@ -48,25 +39,47 @@ def test_the_measures_tables_are_those_of_its_runs(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
 
 
-def _found(folder: Path) -> tuple[Findings, dict[str, SwapTask]]:
-    comparison = open_swap_in(folder)
-    findings = Findings(comparison, read_outcomes(folder))
-    return findings, {task.name: task for task in comparison.tasks}
+def test_the_readme_has_one_table_with_every_task_that_was_run() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- table: ") == 1
+    names = [row[0].partition(":")[0] for row in readme.field_table().rows]
+    tuning = [name for name, task in SWAP_TASKS.items() if not task.is_hold_out]
+    assert set(tuning) <= set(names)
+    assert set(readme.NUM_PARAMS) == set(SWAP_TASKS)
 
 
-def test_other_settings_cost_what_the_page_says() -> None:
-    """STC on CIFAR-10 with the step that sets itself, and the least it needs with a fixed one."""
-    text = " ".join((ROOT / "docs/explanation/swap-in.md").read_text(encoding="utf-8").split())
-    findings, tasks = _found(readme.LARGE)
-    ranks = findings.ranks("stc", tasks["cifar10"])
-    cost = next(c for s, (bad, c) in ranks.items() if not bad and not s.multiplier)
-    assert f"and {format_bytes(int(cost))} instead of 3.32 GB" in text
-    findings, tasks = _found(readme.MNIST)
-    costs = []
-    for name in ("local-iid", "local-dirichlet"):
-        ranks = findings.ranks("stc", tasks[name])
-        costs += [min(c for s, (bad, c) in ranks.items() if not bad and s.multiplier)]
-    least, most = (format_bytes(int(cost)) for cost in costs)
-    assert f"STC needs {least} on `local-iid` and {most} on `local-dirichlet`" in text
-    ranks = findings.ranks("stc", tasks["sampled-dirichlet"])
-    assert min(rank for s, rank in ranks.items() if s.multiplier) == (1, 1.78)
+def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show() -> None:
+    from tests.studies.swap_in.test_swap_plan import averaging, cells_of, outcome
+
+    found = averaging()
+    for recipe, size, seeds in (("stc", 2, 1), ("qsgd", 3, 3), ("topk", 5, 3), ("auto", 1, 3)):
+        setting = Setting(recipe, multiplier=0.0)
+        found += [outcome(recipe, setting, seed, 4, size=size) for seed in range(seeds)]
+    best = readme.best_of_the_field(cells_of(found, "stc,qsgd,topk,auto").values())
+    assert best is not None
+    assert best.recipe == "qsgd"
+
+
+@pytest.mark.parametrize("name", ["digits-local", "heart", "watch", "unseen-synthetic"])
+def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> None:
+    try:
+        problem = build_problem(SWAP_TASKS[name].config, data_dir)
+    except DataError as error:
+        pytest.skip(str(error))
+    assert len(problem.initial_params) == readme.NUM_PARAMS[name]
+
+
+def test_stored_bytes_are_those_of_a_run_today() -> None:
+    stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
+    fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
+    assert fresh.curve.total_bytes == stored.curve.total_bytes[:4]
+
+
+def test_runs_of_the_former_default_are_kept_apart() -> None:
+    former = [Outcome.from_json(row) for row in Records(FORMER_DEFAULT).read()]
+    assert {one.trial.recipe for one in former} == {"auto"}
+    assert len({(one.trial.task, one.trial.seed) for one in former}) == len(former) == 65
+    for folder in (readme.SMALL, readme.MNIST, readme.LARGE):
+        for trial in read_outcomes(folder):
+            is_former = trial.setting.multiplier == FORMER_STEP
+            assert not (is_former and trial.recipe in (FEDAVG, "auto"))

@@ -9,6 +9,7 @@ import pytest
 
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
+from aqg.runs.cost import head_bytes
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
 from aqg.runs.setup import build_problem, check_target, make_simulation
@@ -64,12 +65,48 @@ def test_a_run_ends_by_its_validation_set_and_leaves_a_curve(tmp_path):
     reached = goal.first_reached(values)
     assert outcome["rounds"] == reached
     assert len(values) == reached + 3 == summary["rounds"] + 1
-    assert outcome["upload_bytes"] + outcome["download_bytes"] == sizes[reached]
+    frames = outcome["upload_bytes"] + outcome["download_bytes"]
+    first = 5 * 4 * len(problem.initial_params)
+    assert sizes[reached] == frames + first + 5 * reached * head_bytes()
     assert summary["curve"]["tests"][-1] == [summary["rounds"], summary["test_accuracy"]]
 
 
+def curve_of(config, folder):
+    create_run(folder, config)
+    run(config, build_problem(config), None, folder, keeps_models=False)
+    return read_summary(folder)
+
+
+def test_whole_models_have_no_first_one_besides(tmp_path):
+    for downlink, first in (("full", 0), ("exact", 1)):
+        found = curve_of(make_config(rounds=3, downlink=downlink), tmp_path / downlink)
+        num_params = len(build_problem(make_config()).initial_params)
+        frames = found["upload_bytes"] + found["download_bytes"]
+        model = first * 5 * 4 * num_params
+        assert found["curve"]["bytes"][-1] == frames + model + 3 * 5 * head_bytes()
+
+
+def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
+    config = make_config(rounds=6, participation=0.4, absences=((0, 1, 4),))
+    found = curve_of(config, tmp_path / "run")
+    begun, expected, heads = set(), [], 0
+    for k in range(1, 7):
+        away = config.training().unsampled(k, 5, 0) | config.dropout_schedule().dropped(k, 5)
+        here = set(np.flatnonzero(~away).tolist())
+        begun |= here
+        heads += len(here)
+        expected.append(len(begun))
+    num_params = len(build_problem(config).initial_params)
+    frames = found["upload_bytes"] + found["download_bytes"]
+    total = frames + 4 * num_params * expected[-1] + heads * head_bytes()
+    assert found["curve"]["bytes"][-1] == total
+    steps = np.diff(found["curve"]["bytes"])
+    is_first = np.diff([0, *expected]) > 0
+    assert (steps[is_first] > 4 * num_params).all()
+
+
 def test_a_run_that_was_stopped_goes_on_to_the_same_curve(tmp_path):
-    config = make_config(rounds=12)
+    config = make_config(rounds=12, participation=0.4)
     problem = build_problem(config)
     for name in ("whole", "parts"):
         create_run(tmp_path / name, config)

@@ -10,10 +10,12 @@ from aqg.studies.swap_in.measure import (
     PLATEAU,
     Crossing,
     Curve,
+    arithmetic_mean,
     geometric_mean,
     goals_of,
     make_reference,
     plateau_of,
+    points_above,
     score,
 )
 
@@ -93,3 +95,22 @@ def test_a_curve_is_read_as_it_was_written():
 def test_a_single_seed_has_no_interval():
     mean = geometric_mean([3.0])
     assert (mean.value, mean.low, mean.high) == (pytest.approx(3.0), None, None)
+
+
+def test_intervals_are_students_for_any_number_of_seeds():
+    mean = arithmetic_mean([0.0, 2.0] * 10)
+    spread = (20 / 19 / 20) ** 0.5
+    assert mean.high - mean.value == pytest.approx(2.093 * spread, rel=1e-3)  # 19 degrees
+    assert mean.includes(1.2)
+    assert not mean.includes(2.0)
+    ratio = geometric_mean([2.0, 2.0, 2.0])
+    assert not ratio.includes(1)
+
+
+def test_a_plateau_is_that_of_the_tasks_rounds():
+    """A run that went on for longer, or not as long, is looked at where averaging ended."""
+    longer = Curve(tuple(k / 100 for k in range(51)), tuple(range(51)))
+    assert plateau_of(longer, ROUNDS) == pytest.approx((0.37 + 0.38 + 0.39 + 0.40) / 4)
+    assert math.isnan(plateau_of(longer, 60))
+    assert points_above("accuracy", 0.5, 0.52) == pytest.approx(-2)
+    assert points_above("loss", 0.55, 0.5) == pytest.approx(-10)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.runs.setup import build_problem
+from aqg.sim.problem import Problem
 from aqg.studies.swap_in.plan import TRIALS
 from aqg.studies.swap_in.tasks import SWAP_TASKS
 
@@ -114,3 +117,78 @@ def test_cifar10_from_its_file(tmp_path):
         assert np.isfinite(made.validate(made.initial_params, made.validation, "accuracy"))
         if norm == "group":
             assert len(made.initial_params) == 355_658
+
+
+def test_arms_are_clients_that_are_away_one_after_the_other(data_dir):
+    need("unseen-arms", data_dir)
+    config = SWAP_TASKS["unseen-arms"].config
+    problem = build_problem(config, data_dir)
+    watch = build_problem(SWAP_TASKS["watch"].config, data_dir)
+    sizes = [len(client.labels) for client in problem.clients]
+    both = [sum(sizes[k : k + 2]) for k in range(0, 16, 2)]
+    assert both == [len(client.labels) for client in watch.clients]
+    schedule = config.dropout_schedule()
+    away = np.array([schedule.dropped(k, 16) for k in range(1, 101)])
+    assert (away.sum(axis=0) == 15).all()
+    assert away.sum(axis=1).max() <= 4
+
+
+def test_unseen_roles_are_not_those_of_the_other_task(data_dir):
+    need("unseen-lstm", data_dir)
+    seen, unseen = (
+        build_problem(SWAP_TASKS[name].config, data_dir) for name in ("shakespeare", "unseen-lstm")
+    )
+    assert (seen.num_clients, unseen.num_clients) == (60, 100)
+    windows = {window.tobytes() for client in seen.clients for window in client.features}
+    for client in unseen.clients:
+        assert not any(window.tobytes() in windows for window in client.features)
+    sizes = [sum(len(c.labels) for c in problem.clients) for problem in (seen, unseen)]
+    assert sizes[1] / 100 < sizes[0] / 60  # the largest roles are those of the other task
+
+
+def test_synthetic_clients_differ_in_size_and_labels():
+    problem = build_problem(SWAP_TASKS["unseen-synthetic"].config)
+    sizes = np.array([len(client.labels) for client in problem.clients])
+    assert len(sizes) == 30
+    assert sizes.max() > 10 * np.median(sizes) > 300
+    common = [np.bincount(client.labels, minlength=10).argmax() for client in problem.clients]
+    assert len(set(common)) > 4
+    other = build_problem(replace(SWAP_TASKS["unseen-synthetic"].config, seed=1))
+    assert [len(client.labels) for client in other.clients] != sizes.tolist()
+
+
+def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
+    """The gradients of stacked clients, as on a GPU, are those of one after the other."""
+    pytest.importorskip("torch")
+    from aqg.studies.swap_in.nets import LongShortTermMemory, MotionRecurrence
+
+    random = np.random.default_rng(0)
+    motion = random.normal(size=(3, 4, 100, 6)).astype(np.float32)
+    text = random.integers(0, 9, (3, 4, 12))
+    cases = (
+        (MotionRecurrence(), motion, random.integers(0, 7, (3, 4))),
+        (LongShortTermMemory(9, 4, 8), text, text),
+    )
+    for module, features, labels in cases:
+        clients = list(zip(features, labels, strict=True))
+        problem = Problem.from_module(module, clients=clients, dtype="float32")
+        objective, params = problem.objective, problem.initial_params
+        _, stacked = objective.losses_and_gradients(params, features, labels)
+        for m in range(3):
+            _, alone = objective.losses_and_gradients(params, features[m], labels[m])
+            np.testing.assert_allclose(stacked[m], alone, atol=1e-5)
+        assert objective._vectorizes
+
+
+def test_one_trial_without_the_command_line():
+    code = """
+import sys
+for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
+    sys.modules[name] = None
+from aqg.studies.swap_in.headless import run_trial
+from aqg.studies.compare.trial import SELF_SETTING, Setting
+setting = Setting("fedavg", multiplier=SELF_SETTING)
+outcome = run_trial("unseen-synthetic", "fedavg", setting, rounds=1)
+assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
