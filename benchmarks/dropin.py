@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--recipe", help="of accuracy; the wrapper's own choice by default")
     parser.add_argument("--downlink", help="likewise")
+    parser.add_argument("--strategy", default="FedAvg", help="of accuracy, one of Flower's")
+    parser.add_argument("--eta", type=float, help="likewise, the server's rate where it has one")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     options = parser.parse_args()
     {
@@ -156,6 +158,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
 
     import torch
     from flwr.app import Context, RecordDict
+    from flwr.serverapp import strategy as strategies
 
     from aqg.flower.dropin import strategy
     from aqg.flower.envelope import num_bytes
@@ -167,6 +170,8 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     if hasattr(server, "Compressed"):
         chosen = {"recipe": options.recipe, "downlink": options.downlink}
         server.Compressed = lambda inner: strategy.Compressed(inner, **chosen)
+    kind, more = getattr(strategies, options.strategy), {"eta": options.eta} if options.eta else {}
+    server.FedAvg = lambda **settings: kind(**settings, **more)
     rates = {"digits": 0.05, "adapters": 0.2}
     config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
     config["learning-rate"] = rates[package]

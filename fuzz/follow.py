@@ -32,7 +32,7 @@ def test_one_input(data: bytes) -> None:
         frame = sealed(frame[:-4])
     try:
         with np.errstate(all="ignore"):
-            read_frame(frame, "qsgd" if data[0] & 2 else "auto", Adam() if data[0] & 4 else SGD())
+            read_frame(frame, "auto" if data[0] & 2 else "lean", Adam() if data[0] & 4 else SGD())
     except WireError:
         return
 

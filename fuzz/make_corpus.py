@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 from aqg.core.optimizers import SGD, Adam
@@ -28,16 +29,15 @@ def main() -> None:
             head = bytes([length & 255, length >> 8, 1])
             (CORPUS / f"starved-{index:03}").write_bytes(head + frame)
     LOG_CORPUS.mkdir(exist_ok=True)
-    for index, optimizer in enumerate((SGD(), Adam())):
-        written, after = entries(start("auto", optimizer))
+    for index, (recipe, optimizer) in enumerate(product(("lean", "auto"), (SGD(), Adam()))):
+        kind = bytes([1 + 2 * (recipe == "auto") + 4 * isinstance(optimizer, Adam)])
+        written, after = entries(start(recipe, optimizer))
         for number in range(len(written)):
-            (LOG_CORPUS / f"log-{index}-{number:02}").write_bytes(
-                bytes([1 + 4 * index]) + encode_log(1, written[: number + 1])
-            )
+            log = encode_log(1, written[: number + 1])
+            (LOG_CORPUS / f"log-{index}-{number:02}").write_bytes(kind + log)
         for name, base in (("relative", start().parameters), ("whole", None)):
-            (LOG_CORPUS / f"snapshot-{index}-{name}").write_bytes(
-                bytes([1 + 4 * index]) + encode_snapshot(after, base)
-            )
+            snapshot = encode_snapshot(after, base)
+            (LOG_CORPUS / f"snapshot-{index}-{name}").write_bytes(kind + snapshot)
 
 
 if __name__ == "__main__":

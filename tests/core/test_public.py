@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
-from aqg.core.downlink import Condensed, Downlink, Exact, resolve_downlink
+from aqg.core.downlink import Condensed, Downlink, Exact, Full, resolve_downlink
 from aqg.core.grids import Grid
 from aqg.core.hearing import ServerState, hear, init_server, publish_round
 from aqg.core.messages import Upload, num_nonzero
@@ -23,10 +23,10 @@ LENGTH = 300
 DOWNLINKS: list[Downlink] = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
 
 
-def upload(seed: int, lasting: bool, sign: int = 1) -> Upload:
+def upload(seed: int, sign: int = 1) -> Upload:
     levels = np.random.default_rng(seed).integers(0, 3, LENGTH)
     levels = levels if sign > 0 else 2 - levels
-    return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD, lasting=lasting)
+    return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD)
 
 
 def publish(
@@ -48,15 +48,12 @@ def publish(
 
 
 @pytest.mark.parametrize("downlink", DOWNLINKS)
-@pytest.mark.parametrize(
-    ("recipe", "lasting"), [("lean", True), ("auto", True), ("auto", False), ("qsgd", True)]
-)
-def test_equal_sums_make_equal_entries(recipe: str, lasting: bool, downlink: Downlink) -> None:
-    one, two = upload(1, lasting), upload(2, lasting)
-    three, back = upload(3, lasting), upload(3, lasting, sign=-1)
+@pytest.mark.parametrize("recipe", ["lean", "auto", "qsgd"])
+def test_equal_sums_make_equal_entries(recipe: str, downlink: Downlink) -> None:
+    one, two, three, back = upload(1), upload(2), upload(3), upload(3, sign=-1)
     sent = [{0: one, 1: two}, {2: one}, {}, {0: two}, {}]
     swapped = [{0: two, 2: one}, {1: one}, {0: three, 1: back}, {2: two}, {}]
-    if lasting and recipe != "qsgd":  # a mirror that moved there and back is where it was
+    if recipe == "lean":  # a mirror that moved there and back is where it was
         swapped[4] = {1: three, 2: back}
     expected, first = publish(recipe, downlink, sent)
     found, second = publish(recipe, downlink, swapped)
@@ -67,16 +64,16 @@ def test_equal_sums_make_equal_entries(recipe: str, lasting: bool, downlink: Dow
 
 def test_a_silent_round_is_one_byte() -> None:
     for downlink in (Exact(), Condensed()):
-        written, _ = publish("lean", downlink, [{0: upload(1, True)}, {}, {}])
+        written, _ = publish("lean", downlink, [{0: upload(1)}, {}, {}])
         assert [len(entry) for entry in written[1:]] == [1, 1]
 
 
 def test_the_state_given_is_left_as_it_was() -> None:
-    recipe = make_recipe("auto")
-    for downlink in DOWNLINKS:
+    for name, downlink in product(("lean", "auto"), DOWNLINKS):
+        recipe = make_recipe(name)
         state = init_server(recipe, np.ones(LENGTH), 2, Adam(), downlink)
-        state = hear(recipe, state, 0, upload(1, True))
-        state = hear(recipe, state, 1, upload(2, False))
+        state = hear(recipe, state, 0, upload(1))
+        state = hear(recipe, state, 1, upload(2))
         first = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
         again = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
         assert first[0].parameters.tobytes() == again[0].parameters.tobytes()
@@ -100,67 +97,55 @@ def test_torch_takes_the_same_step_to_the_bit(optimizer, dtype: str) -> None:
         params, state = rng.normal(size=LENGTH).astype(dtype), optimizer.init(LENGTH)
         there, there_state = space.put(params), type(state)(*map(space.put, state))
         for _ in range(20):
-            total, passing = rng.normal(size=(2, LENGTH))
-            rates = Rates(rng.random(), 1 / (1 - rng.random()), 1 / rng.random())
-            params, state, _ = take_step(
-                NumpySpace(), params, state, total, passing, rates, optimizer
-            )
+            total = rng.normal(size=LENGTH)
+            rates = Rates(rng.random(), 1 / (1 - rng.random()))
+            params, state, _ = take_step(NumpySpace(), params, state, total, None, rates, optimizer)
             there, there_state, _ = take_step(
-                space, there, there_state, space.put(total), space.put(passing), rates, optimizer
+                space, there, there_state, None, space.put(total), rates, optimizer
             )
             assert space.get(there).tobytes() == params.tobytes()
 
 
-def test_the_default_suits_the_recipe() -> None:
-    assert resolve_downlink("auto", make_recipe("gd")).name == "full"
-    assert resolve_downlink("auto", make_recipe("auto")) == Condensed(
-        ratio=0.5, counted=True, most=0.8
-    )
-    assert resolve_downlink("auto", make_recipe("auto:keep=0"), 0.1) == Condensed()
-    assert resolve_downlink("exact", make_recipe("gd")) == Exact()
-    sampled = resolve_downlink("auto", make_recipe("auto"), 0.5)
-    assert sampled == Condensed(ratio=0.5 * 0.5**0.4, counted=True, most=0.8 * 0.5**0.6)
-
-
 @pytest.mark.parametrize(
-    ("length", "shared", "counted", "expected"),
+    ("recipe", "expected"),
     [
-        (10**6, 0, True, 100),
-        (8_000, 0, True, 125),
-        (2_000, 0, True, 160),
-        (10**6, 100, True, 134),
-        (10**6, 200, True, 160),
-        (2_000, 200, False, 50),
+        ("gd", Full()),
+        ("auto", Condensed(ratio=0.5)),
+        ("qsgd", Condensed()),
+        ("stc-both:keep=0.2", Condensed(keep=0.2)),
+        ("lean", Condensed()),
     ],
 )
-def test_entries_are_as_long_as_what_clients_send(
-    length: int, shared: int, counted: bool, expected: int
-) -> None:
-    """Two clients send 200 coordinates each; the state is written and read in between.
+def test_the_default_is_the_recipes_own(recipe: str, expected: Downlink) -> None:
+    assert resolve_downlink("auto", make_recipe(recipe)) == expected
+    assert resolve_downlink("exact", make_recipe(recipe)) == Exact()
 
-    An entry has half as many, and up to 0.8 times where they are a larger part of the model or have
-    some in common.
-    """
-    recipe = make_recipe("auto")
-    downlink = Condensed(ratio=0.5, counted=counted, most=0.8 * counted)
+
+@pytest.mark.parametrize("shared", [0, 100, 200])
+@pytest.mark.parametrize(("num_sent", "expected"), [(200, 100), (40, 32)])
+def test_entries_are_half_as_long_as_what_clients_send(
+    num_sent: int, expected: int, shared: int
+) -> None:
+    """However much two clients have in common; the state is written and read in between."""
+    recipe, length, downlink = make_recipe("auto"), 2_000, Condensed(ratio=0.5)
     state = init_server(recipe, np.ones(length), 2, SGD(), downlink)
-    for client, start in enumerate((0, 200 - shared)):
+    for client, start in enumerate((0, max(0, num_sent - shared))):
         levels = np.ones(length, np.uint8)
-        levels[start : start + 200] = 2
-        message = Upload(levels, 0.125, 2, Grid.MIDTREAD, lasting=False)
-        state = hear(recipe, state, client, message)
+        levels[start : start + num_sent] = 2
+        state = hear(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
     state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
-    assert state.model.num_sent == 400
+    assert state.model.num_sent == 2 * num_sent
+    assert state.model.upload_energy == 2 * num_sent * 0.125**2
     state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
     assert isinstance(entry.passing, Upload)
     assert num_nonzero(entry.passing) == expected
-    assert state.model.num_sent == 0
+    assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
 
 
 def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> None:
     """One magnitude for all would say little of each; what is rounded off is sent later."""
     recipe, levels = make_recipe("auto"), np.array([0, 5, 14, 16, 23, 30], np.uint8)
-    message = Upload(levels, 0.125, 5, Grid.MIDTREAD, lasting=False)
+    message = Upload(levels, 0.125, 5, Grid.MIDTREAD)
     step = 15 * 0.125 / 7
     state = init_server(recipe, np.zeros(6), 1, SGD(), Condensed())
     for number in range(1, 9):
@@ -172,10 +157,10 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> N
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
-    recipe = replace(make_recipe("qsgd"))
+    recipe = make_recipe("qsgd")
     downlink = Condensed(ratio=0.2)
     state = init_server(recipe, np.zeros(LENGTH), 1, SGD(), downlink)
-    vector = upload(1, True)
+    vector = upload(1)
     total = np.zeros(LENGTH)
     for _ in range(30):
         state = hear(recipe, state, 0, vector)
@@ -184,16 +169,3 @@ def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
     residual = state.model.downlink.residual
     np.testing.assert_allclose(total + state.parameters, residual, atol=1e-12)
     assert np.abs(residual).max() < np.abs(total).max()
-
-
-def test_a_sum_that_no_one_is_part_of_any_more_leaves_the_public_one() -> None:
-    """What passes is large against it, and would tolerate what is left of it for ever."""
-    mirror, noise = upload(1, True), upload(2, False)
-    loud = Upload(noise.levels, 16.0, 2, Grid.MIDTREAD, lasting=False)
-    rounds: list[dict[int, Upload]] = [{0: mirror, 1: loud, 2: loud}]
-    rounds += [dict.fromkeys(range(3), loud)] * 6
-    _, state = publish("auto", Condensed(), rounds)
-    assert not state.model.total.any()
-    public = state.model.downlink
-    assert public is not None
-    assert np.linalg.norm(public.total) < 0.01 * np.linalg.norm(mirror.values(np.float64))

@@ -176,9 +176,3 @@ def test_users_add_their_own():
 
 def test_skip_has_no_width():
     assert Skip().width == 0
-
-
-def test_a_former_name_of_an_option_is_read_with_a_warning():
-    with pytest.warns(FutureWarning, match="'calm' of recipe 'auto' is called 'low_noise' now"):
-        former = make_recipe("auto:calm=0.01")
-    assert former == make_recipe("auto:low_noise=0.01")

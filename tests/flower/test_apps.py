@@ -71,6 +71,7 @@ class Federation:
             "recipe": "qgd",
             "downlink": "exact",
             "weighting": "equal",
+            "exact": True,
             "trust-partition-id": True,
             "round-timeout": 0.4,
             "start-timeout": 2.0,
@@ -104,7 +105,7 @@ class Federation:
 
     def agree(self) -> bool:
         """Whether every client's mirror and model on disk have the stamps of the server's."""
-        recipe = make_recipe(self.config["recipe"])
+        recipe = make_recipe(self.config["recipe"]).for_updates(self.config["exact"])
         downlink = resolve_downlink(self.config["downlink"], recipe)
         saved = load_checkpoint(self.path / "run", recipe, downlink)
         assert saved is not None
@@ -1048,39 +1049,6 @@ def test_the_days_to_keep_are_checked(tmp_path: Path) -> None:
     assert federation.incidents("error") == [(1, 0)]
 
 
-def test_flowers_own_bytes_are_reckoned_with(tmp_path: Path) -> None:
-    def make_noise(params: np.ndarray, round_number: int, key: Any) -> tuple[float, np.ndarray]:
-        return 1.0, np.random.default_rng(list(key)).standard_normal(len(params))
-
-    federation = Federation(tmp_path, recipe="auto", rounds=3, round_timeout=60.0)
-    task = FlowerTask(make_noise, num_samples=1)
-    nodes = federation.grid.node_configs
-    federation.grid = MemoryGrid(make_client_app(lambda _: task), nodes, federation.config)
-    make_server_app(np.zeros(20_000))(federation.grid, server_context(federation.config))
-    sizes = [row["upload_bytes"] / 3 for row in federation.rows()]
-    assert all(1000 < size < 3000 for size in sizes), sizes  # 2000 signs; 16 take 45 bytes
-
-
-def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path) -> None:
-    local = LocalTraining(batch_size=3, steps=2)
-
-    def make_task(context: Context) -> FlowerTask:
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-        return FlowerTask.from_objective(PROBLEM.objective, *samples, local)
-
-    federation = Federation(tmp_path, recipe="auto", rounds=30, round_timeout=60.0)
-    nodes = federation.grid.node_configs
-    federation.grid = MemoryGrid(make_client_app(make_task), nodes, federation.config)
-    final = federation.run()
-    simulation = reference("auto:overhead=12000", 30, local=local)
-    assert np.array_equal(final, simulation.parameters)
-    noisy = make_recipe("auto").switch
-    assert noisy is not None
-    assert all(
-        noisy.meter.is_noisy(notes) for notes in simulation.state().clients.stages["noise"]["notes"]
-    )
-
-
 LOCAL = LocalTraining(batch_size=2, steps=3)
 
 
@@ -1093,9 +1061,19 @@ def local_federation(path: Path, **config: Any) -> Federation:
             PROBLEM.objective, *samples, LOCAL, start=PROBLEM.initial_params
         )
 
-    federation = Federation(path, rounds=12, **config)
+    federation = Federation(path, rounds=12, exact=False, **config)
     federation.grid.client_app = make_client_app(make_task)
     return federation
+
+
+@pytest.mark.parametrize("downlink", DOWNLINKS)
+def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path, downlink: str) -> None:
+    federation = local_federation(tmp_path, recipe="auto", downlink=downlink)
+    simulation = reference("auto", 12, local=LOCAL, downlink=make_downlink(downlink))
+    assert np.array_equal(federation.run(), simulation.parameters)
+    other = local_federation(tmp_path / "other", recipe="auto", downlink=downlink)
+    other.config["exact"] = True
+    assert not np.array_equal(other.run(), simulation.parameters)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.67])
@@ -1114,11 +1092,9 @@ def test_steps_that_set_themselves_are_the_simulators(
     training = Training(
         LOCAL,
         participation=participation,
-        downlink=resolve_downlink("auto", chosen, participation),
+        downlink=resolve_downlink("auto", chosen),
         step=rule,
     )
-    if chosen.switch is not None:
-        chosen = chosen.for_transport(12_000)
     simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
     for _ in range(12):
         simulation.run_round()

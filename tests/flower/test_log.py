@@ -327,7 +327,7 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe: str, downlink
 
 
 @pytest.mark.parametrize("downlink", [Exact(), Condensed()])
-@pytest.mark.parametrize("recipe", ["laq", "stc"])
+@pytest.mark.parametrize("recipe", ["laq", "onebit"])
 def test_entries_that_a_client_has_are_left_out_of_account(recipe: str, downlink: Downlink) -> None:
     book = Book(recipe, downlink)
     held = [first_held(book.terms, lambda: book.start)]

@@ -72,8 +72,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
         ("lean", 0.3),
         ("gd", 0.05),
         ("onebit", 0.1),
-        ("auto:keep=0", 0.15),
-        ("auto", 0.1),
+        ("auto", 0.2),
     ],
 )
 def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) -> None:

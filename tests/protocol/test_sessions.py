@@ -44,13 +44,45 @@ def error(server):
     return np.abs(server.parameters - OPTIMUM).max()
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("recipe", ["lean", "auto", "stc:keep=0.5", "gd", "qsgd"])
 @pytest.mark.parametrize("downlink", ["exact", "auto"])
-def test_training(recipe, downlink):
-    server = make_server(recipe=recipe, downlink=downlink)
-    clients = [ClientSession(is_exact=True) for _ in range(3)]
-    run(server, clients, 40)
+def test_training(recipe, downlink, exact):
+    server = make_server(recipe=recipe, downlink=downlink, exact=exact)
+    run(server, [ClientSession() for _ in range(3)], 40)
     assert error(server) < (0.05 if recipe in ("lean", "gd") else 0.8)
+
+
+def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_path):
+    """The server says which: clients need no setting."""
+    replies = {}
+    for recipe, exact in (("lean:widest=3", True), ("auto", True), ("auto", False)):
+        server = make_server(recipe=recipe, exact=exact)
+        clients = [ClientSession(tmp_path / recipe / f"{exact}-{m}") for m in range(3)]
+        run(server, clients, 5)
+        order = server.order(0)
+        replies[recipe, exact] = reply_from_bytes(clients[0].answer(order, train_of(0))).frame
+        assert order_from_bytes(order).exact is exact
+    assert replies["auto", True] == replies["lean:widest=3", True]
+    fresh = ClientSession()  # a new disk: once it has the model, it sends what the old one did
+    assert server.take(0, fresh.answer(order, train_of(0))).wants_order
+    reply = reply_from_bytes(fresh.answer(server.order(0), train_of(0)))
+    assert reply.frame == replies["auto", False] != b""
+
+
+def test_the_order_says_how_much_noise_an_upload_may_carry():
+    """As many clients as agree, and more so after each round."""
+    server = ServerSession(np.zeros(500), 4)
+    clients, rng, said = [ClientSession() for _ in range(4)], np.random.default_rng(0), []
+    update = rng.standard_normal(500)
+    for _ in range(6):
+        for number, client in enumerate(clients):
+            order = server.order(number)
+            server.take(number, client.answer(order, lambda _model, _round: update))
+        said.append(order_from_bytes(order).noise)
+        server.step()
+    assert said[0] == 1.0
+    assert 3.0 < said[-1] <= 4.0
 
 
 def test_a_lost_reply_is_rolled_back(tmp_path):
@@ -140,16 +172,17 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
     rng = np.random.default_rng(seed)
     recipe = ["lean", "auto", "gd"][seed % 3]
     start = np.zeros(NUM_PARAMS) if seed % 2 else None
-    server = make_server(tmp_path / "server", recipe=recipe, shares_start=True)
+    options = {"recipe": recipe, "shares_start": True, "exact": seed < 3}
+    server = make_server(tmp_path / "server", **options)
     paths = [tmp_path / f"client-{m}" for m in range(3)]
     late = []
 
     def session(m):
-        return ClientSession(paths[m], start=start, is_exact=True)
+        return ClientSession(paths[m], start=start)
 
     for _ in range(20):
         if rng.random() < 0.1:
-            server = make_server(tmp_path / "server", recipe=recipe, shares_start=True)
+            server = make_server(tmp_path / "server", **options)
         for m in rng.permutation(3).tolist():
             if paths[m].exists() and rng.random() < 0.1:
                 shutil.copytree(paths[m], tmp_path / f"copy-{m}", dirs_exist_ok=True)

@@ -27,7 +27,7 @@ SETTINGS = {
     "rounds": 80,
     "batch_size": 16,
     "local_steps": 5,
-    "alpha": 0.4,
+    "alpha": 0.2,
     "target_kind": "accuracy",
     "validation": 0.2,
 }

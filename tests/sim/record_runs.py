@@ -1,7 +1,8 @@
-"""What every recipe did before the round was written once: widths, bytes and models, per round.
+"""What every recipe did when it was last changed on purpose: widths, bytes and models, per round.
 
-``python -m tests.sim.record_runs`` writes the record anew; `test_record` holds the code to it. The
-problem is made of single additions and multiplications, so that no library's sums are in it.
+``python -m tests.sim.record_runs NAME/SETTING…`` writes the cases that begin so anew, and all of
+them without one; `test_record` holds the code to it. The problem is made of single additions and
+multiplications, so that no library's sums are in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import sys
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +26,9 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16
@@ -108,15 +113,16 @@ def play(simulation, rounds: int = ROUNDS) -> dict[str, list]:
     return {"widths": widths, "bytes": sizes, "models": digests}
 
 
-def main() -> None:
-    record = {"machine": platform.machine(), "runs": {}}
+def main(prefixes: Sequence[str]) -> None:
+    record = json.loads(gzip.decompress(FILE.read_bytes())) if prefixes else {"runs": {}}
     for case in cases():
-        record["runs"][case] = play(simulate(case))
-        print(case, sum(record["runs"][case]["bytes"]), file=sys.stderr)
+        if not prefixes or case.startswith(tuple(prefixes)):
+            record["runs"][case] = play(simulate(case)) | {"machine": platform.machine()}
+            print(case, sum(record["runs"][case]["bytes"]), file=sys.stderr)
     FILE.parent.mkdir(exist_ok=True)
     text = json.dumps(record, separators=(",", ":")).encode()
     FILE.write_bytes(gzip.compress(text, 9, mtime=0))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -98,9 +98,8 @@ def test_every_client_of_the_reference_holds_the_servers_model() -> None:
             for client in reference.clients:
                 delivery = deliveries[client.index]
                 parcel = reference.server.parcel(delivery, client.public.round)
-                client.follow(
-                    parcel, reference.problem.initial_params, reference.training.optimizer
-                )
+                start, optimizer = reference.problem.initial_params, reference.training.optimizer
+                client.follow(parcel, start, optimizer, noise=1.0)
                 public = client.public
                 assert public.parameters.tobytes() == reference.parameters.tobytes()
                 assert public.total.tobytes() == reference.server.public.total.tobytes()

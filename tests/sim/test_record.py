@@ -1,4 +1,4 @@
-"""Every recipe does what it did before the round was written once, bit for bit."""
+"""Every recipe does what it did when it was last changed on purpose, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,23 +21,17 @@ def recorded() -> dict:
 
 
 def expect(case: str, result: dict) -> None:
+    """Models may differ in their last bits where another processor adds in another order."""
     expected = recorded()["runs"][case]
     assert result["widths"] == expected["widths"], case
     assert result["bytes"] == expected["bytes"], case
-    if platform.machine() == recorded()["machine"]:
+    if platform.machine() == expected["machine"]:
         assert result["models"] == expected["models"], case
-
-
-def skip_where_sums_differ(name: str, dtype: str) -> None:
-    """On another processor sums round otherwise: in float32 often enough to change a decision."""
-    if platform.machine() != recorded()["machine"] and (dtype == "float32" or name == "eden"):
-        pytest.skip(f"recorded on {recorded()['machine']}; float32 sums round differently here")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_engine_does_what_it_did(name, dtype):
-    skip_where_sums_differ(name, dtype)
     for setting in SETTINGS:
         for optimizer in OPTIMIZERS if dtype == "float64" else OPTIMIZERS[:1]:
             case = f"{name}/{setting}/{optimizer}/{dtype}"

@@ -65,7 +65,6 @@ def test_the_engine_takes_the_steps_of_the_reference(
         assert fast.run_round() == reference.run_round()
     expected = reference.state().to_arrays()
     found = fast.state().to_arrays()
-    assert expected["step_numbers"][2] == ROUNDS  # an update in every round
     for key, value in found.items():
         assert np.array_equal(value, expected[key]), key
 
@@ -92,7 +91,8 @@ def test_every_client_follows_to_the_servers_model() -> None:
         deliveries = reference.server.deliveries(np.arange(6))
         for client in reference.clients:
             parcel = reference.server.parcel(deliveries[client.index], client.public.round)
-            client.follow(parcel, reference.problem.initial_params, reference.training.optimizer)
+            start, optimizer = reference.problem.initial_params, reference.training.optimizer
+            client.follow(parcel, start, optimizer, noise=1.0)
             assert client.public.parameters.tobytes() == reference.parameters.tobytes()
 
 
@@ -106,9 +106,9 @@ def test_a_state_of_fixed_steps_does_not_fit() -> None:
         fixed.restore(found.state())
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [0.0, 1e-2, 1.0, 1e3])
 def test_any_starting_norm_is_trained_from(scale: float) -> None:
-    """Averaging's own step is the measure: from a start a thousand times off, too."""
+    """At zero, near it, and a thousand times off."""
     losses = []
     for rule in (DistanceOverGradients(), Fixed()):
         _, fast = simulations("all take part", "condensed", "stc:keep=0.1", scale)

@@ -17,11 +17,11 @@ from aqg.wire.entry import LOG_MARK, encode_entry, entry_size, follow_log, known
 from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 
 MOVEMENT = Movement((0.5, 0.5))
-RATES = Rates(0.25, 1.0, 2.0)
+RATES = Rates(0.25, 2.0)
 LENGTH = 40
 
 
-def start(recipe: str = "auto", optimizer: SGD | Momentum | Adam | None = None) -> Public:
+def start(recipe: str = "lean", optimizer: SGD | Momentum | Adam | None = None) -> Public:
     parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
     return init_public(make_recipe(recipe), parameters, optimizer or SGD())
 
@@ -39,19 +39,24 @@ def passing(seed: int) -> Upload:
 
 
 def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
-    """Return entries of every kind, and the model that they lead to."""
+    """Return entries of every kind that a model follows, and the model that they lead to."""
     written = []
+    keeps, spikes = len(public.total) > 0, np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
     for number in range(count):
         round_number = public.round
-        new = public.total + np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
+        old = public.total if keeps else np.zeros(LENGTH)
+        change = Change(old, old + spikes - (0 if number % 2 else 0.3))
+        quantized = lasting(number) if keeps else passing(number)
+        exact_parts = (change, None) if keeps else (None, change)
+        parts = (quantized, None) if keeps else (None, quantized)
         kinds = (
-            Entry(round_number, lasting(number), None, 3.0, RATES, is_short=True),
+            Entry(round_number, *parts, 3.0, RATES, is_short=True),
             Entry(round_number),
-            Entry(round_number, None, passing(number), 0.5, is_short=True),
+            Entry(round_number, *parts, 0.5, is_short=True),
             Entry(round_number, is_step=False),
-            Entry(round_number, Change(public.total, new), None, 0.1),
-            Entry(round_number, None, Change(np.zeros(LENGTH), new - 0.3), 1e-3),
-            Entry(round_number, None, passing(number), 0.5, is_short=True, step_size=0.75),
+            Entry(round_number, *exact_parts, 0.1),
+            Entry(round_number, *exact_parts, 1e-3),
+            Entry(round_number, *parts, 0.5, is_short=True, step_size=0.75),
         )
         entry = kinds[number % len(kinds)]
         known = known_sum(public)
@@ -77,7 +82,7 @@ def sealed(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def read_frame(data: bytes, recipe: str = "auto", optimizer: SGD | Adam | None = None) -> Public:
+def read_frame(data: bytes, recipe: str = "lean", optimizer: SGD | Adam | None = None) -> Public:
     """Read a log or a snapshot as a client that holds the start; what is accepted must be whole."""
     held = start(recipe, optimizer)
     if data[:1] == bytes([LOG_MARK]):

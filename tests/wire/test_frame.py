@@ -221,7 +221,7 @@ UPLOAD = encode(Upload(np.array([0, 1, 2, 1], np.uint8), 0.5, 2, Grid.MIDTREAD))
         (with_checksum(b"\x01" + UPLOAD[1:]), 4, "has version 0"),
         (with_checksum(b"\x3f" + UPLOAD[1:]), 4, "mode 31 is unknown in version 1"),
         (with_checksum(UPLOAD[:3]), 4, "the head of the frame has 3 bytes"),
-        (with_checksum(UPLOAD[:1] + b"\x51" + UPLOAD[2:]), 4, "unused bits of byte 1 are 1"),
+        (with_checksum(UPLOAD[:1] + b"\x31" + UPLOAD[2:]), 4, "unused bits of byte 1 are 1"),
         (with_checksum(UPLOAD[:2] + b"\xc0\x7f" + UPLOAD[4:]), 4, "step nan is not"),
         (with_checksum(UPLOAD[:2] + b"\x80\xbf" + UPLOAD[4:]), 4, "step -1.0 is not"),
         (with_checksum(UPLOAD[:2] + b"\x00\x80" + UPLOAD[4:]), 4, "step -0.0 is not"),

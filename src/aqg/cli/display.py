@@ -137,6 +137,16 @@ def headline(summaries: Sequence[Summary]) -> str | None:
     )
 
 
+def warnings_of(summaries: Sequence[Summary]) -> list[str]:
+    """Return a line for every run that ended with a worse model than it began with."""
+    return [
+        f"{summary.recipe} got worse: its loss began at {summary.first_loss:.4g} and ended at "
+        f"{summary.final_loss:.4g}; try a smaller local rate or step"
+        for summary in summaries
+        if summary.is_worse
+    ]
+
+
 def counted_bytes(summaries: Sequence[Summary]) -> dict[str, int]:
     """Return by recipe what runs are compared by: the bytes of both directions.
 

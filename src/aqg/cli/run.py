@@ -17,6 +17,7 @@ from aqg.cli.display import (
     progress_bars,
     result_table,
     target_table,
+    warnings_of,
 )
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
@@ -159,6 +160,8 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     sentence = headline(summaries)
     if sentence is not None:
         console.print(f"{sentence}\n", highlight=False, soft_wrap=True)
+    for line in warnings_of(summaries):
+        console.print(f"{line}\n", style="yellow", highlight=False, soft_wrap=True)
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
         console.print(target_table(summaries).to_terminal())

@@ -148,6 +148,8 @@ def advance(public: Public, entry: Entry, movement: Movement, optimizer: ServerO
         else:
             total = entry.lasting.new
     passing = entry.passing
+    if passing is not None and len(total):
+        raise MessageError("the entry has the sum of one round; the recipe keeps one that lasts")
     values = passing.values(np.float64) if isinstance(passing, Upload) else None
     if isinstance(passing, Change):
         values = passing.new

@@ -128,9 +128,10 @@ def take_in(
     if not recipe.memory.keeps_mirror:
         space.add_values(model.total, uploads, weights)
         if recipe.noise:
-            parts = zip(weights.tolist(), uploads, strict=True)
-            energy = sum(weight * weight * energy_of(upload) for weight, upload in parts)
-            model = model._replace(upload_energy=model.upload_energy + energy)
+            energy = model.upload_energy  # in the order of clients, however many come at a time
+            for weight, upload in zip(weights.tolist(), uploads, strict=True):
+                energy += weight * weight * energy_of(upload)
+            model = model._replace(upload_energy=energy)
         return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
     space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
     link.is_held[clients] = True

@@ -84,6 +84,7 @@ class Summary:
     target_cost: Cost | None
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
+    first_loss: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -100,6 +101,11 @@ class Summary:
         """Whether the loss left all use."""
         return has_diverged(self.final_loss)
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether the model is worse than the one that training began with."""
+        return self.first_loss is not None and not self.final_loss <= self.first_loss
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints for this run."""
         row: dict[str, Any] = {
@@ -115,6 +121,7 @@ class Summary:
             "test_accuracy": None,
             **metric_fields(self.metrics),
             "diverged": self.diverged,
+            "worse_than_start": self.is_worse,
             "faults": self.faults,
         }
         if self.statistics_upload_bytes or self.statistics_download_bytes:
@@ -162,4 +169,5 @@ def summarize(
         target_cost=cost,
         statistics_upload_bytes=sum(record.statistics_upload_bytes for record in records),
         statistics_download_bytes=sum(record.statistics_download_bytes for record in records),
+        first_loss=records[0].loss if records else None,
     )

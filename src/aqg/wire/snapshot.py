@@ -5,7 +5,7 @@
     byte 0      0x71: a snapshot, version 1
     byte 1      1 if the parameters are relative to the starting model, which the reader has; else 0
     then        the round, and the number of past movements, as varints; these, 8 bytes each
-    rates       a byte, 1 if there are any, and 3 numbers of 8 bytes
+    rates       a byte, 1 if there are any, and 2 numbers of 8 bytes
     vectors     parameters, published sum, its direction, momentum, variance: each the number of
                 bytes, a varint, and its bytes (`aqg.wire.vectors`; directions are a section of
                 symbols)
@@ -51,7 +51,7 @@ def encode_snapshot(public: Public, start: FloatArray | None, threads: int | Non
         struct.pack(f"<{len(public.history)}d", *public.history),
     ]
     rates = public.rates
-    parts.append(b"\0" if rates is None else b"\1" + struct.pack("<3d", *rates))
+    parts.append(b"\0" if rates is None else b"\1" + struct.pack("<2d", *rates))
     vectors = [encode_vector(public.parameters, base, threads)]
     vectors.append(encode_vector(public.total, np.zeros_like(public.total), threads))
     directions = (public.direction + MAX_DIRECTION).astype(np.uint8)
@@ -102,7 +102,7 @@ def decode_snapshot(
     has_rates, position = bool(body[position]), position + 1
     rates = None
     if has_rates:
-        numbers, position = _numbers(body, position, 3)
+        numbers, position = _numbers(body, position, 2)
         if not all(map(math.isfinite, numbers)):
             raise WireError(f"the rates of the snapshot are {numbers}; they must be finite")
         rates = Rates(*numbers)

@@ -1,8 +1,10 @@
 """What of the difference between the model and its public copy is sent.
 
 A change of few coordinates, as sparse replies make it, is answered in kind: the largest coordinates
-of the difference as sparse ternary. Any other change is quantized with the fewest bits that bring
-the copy within a tolerance of the model. What is left out stays in the difference.
+of the difference as sparse ternary, while that leaves the copy within `FARTHEST` steps of the model.
+Clients whose copy falls back farther go on correcting what the model has long had, and it swings.
+Any other change is quantized with the fewest bits that bring the copy within a tolerance of the
+model. What is left out stays in the difference.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ _FIRST = np.arange(1)
 _NO_LOSS = np.full(1, math.nan)
 _STEPS = 10
 """How many past steps the tolerance looks at."""
+
+
+FARTHEST = 1.0
+"""How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
 
 
 _ROUNDING = 64.0
@@ -94,7 +100,7 @@ def condense(
     Args:
         model: the strategy's model, flat; it is written to.
         copy: the public copy.
-        count: how many coordinates are sent; None: as many as the tolerance asks for.
+        count: how many coordinates a sparse entry has; None: it is not to be sparse.
         steps: how far the model moved.
         version: of the copy.
         downlink: the settings.
@@ -103,9 +109,15 @@ def condense(
     if not np.isfinite(model).all():  # it diverged; clients stay where they are
         return None
     if count is not None:
-        gap = np.subtract(model, copy, out=model)
+        gap = model - copy
         kept = largest(gap, min(count, len(gap)))
-        return ternary(gap, kept, TERNARY_WIDTH) if len(kept) else None
+        if not len(kept):
+            return None
+        sparse = ternary(gap, kept, TERNARY_WIDTH)
+        gap -= sparse.values(gap.dtype)
+        if squared_norm(gap) <= FARTHEST * steps.mean:
+            return sparse
+        del gap
     link = Link(copy[None], np.zeros((1, 0), np.int8), np.ones(1, np.bool_))
     holder = Clients(len(copy), link, np.zeros(1, np.int64), {})
     news = News(version, downlink.tolerance * steps.mean, _NO_LOSS)

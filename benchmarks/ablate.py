@@ -1,0 +1,177 @@
+"""What every number of the default is worth: training without it, on tasks of the contest.
+
+    python benchmarks/ablate.py [--tasks digits-local,watch,…] [--rows first,ratio,…] [--seeds 3]
+                                [--device cpu] [--out FILE.jsonl]
+
+A row is the default with one number removed: set to 0, 1 or infinity, whichever means that it is
+not there. For each task and seed it is run for all of federated averaging's rounds. Printed are its
+rounds and bytes until federated averaging's plateau less one point (every byte counted, as in
+``aqg compare --swap-in``), over those of the default, and the difference of the plateaus in points.
+A number stays in the default if removing it costs more than 5 % of rounds or bytes on two tasks.
+
+Targets come from the stored runs of federated averaging in ``results/``. FILE gets a line per run,
+and runs that are there already are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aqg.core import auto, budget, downlink
+from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.setup import build_problem, make_simulation
+from aqg.runs.validation import Validator
+from aqg.studies.swap_in.measure import PLATEAU, Curve, make_reference, plateau_of
+from aqg.studies.swap_in.plan import read_outcomes
+from aqg.studies.swap_in.tasks import SWAP_TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RESULTS = Path(__file__).parents[1] / "results"
+STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large")
+STEP = {"average": auto.AVERAGE, "first": auto.FIRST, "widest": auto.LONGEST_FIRST}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number, removed: options of the step and the downlink, or constants of modules."""
+
+    what: str
+    step: dict[str, float] = field(default_factory=dict)
+    downlink: str = auto.DOWNLINK
+    recipe: str = "auto"
+    constants: tuple[tuple[Any, str, Any], ...] = ()
+
+
+ROWS = {
+    "default": Row("as it is"),
+    "noise": Row("ν = 4: less is sent, with four times the noise", recipe="auto:noise=4"),
+    "agreement": Row(
+        "b = 1 in every round, however much uploads agree",
+        constants=((budget.Budget, "after", lambda self, *_: self),),
+    ),
+    "memory": Row("agreement of the last round alone", constants=((budget, "_MEMORY", 0.0),)),
+    "first": Row("first step not bounded by the model's length", {"first": 1e9}),
+    "widest": Row("first step not bounded by averaging's", {"widest": 1e9}),
+    "start": Row("first step is averaging's", {"first": 1e9, "widest": 1.0}),
+    "average": Row("no mean over the last models", {"average": 0.0}),
+    "ratio": Row("entries as long as a mean upload", downlink="condensed:ratio=1"),
+    "fewest": Row(
+        "no least number of coordinates in an entry", constants=((downlink, "_FEWEST", 1),)
+    ),
+    "whole": Row(
+        "one magnitude for all coordinates of an entry, however many",
+        constants=((downlink, "_MANY", math.inf),),
+    ),
+    "lean": Row("the other regime: mirrors and tolerance for noisy updates", recipe="lean"),
+}
+
+
+@contextmanager
+def patched(row: Row) -> Iterator[None]:
+    """Set constants for as long as the context is open."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in row.constants]
+    for place, name, value in row.constants:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> Curve:
+    """Train for all rounds of a task, and return the curve on its validation set."""
+    config = SWAP_TASKS[task].config
+    step = ":".join(["dog", *(f"{name}={value}" for name, value in {**STEP, **row.step}.items())])
+    is_auto = row.recipe.startswith("auto")
+    config = replace(
+        config,
+        recipe=row.recipe,
+        seed=seed,
+        device=device,
+        step=step if is_auto else "auto",
+        downlink=row.downlink if is_auto else "auto",
+    )
+    with patched(row):
+        simulation = make_simulation(config, build_problem(config, data_dir))
+        validate = Validator(simulation, config.target_kind)
+        values, records = [validate()], []
+        for _ in range(config.rounds):
+            records.append(simulation.run_round(evaluate=False))
+            values.append(validate())
+    first_model = first_model_bytes(config.training().downlink, len(simulation.parameters))
+    return Curve(tuple(values), tuple(count_every_byte(records, first_model)))
+
+
+def goal_of(task: str, seed: int) -> tuple[Any, float]:
+    """Return federated averaging's target on a task and seed, and its plateau."""
+    found = SWAP_TASKS[task]
+    curves = [
+        outcome.curve
+        for folder in STORED
+        for trial, outcome in read_outcomes(RESULTS / folder).items()
+        if (trial.task, trial.recipe, trial.seed) == (task, "fedavg", seed)
+    ]
+    reference = make_reference(found.kind, found.config.rounds, curves)
+    if reference is None:
+        raise SystemExit(f"no run of federated averaging on {task} with seed {seed} is stored")
+    return reference.goals[PLATEAU], reference.plateau
+
+
+def ratio(ours: float | None, theirs: float | None) -> str:
+    """Write how much more one takes than another."""
+    if theirs is None or ours is None:
+        return "-" if theirs is None else "never"
+    return f"{ours / theirs:.2f}"
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", default="digits-local,heart,watch,local-dirichlet")
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "ablation.jsonl")
+    options = parser.parse_args()
+    stored: dict[tuple[str, str, int], Curve] = {}
+    if options.out.exists():
+        for line in options.out.read_text().splitlines():
+            found = json.loads(line)
+            stored[found["task"], found["row"], found["seed"]] = Curve.from_json(found["curve"])
+    for task in options.tasks.split(","):
+        print(f"\n{task}: rounds and bytes over the default's, plateau in points")
+        for name in dict.fromkeys(["default", *options.rows.split(",")]):
+            cells = []
+            for seed in range(options.seeds):
+                key = task, name, seed
+                if key not in stored:
+                    curve = run(task, ROWS[name], seed, options.device, options.data_dir)
+                    curve = replace(curve, values=tuple(float(f"{v:.6g}") for v in curve.values))
+                    stored[key] = curve
+                    row = {"task": task, "row": name, "seed": seed, "curve": curve.to_json()}
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                goal, plateau = goal_of(task, seed)
+                ours, base = (stored[task, n, seed].reach(goal) for n in (name, "default"))
+                rounds = SWAP_TASKS[task].config.rounds
+                cells.append(
+                    f"{ratio(ours and ours.rounds, base and base.rounds)} "
+                    f"{ratio(ours and ours.total_bytes, base and base.total_bytes)} "
+                    f"{100 * (plateau_of(stored[key], rounds) - plateau):+.1f}"
+                )
+            print(f"  {name:10} {ROWS[name].what:58} {' | '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
