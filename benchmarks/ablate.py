@@ -9,6 +9,9 @@ rounds and bytes until federated averaging's plateau less one point (every byte 
 ``aqg compare --swap-in``), over those of the default, and the difference of the plateaus in points.
 A number stays in the default if removing it costs more than 5 % of rounds or bytes on two tasks.
 
+A task named ``digits-local@60`` begins with the model of 60 rounds of federated averaging, as one does
+that was trained before.
+
 Targets come from the stored runs of federated averaging in ``results/``. FILE gets a line per run,
 and runs that are there already are not run again.
 """
@@ -90,6 +93,7 @@ def patched(row: Row) -> Iterator[None]:
 
 def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> Curve:
     """Train for all rounds of a task, and return the curve on its validation set."""
+    task, _, before = task.partition("@")
     config = SWAP_TASKS[task].config
     step = ":".join(["dog", *(f"{name}={value}" for name, value in {**STEP, **row.step}.items())])
     is_auto = row.recipe.startswith("auto")
@@ -101,8 +105,14 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
         step=step if is_auto else "auto",
         downlink=row.downlink if is_auto else "auto",
     )
+    problem = build_problem(config, data_dir)
+    if before:
+        averaging = make_simulation(replace(SWAP_TASKS[task].config, seed=seed), problem)
+        for _ in range(int(before)):
+            averaging.run_round(evaluate=False)
+        problem = replace(problem, initial_params=averaging.parameters)
     with patched(row):
-        simulation = make_simulation(config, build_problem(config, data_dir))
+        simulation = make_simulation(config, problem)
         validate = Validator(simulation, config.target_kind)
         values, records = [validate()], []
         for _ in range(config.rounds):
@@ -114,6 +124,7 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
 
 def goal_of(task: str, seed: int) -> tuple[Any, float]:
     """Return federated averaging's target on a task and seed, and its plateau."""
+    task = task.partition("@")[0]
     found = SWAP_TASKS[task]
     curves = [
         outcome.curve
@@ -164,7 +175,7 @@ def main() -> None:
                         file.write(json.dumps(row) + "\n")
                 goal, plateau = goal_of(task, seed)
                 ours, base = (stored[task, n, seed].reach(goal) for n in (name, "default"))
-                rounds = SWAP_TASKS[task].config.rounds
+                rounds = SWAP_TASKS[task.partition("@")[0]].config.rounds
                 cells.append(
                     f"{ratio(ours and ours.rounds, base and base.rounds)} "
                     f"{ratio(ours and ours.total_bytes, base and base.total_bytes)} "

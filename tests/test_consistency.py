@@ -17,6 +17,7 @@ import typer
 
 import aqg
 from aqg.cli.app import app, run_app
+from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.runs.config import SETTINGS, resolve
@@ -105,7 +106,7 @@ def test_every_recipe_has_its_formula_and_every_name_is_a_recipe():
     text = TEXTS[ROOT / "docs/reference/recipes.md"]
     for name in RECIPES:
         assert re.search(rf"^\| [^|]*`{name}`", text, re.MULTILINE), name
-    rows = re.findall(r"^\| ((?:`[a-z0-9-]+`(?:, | ‡)?)+) *\|", text, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:`[a-z0-9-]+`(?:, | ‡)?)+)(?:, [a-z ]+)? *\|", text, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row)}
     assert named == set(RECIPES)
 
@@ -114,18 +115,22 @@ OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address
 """Options of Flower's commands that pages name by themselves."""
 
 
-def test_the_default_is_what_pages_say():
-    """How much a client sends, as a part of its coordinates."""
-    said = {keep for text in TEXTS.values() for keep in re.findall(r"`keep = ([\d.]+)`", text)}
-    assert said == {str(RECIPES["auto"].options["keep"])}
+def test_the_numbers_of_the_default_are_those_of_the_code():
+    page = TEXTS[ROOT / "docs/explanation/default-recipe.md"]
+    told = {match for row in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE) for match in [row]}
+    for text in (f"ν = {NOISE:g}", f"{FIRST:g}", f"{LONGEST_FIRST:g}", f"γ = {AVERAGE:g}"):
+        assert text in told, text
+    assert RATIO == 0.5
+    assert "half as many as a mean upload" in page
 
 
 def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
     text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
     rule = DistanceOverGradients()
-    assert f"at most {rule.widest:g} times longer" in text
-    assert f"with {rule.burst:g} times the mean energy" in text
-    assert f"never longer than {rule.most:g} times that" in text
+    assert f"the first step has at most {rule.widest:g} times the length" in text
+    assert f"`γ = {rule.average:g}`" in text
+    assert rule.first == 0.2
+    assert "here a fifth of it" in text
 
 
 def options(command):

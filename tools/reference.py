@@ -174,6 +174,8 @@ def _default(name: str, config: RunConfig) -> str:
         return "`auto`, or `fixed` with `alpha`"
     if name == "dataset":
         return "`digits`"
+    if name == "alpha":
+        return "the dataset's; federated averaging's with local steps or batches"
     if name in _BY_DATASET:
         return "the dataset's"
     value: Any = getattr(config, name)

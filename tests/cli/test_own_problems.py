@@ -266,7 +266,17 @@ def test_sweeps_take_own_problems(folder, capsys):
 
 
 def test_numbers_and_tokens_are_learned(folder):
-    run("--dataset", "numbers.npz", "--model", "model.py:regressor", *LOCAL, "--out", "numbers")
+    run(
+        "--dataset",
+        "numbers.npz",
+        "--model",
+        "model.py:regressor",
+        *LOCAL,
+        "--out",
+        "numbers",
+        "--rounds",
+        "20",
+    )
     summary = json.loads((folder / "numbers/auto" / SUMMARY).read_text())
     assert summary["final_loss"] < 1
     assert read_notes(folder / "numbers/auto/best.safetensors")["measure"] == "test_mse"

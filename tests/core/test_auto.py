@@ -186,11 +186,12 @@ numbers = st.floats(0, 1e30)
 
 @given(st.lists(st.tuples(numbers, numbers, st.floats(0, 1e6)), max_size=8), st.floats(0.01, 100))
 def test_a_budget_is_always_a_number(rounds, nu):
-    budget = first_budget(nu)
+    budget, bound = first_budget(nu), 1.0
     for of_sum, of_parts, most in rounds:
         budget = budget.after(nu, of_sum, of_parts, most)
+        bound = max(bound, most)
         assert all(map(math.isfinite, budget))
-        assert 0 <= budget.noise <= 1.01 * nu * max(1.0, most)
+        assert 0 <= budget.noise <= 1.01 * nu * bound
 
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan])

@@ -177,7 +177,8 @@ def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str, 
             normalized().double(), *samples, local=local, statistics=statistics
         )
 
-    federation = Federation(tmp_path, recipe="auto", rounds=5, weighting="samples", step=step)
+    options = {"exact": False, "weighting": "samples", "step": step}
+    federation = Federation(tmp_path, recipe="auto", rounds=5, **options)
     start = normalized().double()
     final = run(federation, start, make_task, statistics=statistics)
     objective = Objective.from_module(normalized().double(), statistics=statistics)

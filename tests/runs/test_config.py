@@ -130,19 +130,17 @@ def test_plugins_add_recipes(tmp_path):
 def test_a_step_that_sets_itself_has_averagings_step_as_its_scale():
     local = {"dataset": "mnist", "batch_size": 64, "local_steps": 5, "local_rate": 0.1}
     (config,) = resolve({**local, "recipe": "auto", "step": "auto"})
-    assert config.natural_step == pytest.approx(0.1 * 5 / 10)
+    assert config.alpha == pytest.approx(0.1 * 5 / 10)
     assert config.training().step == DistanceOverGradients()
-    (plain,) = resolve({**local, "recipe": "auto"})
-    assert (plain.alpha, plain.step, plain.natural_step) == (0.02, "fixed", 0.02)
+    (plain,) = resolve({**local, "recipe": "fedavg"})
+    assert (plain.alpha, plain.step) == (config.alpha, "fixed")
     (exact,) = resolve({"dataset": "mnist", "recipe": "auto", "step": "auto"})
-    assert exact.natural_step == 0.02
+    assert exact.alpha == 0.02
     assert exact.training().step == Fixed()
-    (lean,) = resolve({**local, "recipe": "lean", "step": "auto"})
-    assert lean.natural_step == 0.02
     (given,) = resolve({**local, "recipe": "auto", "step": "dog", "alpha": 0.3})
-    assert given.natural_step == 0.3
+    assert given.alpha == 0.3
     epochs = {"dataset": "digits", "batch_size": 20, "local_epochs": 2, "step": "auto"}
-    assert resolve(epochs)[0].natural_step == pytest.approx(0.1 * 2 * 8 / 10)  # 144 samples each
+    assert resolve(epochs)[0].alpha == pytest.approx(0.1 * 2 * 8 / 10)  # 144 samples each
     with pytest.raises(ConfigError, match="unknown step 'short'; choose from auto, fixed, dog"):
         resolve({"step": "short"})
 

@@ -64,12 +64,14 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     model = merged["model"]
     if isinstance(model, str) and is_module(model):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
-    if facts is None and not (isinstance(model, str) and is_module(model)):
-        merged.setdefault("alpha", _default_step_size(merged, _dataset_step_size(merged)))
-    else:
-        num_samples = NUM_SAMPLES[dataset] if facts is None else facts.num_samples
-        num_samples = typed("samples", merged.get("samples")) or num_samples
-        merged.setdefault("alpha", _default_step_size(merged, averaging_step(merged, num_samples)))
+    if "alpha" not in merged:
+        if facts is None and not is_module(typed("model", model)) and _is_exact(merged):
+            step_size = _dataset_step_size(merged)
+        else:
+            num_samples = NUM_SAMPLES[dataset] if facts is None else facts.num_samples
+            num_samples = typed("samples", merged.get("samples")) or num_samples
+            step_size = averaging_step(merged, num_samples)
+        merged["alpha"] = _default_step_size(merged, step_size)
     return merged
 
 
@@ -100,6 +102,12 @@ def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict
         step_size = averaging_step(merged, facts.num_samples)
         merged.setdefault("alpha", _default_step_size(merged, step_size))
     return merged
+
+
+def _is_exact(settings: Mapping[str, Any]) -> bool:
+    """Tell whether clients send gradients on all their samples; a dataset's step is for these."""
+    plain = {"batch_size": None, "local_steps": 1, "local_epochs": None}
+    return all(settings.get(name, value) == value for name, value in plain.items())
 
 
 def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:

@@ -6,7 +6,7 @@ A `RunConfig` is complete: `aqg.runs.config.resolve` fills in what a user leaves
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
@@ -15,10 +15,9 @@ from aqg.core.downlink import resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
-from aqg.core.step_sizes import AUTO, Fixed, resolve_step
+from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
-from aqg.models import is_module
 from aqg.runs.code import Code
 from aqg.runs.stopping import KINDS, Kind, Target
 from aqg.sim.local import LocalTraining
@@ -185,18 +184,6 @@ class RunConfig:
             resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
         )
-
-    @property
-    def natural_step(self) -> float:
-        """The step that others are measured in: ``alpha``, or that of federated averaging.
-
-        The step size of a dataset is one for exact gradients. Where ``step = "auto"`` finds its
-        own, which is where updates are noisy, it begins with the step of averaging.
-        """
-        finds_own = self.step == AUTO and not isinstance(self.training().step, Fixed)
-        if not finds_own or self.dataset not in NUM_SAMPLES or is_module(self.model):
-            return self.alpha  # of averaging already
-        return averaging_step(asdict(self), self.samples or NUM_SAMPLES[self.dataset])
 
 
 SETTINGS = tuple(field.name for field in fields(RunConfig))

@@ -272,12 +272,12 @@ def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | Ref
     dropout = config.dropout_schedule()
     if config.engine == "reference":
         return ReferenceSimulation(
-            problem, recipe, config.natural_step, dropout, config.seed, training=config.training()
+            problem, recipe, config.alpha, dropout, config.seed, training=config.training()
         )
     return FastSimulation(
         problem,
         recipe,
-        config.natural_step,
+        config.alpha,
         dropout,
         config.seed,
         device=config.device,
