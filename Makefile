@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := conftest.py src tests benchmarks examples fuzz tools
+SOURCES := conftest.py src tests benchmarks examples fuzz papers tools
 
 # Every install, build tools included, takes the tested versions.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt

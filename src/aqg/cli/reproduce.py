@@ -73,8 +73,7 @@ def reproduce(
 
     from aqg.cli.study import Where
     from aqg.errors import ConfigError
-    from aqg.studies.paper.execute import keep_results
-    from aqg.studies.paper.merge import keep_beside, missing_from
+    from aqg.studies.paper.execute import keep_beside, keep_results, missing_from
     from aqg.studies.paper.outcomes import read_results
     from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
 

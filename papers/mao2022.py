@@ -1,26 +1,58 @@
-"""Sentences of the results page that state numbers or verdicts: written by code, from the runs."""
+"""Write the pages about the paper anew, tables, sentences and verdicts, from the stored results.
+
+    python -m papers.mao2022
+
+refreshes ``results/paper.md`` and ``docs/explanation/reproduction.md``, in place, from the runs in
+``results``; other documents can be named, and with ``--results`` another directory. The verdicts'
+rules are in ``claims.py``, and in ``mao2022.toml`` is where differences may come from.
+"""
 
 from __future__ import annotations
 
+import argparse
+import tomllib
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from aqg.studies.document import Passage
-from aqg.studies.paper.cells import SPLITS, costs_to, out_of, paired_ratios, span
-from aqg.studies.paper.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
-from aqg.studies.paper.dropout_tables import cells_of, with_dropouts
-from aqg.studies.paper.machines import machine_sentences
-from aqg.studies.paper.outcomes import CONVERGED, main_reading
-from aqg.studies.paper.paper import performance
-from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES
-from aqg.studies.paper.rounding import ROUNDING
-from aqg.studies.paper.settings import cost_of, of_setting
+from aqg.runs.table import Table
+from aqg.studies.document import Passage, refresh
+from aqg.studies.paper.outcomes import (
+    CONVERGED,
+    ROUNDING,
+    cost_of,
+    cost_to_the_end,
+    costs_to,
+    main_reading,
+    of_setting,
+    paired_ratios,
+    read_results,
+)
+from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES, PAPER_RESIDUAL, TABLE_2
+from aqg.studies.paper.tables import LABELS, SPLITS, cells_of, out_of, span, with_dropouts
+from aqg.studies.paper.tables import all_tables as packaged_tables
+
+from papers.claims import (
+    DOES_NOT,
+    IN_PART,
+    REPRODUCES,
+    UNDECIDED,
+    find,
+    machine_sentences,
+    machine_table,
+)
 
 if TYPE_CHECKING:
-    from aqg.studies.paper.claims import Finding
-    from aqg.studies.paper.outcomes import Results
-    from aqg.studies.paper.rounding import Perturbed
+    from collections.abc import Sequence
 
+    from aqg.studies.paper.outcomes import Outcome, Perturbed, Results
+    from aqg.studies.paper.plan import PaperRow
+
+    from papers.claims import Finding
+
+_ROOT = Path(__file__).parents[1]
+_PAGES = (_ROOT / "results" / "paper.md", _ROOT / "docs" / "explanation" / "reproduction.md")
+_CLOSE = 0.1
 _HEADINGS = {
     REPRODUCES: "What reproduces, on every seed",
     IN_PART: "What reproduces in part: on some seeds, in the median, or by another amount",
@@ -46,6 +78,25 @@ _SEEDS = {
     "network": "network_seeds",
 }
 """What the results call the number of seeds that each section is planned with."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Refresh documents."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("documents", nargs="*", type=Path, default=_PAGES)
+    parser.add_argument("--results", type=Path, default=_ROOT / "results")
+    given = parser.parse_args(arguments)
+    results = read_results(given.results)
+    tables, passages = all_tables(results), all_passages(results)
+    for document in given.documents:
+        text = refresh(document.read_text(encoding="utf-8"), tables, passages)
+        document.write_text(text, encoding="utf-8")
+
+
+def all_tables(results: Results) -> list[Table]:
+    """Return the package's tables, and those that say more than numbers."""
+    added = (differences_table(results), machine_table(results))
+    return [*packaged_tables(results), *(table for table in added if table.rows)]
 
 
 def all_passages(results: Results) -> list[Passage]:
@@ -268,7 +319,7 @@ def logistic(results: Results) -> Passage:
     """Return where Table 2's logistic counts lie among the step sizes."""
     runs = [o for o in results.select(section="logistic") if o.scaling == "sum"]
     lines = []
-    rows = {row.setting: row.uploads for row in performance() if row.recipe == "laq"}
+    rows = {row.setting: row.uploads for row in TABLE_2 if row.recipe == "laq"}
     told = {"iid": rows["logistic-iid"], BY_SOURCE: rows["logistic-noniid"]}
     for partition in ("iid", BY_SOURCE):
         alphas = sorted({o.alpha for o in runs})
@@ -346,3 +397,69 @@ def network(results: Results) -> Passage:
         for name in names
     )
     return Passage("network", f"Seeds that end above their first loss: {text}." if parts else "")
+
+
+def differences_table(results: Results) -> Table:
+    """Return one line per row of the paper's table: how far ours is from it, and why."""
+    reasons = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    rows = []
+    for row in TABLE_2:
+        ours = of_setting(results, row.setting, row.recipe)
+        on_network = row.setting.startswith("network")
+        if not ours or (on_network and results.about["softmax_residual"] != PAPER_RESIDUAL):
+            continue
+        label = LABELS[row.setting]
+        kind, why = reasons[row.setting][row.recipe].values()
+        rows.append((label, f"`{row.recipe}`", compare(results, row, ours, kind), kind, why))
+    return Table(
+        "differences",
+        "Every difference from Table 2",
+        "Ratios are ours over the paper's, median and range over the seeds that reach it "
+        "(logistic: converge): that much is measured. The last two columns say where a "
+        "difference may come from: a *definition*, a *reading* of ours where the paper says "
+        "nothing, or a *conjecture* that nothing here decides.",
+        ("setting", "recipe", "ours over the paper's", "known by", "why"),
+        tuple(rows),
+    )
+
+
+def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str) -> str:
+    """Return how our runs of ``row`` compare, one per seed."""
+    one, many = (
+        ("reaches it", "reach it")
+        if row.setting.startswith("network")
+        else ("converges", "converge")
+    )
+    counts = cost_of if kind == "definition" else cost_to_the_end
+    costs = [cost for o in ours if (cost := counts(results, o)) is not None]
+    if not costs:
+        at = median(o.residual for o in ours)
+        return f"no seed of {len(ours)} {one}; at the end {at:.0e}"
+    uploads = [cost.uploads / row.uploads for cost in costs]
+    bits = [cost.bits_per_param / row.bits for cost in costs]
+    if kind == "definition" and all(abs(ratio - 1) <= 0.005 for ratio in (*uploads, *bits)):
+        return "the same"
+    text = f"uploads {_ratio(uploads)}, bits {_ratio(bits)}"
+    if all(min(ratios) <= 1 <= max(ratios) for ratios in (uploads, bits)):
+        text += ": the paper's figures are within the range"
+    elif all(abs(median(ratios) - 1) <= _CLOSE for ratios in (uploads, bits)):
+        text += f": within {_CLOSE:.0%}"
+    if len(costs) < len(ours):
+        text += f"; {out_of(len(costs), len(ours))} seeds {many}"
+    rose = sum(o.peak_loss > o.start_loss for o in ours)
+    if rose:
+        text += f"; the loss rises above its start on {out_of(rose, len(ours))} seeds"
+    if row.setting.startswith("network"):
+        rounds = median(cost.rounds for cost in costs) / row.rounds
+        if abs(rounds - 1) > 2 * _CLOSE:
+            standing = median(results.residual_after(o, row.rounds) for o in ours)
+            text += f"; ours is at {standing:.0e} after the paper's {row.rounds:,} rounds"
+    return text
+
+
+def _ratio(ratios: Sequence[float]) -> str:
+    return span(ratios, lambda ratio: f"{ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
