@@ -74,8 +74,8 @@ def cuda_or_skip():
 @pytest.mark.parametrize("has_mirror", [True, False])
 def test_fused_statistics_on_cuda(grid, dtype, has_mirror):
     torch = cuda_or_skip()
+    from aqg.contrib.triton_kernels import compare
     from aqg.sim.torch_backend import read_statistics
-    from aqg.sim.triton_statistics import compare
 
     random = np.random.default_rng(3)
     gradients = random.standard_normal((5, 3000)) * 10.0 ** random.integers(-9, 9, (5, 1))

@@ -129,7 +129,7 @@ def run_study(
             if is_new:
                 stack.enter_context(lock(directory))
             if where.cluster is not None:
-                from aqg.runs.cluster import RayCluster
+                from aqg.contrib.ray_cluster import RayCluster
 
                 uses_gpus = any(config.device.startswith("cuda") for config in problems)
                 cluster = RayCluster(where.cluster, where.jobs, uses_gpus)

@@ -68,7 +68,7 @@ def make_backend(problem: Problem, device: str) -> Backend:
         return NumpyBackend(problem)
     check_device(device)
     if device.startswith("cuda"):
-        from aqg.sim.cuda_backend import CudaBackend
+        from aqg.contrib.cuda import CudaBackend
 
         return CudaBackend(problem, device)
     from aqg.sim.torch_backend import TorchBackend

@@ -19,7 +19,7 @@ from aqg.sim.training import Training
 from tests.problems import tiny_problem
 
 torch = pytest.importorskip("torch")
-from aqg.sim import cuda_backend  # noqa: E402
+from aqg.contrib import cuda  # noqa: E402
 
 
 class EagerRecording:
@@ -53,7 +53,7 @@ def simulate(monkeypatch):
     """Make a simulation on the CUDA backend and one on the plain backend; count the guesses."""
     counts = {"made": 0, "taken back": 0}
 
-    class Backend(cuda_backend.CudaBackend):
+    class Backend(cuda.CudaBackend):
         def rows(self, table, indices):
             return super().rows(table, indices).copy()  # as those that come from a GPU are
 
@@ -72,9 +72,9 @@ def simulate(monkeypatch):
             found = FastSimulation(problem, recipe, *arguments, device="cuda", **options)
         return found, expected, counts
 
-    monkeypatch.setattr(cuda_backend, "Recording", EagerRecording)
-    monkeypatch.setattr(cuda_backend, "Report", InstantReport)
-    monkeypatch.setattr(cuda_backend, "_fused_statistics", lambda: None)
+    monkeypatch.setattr(cuda, "Recording", EagerRecording)
+    monkeypatch.setattr(cuda, "Report", InstantReport)
+    monkeypatch.setattr(cuda, "_fused_statistics", lambda: None)
     return make
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.contrib.ray_cluster import RayCluster
 from aqg.errors import ConfigError
-from aqg.runs.cluster import RayCluster
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("default")

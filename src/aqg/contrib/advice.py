@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.contrib import theory
+from aqg.contrib.theory import Constants, Curvature, global_constants, local_curvature
 from aqg.core.policies import Always, LazyExact, Tolerance
 from aqg.core.recipes import make_recipe
 from aqg.core.stages.wider_tolerance import widest_weights
-from aqg.studies.theory import lemma
-from aqg.studies.theory.constants import Constants, Curvature, global_constants, local_curvature
 
 if TYPE_CHECKING:
+    from aqg.contrib.theory import LyapunovTrace
     from aqg.core.types import Float64Array
     from aqg.runs.config import RunConfig
     from aqg.sim.problem import Problem
-    from aqg.studies.theory.lyapunov import LyapunovTrace
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Advice:
     @property
     def guaranteed(self) -> float:
         """The largest step size that Lemma 1 guarantees; 0 if there is none."""
-        return lemma.largest_step_size(self.weight_sum, self.smoothness)
+        return theory.largest_step_size(self.weight_sum, self.smoothness)
 
     @property
     def guaranteed_within_tolerance(self) -> float | None:
         """The largest step size of the wider region; None where the rule is not of that kind."""
         if not self.within_tolerance:
             return None
-        return lemma.largest_step_size_within_tolerance(self.weight_sum, self.smoothness)
+        return theory.largest_step_size_within_tolerance(self.weight_sum, self.smoothness)
 
     @property
     def is_guaranteed(self) -> bool:
@@ -116,7 +116,7 @@ class Advice:
             return None
         if not self.fills_missing:
             return 1
-        early = lemma.early_weight_sum(self.weights) + self.alpha * self.smoothness
+        early = theory.early_weight_sum(self.weights) + self.alpha * self.smoothness
         return 2 if self.within_tolerance and early <= 1 else len(self.weights) + 1
 
     @property
@@ -127,8 +127,8 @@ class Advice:
         numbers = (self.alpha, self.weights, self.smoothness, self.constants.strong_convexity)
         found = [0.0]
         if self.within_tolerance:
-            found.append(lemma.contraction_within_tolerance(*numbers) or 0.0)
-        contraction = lemma.contraction(*numbers)
+            found.append(theory.contraction_within_tolerance(*numbers) or 0.0)
+        contraction = theory.contraction(*numbers)
         found.append(contraction.c if contraction is not None else 0.0)
         return 1 - max(found) if max(found) > 0 else None
 
@@ -278,7 +278,7 @@ def _about_the_step_size(advice: Advice) -> list[str]:
         text += f", from round {first} on"
     lines.append(f"{text}.")
     if first is not None and first > 2:
-        early = lemma.early_weight_sum(advice.weights)
+        early = theory.early_weight_sum(advice.weights)
         lines.append(
             f"In the first {first - 1} rounds, missing steps count as the mean of the others. From "
             f"the second round on, {early:.3g} + αL ≤ 1 would be enough."

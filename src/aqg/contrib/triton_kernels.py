@@ -1,8 +1,9 @@
-"""`aqg.sim.torch_backend.statistics` for CUDA, in three kernels where torch launches dozens.
+"""Kernels for CUDA, where torch launches dozens: statistics of innovations, and the cross-entropy.
 
-A row is cut into blocks. The first kernel forms ``Δ`` and scans every block; the second finds the
-row's steps from what the first left and adds up the errors of all widths; the third adds up the
-blocks. Blocks are added in a fixed order, so that a result can be repeated.
+`compare` is `aqg.sim.torch_backend.statistics` in three kernels. A row is cut into blocks. The
+first kernel forms ``Δ`` and scans every block; the second finds the row's steps from what the first
+left and adds up the errors of all widths; the third adds up the blocks. Blocks are added in a fixed
+order, so that a result can be repeated.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from aqg.sim.torch_backend import Tensor
 
 _BLOCK = 1024
+_SAMPLES_PER_BLOCK = 128
 _NUM_SCANS = 3
 _MIN_STEP = tl.constexpr(MIN_STEP)
 _BELOW_BFLOAT16 = tl.constexpr((1 << 45) - 1)
@@ -181,3 +183,54 @@ def _add_blocks(  # type: ignore[no-untyped-def]
     for column in tl.static_range(1 + MAX_WIDTH):
         total = tl.sum(tl.load(block + column, mask=parts < num_blocks, other=0.0), axis=0)
         tl.store(output + (2 if column == 0 else 2 + MAX_WIDTH + column), total)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `aqg.objectives.softmax.cross_entropy`; the logits, ``(..., C, n)``, stay.
+
+    The slopes are laid out with the classes of a sample side by side.
+    """
+    by_sample = logits.swapaxes(-1, -2).contiguous()
+    num_classes = by_sample.shape[-1]
+    count = labels.numel()
+    losses = torch.empty(labels.shape, dtype=logits.dtype, device=logits.device)
+    slopes = torch.empty_like(by_sample)
+    _cross_entropy[(triton.cdiv(count, _SAMPLES_PER_BLOCK),)](
+        by_sample,
+        labels.contiguous(),
+        losses,
+        slopes,
+        count,
+        num_classes,
+        triton.next_power_of_2(num_classes),
+        _SAMPLES_PER_BLOCK,
+    )
+    return losses, slopes.swapaxes(-1, -2)
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _cross_entropy(  # type: ignore[no-untyped-def]
+    logits,
+    labels,
+    losses,
+    slopes,
+    count,
+    num_classes,
+    CLASSES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    samples = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    classes = tl.arange(0, CLASSES)
+    is_sample = samples < count
+    inside = is_sample[:, None] & (classes < num_classes)[None, :]
+    places = samples[:, None] * num_classes + classes[None, :]
+    z = tl.load(logits + places, mask=inside, other=-float("inf"))
+    label = tl.load(labels + samples, mask=is_sample, other=0)
+    is_label = label[:, None] == classes[None, :]
+    z = z - tl.max(tl.where(is_sample[:, None], z, 0.0), axis=1)[:, None]
+    exponentials = tl.where(inside, tl.exp(z), 0.0)
+    total = tl.sum(exponentials, axis=1)
+    label_logit = tl.sum(tl.where(is_label & inside, z, 0.0), axis=1)
+    tl.store(losses + samples, tl.log(total) - label_logit, mask=is_sample)
+    slope = exponentials / total[:, None] - tl.where(is_label, 1.0, 0.0)
+    tl.store(slopes + places, slope, mask=inside)

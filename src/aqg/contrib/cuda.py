@@ -323,7 +323,7 @@ def _compare(
 def _fused_statistics() -> Any:
     """Return the module with kernels of our own, or None where Triton is missing."""
     try:
-        from aqg.sim import triton_statistics
+        from aqg.contrib import triton_kernels
     except ImportError:  # more launches, the same numbers
         return None
-    return triton_statistics
+    return triton_kernels
