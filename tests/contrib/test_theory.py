@@ -379,3 +379,41 @@ def test_the_command_says_what_is_outside_the_theory(capsys):
     assert "drop out with probability 0.5" in words
     assert run_app(["theory", "nowhere"]) == 2
     assert "not a run directory" in capsys.readouterr().err
+
+
+NUMBERS = {"rho1": 0.1, "rho2": 0.5}
+
+
+def test_theorem_1_asks_for_finer_uploads_than_the_papers():
+    """With four bits no P and no rate fit, for any width above one; with enough bits they do."""
+    smoothness, convexity, clients, weights = 1.0, 0.5, 2, (1e-4,) * 10
+    fewest = theory.fewest_bits_of_theorem_1(clients, smoothness, convexity)
+    rate = 1 - 1e-6
+
+    def holds(widths, max_width):
+        tried = (
+            theory.theorem_1(
+                0.05,
+                weights,
+                *(smoothness, convexity, clients, widths, max_width),
+                constant=constant,
+                rate=rate,
+                **NUMBERS,
+            )
+            for constant in np.geomspace(1e-6, 1e6, 200)
+        )
+        return any(all(one) for one in tried)
+
+    assert holds((fewest + 8,), fewest + 11)
+    assert not holds((fewest + 8,), fewest + 10)  # less than three bits below b_max
+    assert not holds((fewest - 1,), 40)
+    for width in (1, 2, 3, 4):
+        assert not holds((width,), 4)
+
+
+def test_theorem_1_has_a_step_that_is_too_short():
+    numbers = {**NUMBERS, "constant": 1.0, "rate": 0.9}
+    shortest = 0.5 / (4 * 2.0**2 * 3**2)
+    for alpha in (0.99 * shortest, 1.01 * shortest):
+        found = theory.theorem_1(alpha, (0.01,), 2.0, 0.5, 3, (1,), 8, **numbers)
+        assert found.step_is_long == (alpha > shortest)

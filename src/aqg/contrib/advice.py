@@ -10,7 +10,7 @@ import numpy as np
 
 from aqg.contrib import theory
 from aqg.contrib.theory import Constants, Curvature, global_constants, local_curvature
-from aqg.core.policies import Always, LazyExact, Tolerance
+from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.recipes import make_recipe
 from aqg.core.stages.wider_tolerance import widest_weights
 
@@ -51,6 +51,7 @@ class Advice:
         alpha: the step size in use.
         weights: ``ξ``; empty for a rule that never skips, where it plays no part.
         within_tolerance: whether the wider region holds for the rule (``lag`` and ``lean``).
+        is_published: whether it is one of the paper's lazy rules.
         fills_missing: whether steps before the first round count as the mean of the others.
         num_clients: ``M``.
         landscape: the shape of the loss.
@@ -64,6 +65,7 @@ class Advice:
     alpha: float
     weights: tuple[float, ...]
     within_tolerance: bool
+    is_published: bool
     fills_missing: bool
     num_clients: int
     landscape: Landscape
@@ -132,6 +134,16 @@ class Advice:
         found.append(contraction.c if contraction is not None else 0.0)
         return 1 - max(found) if max(found) > 0 else None
 
+    @property
+    def fewest_bits(self) -> int | None:
+        """How many bits Theorem 1 asks of every upload; None where it is not about the rule."""
+        constants = self.constants
+        if not self.is_published or constants is None or not constants.strong_convexity:
+            return None
+        return theory.fewest_bits_of_theorem_1(
+            self.num_clients, constants.smoothness, constants.strong_convexity
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the numbers by name."""
         constants = self.constants
@@ -148,6 +160,7 @@ class Advice:
             "is_guaranteed": self.is_guaranteed,
             "guaranteed_from_round": self.guaranteed_from_round,
             "rate_bound": self.rate_bound,
+            "fewest_bits_of_theorem_1": self.fewest_bits,
             "outside_the_theory": list(self.outside),
         }
         if self.trace is not None:
@@ -177,6 +190,7 @@ def advise(
         alpha=config.alpha,
         weights=() if never_skips else widest_weights(recipe),
         within_tolerance=isinstance(recipe.policy, LazyExact | Tolerance),
+        is_published=isinstance(recipe.policy, Lazy | TwoLevel | Multilevel),
         fills_missing=not never_skips and recipe.movement.fill == "mean",
         num_clients=num_clients,
         landscape=landscape,
@@ -203,6 +217,12 @@ def sentences(advice: Advice) -> list[str]:
     """Return the advice in words."""
     lines = _about_the_problem(advice)
     lines += _about_the_step_size(advice)
+    if advice.fewest_bits is not None:
+        lines.append(
+            "Theorem 1 adds quantization errors to the linear rate. Its conditions ask for uploads "
+            f"of {advice.fewest_bits} bits or more here, and of three bits less than b_max at "
+            "most: it promises nothing for this rule."
+        )
     lines += [f"Not covered by the theory: {text}." for text in advice.outside]
     if advice.trace is not None:
         lines += _about_the_run(advice, advice.trace)

@@ -63,7 +63,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -349,6 +349,98 @@ def contraction_within_tolerance(
         return alpha * strong_convexity
     room = 1 - weight_sum / (1 - alpha * smoothness)
     return min(alpha * strong_convexity, slowest_share(weights) * room)
+
+
+class TheoremOne(NamedTuple):
+    """Whether each of the three conditions holds that the proof of Theorem 1 ends with."""
+
+    errors_fit: bool
+    errors_shrink: bool
+    step_is_long: bool
+
+
+def theorem_1(
+    alpha: float,
+    weights: Sequence[float],
+    smoothness: float,
+    strong_convexity: float,
+    num_clients: int,
+    widths: Sequence[int],
+    max_width: int,
+    *,
+    rho1: float,
+    rho2: float,
+    constant: float,
+    rate: float,
+    as_printed: bool = False,
+) -> TheoremOne:
+    """Check the conditions of Theorem 1, with ``P`` the constant and ``σ2`` the rate.
+
+    ``4BMP τ_bmax² + BMP Σ_b τ_b² ≤ σ2 - σ1``,
+    ``24L²/(μP) + 18 τ_{bmax-b}² + 3 τ_bmax² ≤ σ2`` for every width ``b`` in use, and
+    ``α ≥ μ/(4L²M²)``, where ``σ1 = 1 - c`` and ``B`` are those of Lemma 2. The paper prints the
+    second one without ``P``; the last line of its proof has it.
+
+    Args:
+        alpha: the step size.
+        weights: ``ξ_1..ξ_D``, all above 0.
+        smoothness: ``L``.
+        strong_convexity: ``μ``.
+        num_clients: ``M``.
+        widths: those that clients send with.
+        max_width: ``b_max``.
+        rho1: as in Lemma 1.
+        rho2: as in Lemma 1.
+        constant: ``P``.
+        rate: ``σ2``, above 0 and below 1.
+        as_printed: leave ``P`` out of the second condition.
+
+    >>> numbers = dict(rho1=0.1, rho2=0.5, constant=1e-6, rate=0.9999)
+    >>> theorem_1(0.3, (0.005,) * 10, 0.01, 0.01, 10, (1,), 12, as_printed=True, **numbers)
+    TheoremOne(errors_fit=True, errors_shrink=True, step_is_long=True)
+    >>> theorem_1(0.3, (0.005,) * 10, 0.01, 0.01, 10, (1,), 12, **numbers).errors_shrink
+    False
+
+    """
+    _check(alpha, smoothness)
+    beta = np.append(step_weights(weights, alpha), 0.0)
+    forward = (smoothness + 2 * beta[0]) * (1 + rho2) * alpha**2
+    bracket = alpha / 2 + (smoothness / 2 + beta[0]) * (1 + 1 / rho2) * alpha**2
+    shrinking = 1 - bracket * np.asarray(weights) / (alpha**2 * beta[:-1]) - beta[1:] / beta[:-1]
+    gradient_term = 2 * strong_convexity * (alpha / 2 - alpha * rho1 / 2 - forward)
+    shares = min(gradient_term, float(shrinking.min()))
+    growth = max(alpha / (2 * rho1) + forward, 3 * num_clients * bracket)
+    finest, squares = granularity(max_width) ** 2, [granularity(b) ** 2 for b in widths]
+    spent = growth * num_clients * constant * (4 * finest + sum(squares))
+    coarsest = max(granularity(max_width - b) ** 2 for b in widths)
+    curvature = 24 * smoothness**2 / (strong_convexity * (1 if as_printed else constant))
+    return TheoremOne(
+        bool(spent <= rate - (1 - shares)),
+        curvature + 18 * coarsest + 3 * finest <= rate < 1,
+        alpha >= strong_convexity / (4 * smoothness**2 * num_clients**2),
+    )
+
+
+def granularity(width: int) -> float:
+    """Return ``τ_b``, the step of a grid of ``2^b`` values over twice the radius.
+
+    >>> granularity(1), granularity(4), granularity(0)
+    (1.0, 0.06666666666666667, inf)
+    """
+    return 1 / (2**width - 1) if width else np.inf
+
+
+def fewest_bits_of_theorem_1(num_clients: int, smoothness: float, strong_convexity: float) -> int:
+    """Return a width below which no upload fits Theorem 1, whatever ``α``, ``ξ``, ``P`` and rate.
+
+    Its conditions give ``P ≥ 24L²/μ`` and ``B M P τ_b² ≤ c``; with ``B ≥ 3Mα/2`` and ``c ≤ μα``
+    that is ``τ_b ≤ μ/(6ML)``.
+
+    >>> fewest_bits_of_theorem_1(num_clients=10, smoothness=57.0, strong_convexity=0.1)
+    16
+    """
+    finest = strong_convexity / (6 * num_clients * smoothness)
+    return math.ceil(math.log2(1 + 1 / finest))
 
 
 def slowest_share(weights: Sequence[float]) -> float:
