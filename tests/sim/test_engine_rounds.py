@@ -1,4 +1,4 @@
-"""Rounds in one go, clients cut into pieces, fused kernels: all give what the plain way gives."""
+"""Clients cut into pieces and fused kernels give what the plain way gives."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 
 from tests.problems import tiny_problem
-
-
-@pytest.mark.parametrize("device", ["cpu", "torch:cpu"])
-def test_rounds_in_one_go_are_the_rounds_one_by_one(device):
-    if device != "cpu":
-        pytest.importorskip("torch")
-    problem = tiny_problem(num_clients=5, unequal=True)
-    recipe = make_recipe("lean")
-    together, alone = (FastSimulation(problem, recipe, 0.05, device=device) for _ in range(2))
-    records = list(together.run_rounds(25))
-    assert records == [alone.run_round() for _ in range(25)]
-    assert together.next_round == 26
-    assert np.array_equal(together.state().clients.link.mirror, alone.state().clients.link.mirror)
-    assert together.state().model.history == alone.state().model.history
 
 
 def test_the_loss_of_absent_clients_counts_too():

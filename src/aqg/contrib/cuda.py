@@ -1,4 +1,4 @@
-"""CUDA graphs: the fixed part of a round, recorded once, and replayed before it is needed.
+"""CUDA graphs: the fixed part of a round, recorded once, and replayed before it is asked for.
 
 With a small model a GPU computes a round's gradients and statistics in less time than Python needs
 to ask for them. All of it has the same shape in every round in which all clients are present, so it
@@ -8,7 +8,11 @@ decide. Rounds with absent clients take the plain path of `TorchBackend`.
 
 In most rounds of a lazy recipe no one sends anything, and then the next step is known even before
 anyone has decided: the same as the last. The GPU takes it on this guess, and begins the round after
-it. Once someone does send, the guess is taken back.
+it. Once someone does send, the guess is taken back. A guess lives within one round: between rounds
+the parameters are what they should be.
+
+The engine knows nothing of this. The backend learns from the calls of one round what to begin with
+for the next, and every call returns finished numbers.
 """
 
 from __future__ import annotations
@@ -112,56 +116,56 @@ class Foresight:
 class CudaBackend(TorchBackend):
     """A `TorchBackend` that replays what does not change from round to round."""
 
-    is_asynchronous = True
-
     def __init__(self, problem: Problem, device: str) -> None:
         super().__init__(problem, device)
         self._everyone = np.arange(problem.num_clients)
         self._params: Tensor = self.put(problem.initial_params)
+        self._before_guess = torch.empty_like(self._params)
         self._squared_norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._norm = Report(1)
+        self._gradients: Tensor | None = None
+        """Of all clients, in this round."""
+        self._wanted: tuple[GridQuantizer, Tensor | None] | None = None
+        """What they were measured with: the next round will ask the same."""
         self._foresights: list[Foresight] = []
         """This round and, once guesses are made, the next if the guess is right; in turn."""
-        self._recorded_for: tuple[Any, ...] = ()
+        self._recorded_for: tuple[GridQuantizer, Tensor | None] | None = None
         self._step_recording: Recording | None = None
         self._step_recorded_for: tuple[Tensor, float] | None = None
         self._is_ahead = False
         """Whether the first foresight is of the parameters as they are."""
-        self._last_update: Tensor | None = None
-        """What was stepped along last."""
+        self._last_step: tuple[Tensor, float] | None = None
+        """What was stepped along last, and how far."""
         self._is_repeated = False
-        """Whether that was the tensor of the step before, so that a guess can be made."""
+        """Whether that was the step before as well, so that a guess can be made."""
         self._silence = 0.0
         """The share of the last rounds, more or less, in which no one sent anything."""
         self._is_silent = True
         """Whether no one has sent anything in this round."""
         self._has_guessed = False
         """Whether one more step was taken, on the guess that no one would send."""
-        self._before_guess = torch.empty_like(self._params)
 
-    def foresee(self, params: Tensor, quantizer: Quantizer, mirrors: Tensor | None) -> None:
-        """Replay gradients and statistics of all clients, and send for the results."""
-        if not isinstance(quantizer, GridQuantizer) or not self._objective.stackable:
+    def _begin(self) -> None:
+        """Begin with what the next round asks if all clients take part; wait for nothing."""
+        if self._wanted is None:
             return
-        if params is not self._params:
-            return
-        wanted = (quantizer, 0 if mirrors is None else mirrors.data_ptr())
-        if self._recorded_for != wanted:
-            self._take_back()
+        quantizer, mirrors = self._wanted
+        if not self._is_recorded_for(quantizer, mirrors):
             self._foresights = [self._record(quantizer, mirrors)]
-            self._recorded_for = wanted
-            self._is_ahead = False
-        if not self._is_ahead:
-            self._foresights[0].begin()
-            self._is_ahead = True
-        is_small = mirrors is not None and mirrors.nbytes <= _SMALL_BYTES
-        if is_small and self._is_repeated and self._silence > MOSTLY_SILENT:
-            if len(self._foresights) < 2:
-                self._foresights.append(self._record(quantizer, mirrors))
-            self._guess()
+            self._recorded_for = self._wanted
+        self._foresights[0].begin()
+        self._is_ahead = True
+
+    def _is_recorded_for(self, quantizer: Quantizer, mirrors: Tensor | None) -> bool:
+        recorded = self._recorded_for
+        return recorded is not None and recorded[0] == quantizer and recorded[1] is mirrors
 
     def _guess(self) -> None:
         """Take the last step once more and begin the round after it."""
         assert self._step_recording is not None
+        assert self._recorded_for is not None
+        if len(self._foresights) < 2:
+            self._foresights.append(self._record(*self._recorded_for))
         self._before_guess.copy_(self._params)
         self._step_recording.replay()
         self._foresights[1].begin()
@@ -179,8 +183,7 @@ class CudaBackend(TorchBackend):
         def compute() -> tuple[Tensor, ...]:
             losses, gradients = plain(self._params, self._everyone)
             deltas, table = _compare(quantizer.grid, quantizer.max_width, gradients, mirrors)
-            report = torch.cat([table.view(-1), losses, self._squared_norm.view(1)])
-            return gradients, deltas, report
+            return gradients, deltas, torch.cat([table.view(-1), losses])
 
         recording = Recording(compute)
         return Foresight(recording, Report(len(recording.outputs[2])))
@@ -214,20 +217,34 @@ class CudaBackend(TorchBackend):
         num_clients = len(self._everyone)
         if not self._is_ahead or params is not self._params or len(clients) < num_clients:
             self._take_back()
-            return super().losses_and_gradients(params, clients)
+            losses, gradients = super().losses_and_gradients(params, clients)
+            self._gradients = gradients if len(clients) == num_clients else None
+            return losses, gradients
         foreseen = self._foresights[0]
-        return foreseen.report.values[-1 - num_clients : -1], foreseen.gradients
+        if self._can_guess():
+            self._guess()
+        self._gradients = foreseen.gradients
+        return foreseen.report.values[-num_clients:], foreseen.gradients
+
+    def _can_guess(self) -> bool:
+        """Tell whether the last step is known well enough to be taken again."""
+        mirrors = None if self._recorded_for is None else self._recorded_for[1]
+        is_small = mirrors is not None and mirrors.nbytes <= _SMALL_BYTES
+        return is_small and self._is_repeated and self._silence > MOSTLY_SILENT
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
     ) -> tuple[Tensor, Innovation]:
         """Wait for the statistics that were foreseen, if they were these."""
-        is_foreseen = self._is_ahead and vectors is self._foresights[0].gradients
-        if not (is_foreseen and isinstance(quantizer, GridQuantizer)):
+        if not isinstance(quantizer, GridQuantizer) or vectors is not self._gradients:
+            return super().measure(quantizer, vectors, mirrors, clients)
+        if self._objective.stackable:
+            self._wanted = quantizer, mirrors
+        if not self._is_ahead or not self._is_recorded_for(quantizer, mirrors):
             return super().measure(quantizer, vectors, mirrors, clients)
         report = self._foresights[0].report
         report.wait()
-        table = report.values[: -1 - len(clients)].reshape(len(clients), -1).copy()
+        table = report.values[: -len(clients)].reshape(len(clients), -1).copy()
         return self._foresights[0].deltas, read_statistics(table, quantizer.max_width)
 
     def move(
@@ -269,16 +286,19 @@ class CudaBackend(TorchBackend):
         """Take the step in the memory that the recording reads; replay it where it can be."""
         self._silence += (self._is_silent - self._silence) / _ROUNDS_REMEMBERED
         self._is_silent = True
-        if self._has_guessed and params is self._params and update is self._last_update:
+        last, self._last_step = self._last_step, (update, step_size)
+        is_same = last is not None and last[0] is update and last[1] == step_size
+        wanted, self._gradients = self._wanted, None
+        if self._has_guessed and params is self._params and is_same and wanted is not None:
             self._has_guessed = False
+            self._wanted = None
             self._foresights.reverse()
             return self._params, self._squared_norm
         self._take_back()
         self._is_ahead = False
         if params is not self._params:
             self._params.copy_(params)
-        self._is_repeated = update is direction and update is self._last_update
-        self._last_update = update
+        self._is_repeated = is_same and update is direction
 
         def compute() -> tuple[Tensor, ...]:
             change = (step_size * update).to(self._params.dtype)
@@ -286,26 +306,28 @@ class CudaBackend(TorchBackend):
             torch.dot(direction, direction, out=self._squared_norm)
             return self._params, self._squared_norm
 
-        if not self._is_repeated:
+        if self._is_repeated:
+            recorded = self._step_recorded_for
+            if recorded is None or recorded[0] is not update or recorded[1] != step_size:
+                before = self._params.clone()
+                self._step_recording = Recording(compute)
+                self._step_recorded_for = update, step_size
+                self._params.copy_(before)
+            assert self._step_recording is not None
+            self._step_recording.replay()
+        else:
             compute()
-            return self._params, self._squared_norm
-        recorded = self._step_recorded_for
-        if recorded is None or recorded[0] is not update or recorded[1] != step_size:
-            before = self._params.clone()
-            self._step_recording = Recording(compute)
-            self._step_recorded_for = update, step_size
-            self._params.copy_(before)
-        assert self._step_recording is not None
-        self._step_recording.replay()
+        self._norm.request(self._squared_norm.view(1))
+        self._begin()
+        self._wanted = None
         return self._params, self._squared_norm
 
     def number(self, scalar: Tensor) -> float:
-        """Wait for a scalar; it comes with the statistics if these were foreseen."""
-        if not self._is_ahead:
+        """Wait for a scalar; the step's length is on its way before the next round begins."""
+        if scalar is not self._squared_norm:
             return super().number(scalar)
-        report = self._foresights[0].report
-        report.wait()
-        return float(report.values[-1])
+        self._norm.wait()
+        return float(self._norm.values[0])
 
 
 def _compare(

@@ -79,7 +79,6 @@ def model_from_arrays(arrays: Arrays) -> Model:
         parameters=np.array(arrays["parameters"]),
         total=np.array(arrays["total"]),
         history=tuple(arrays["history"].tolist()),
-        last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
         is_moved=bool(arrays["is_moved"]),

@@ -48,7 +48,6 @@ class Model(NamedTuple):
             sum of this round's uploads.
         history: ``‖direction‖²/M²`` of the last steps, newest first, times the optimizer's
             `fresh_share`.
-        last_step: ``‖direction‖²`` of the last step, while it is on its way into the history.
         optimizer: what the server optimizer remembers.
         downlink: what is published of the sums; None where clients receive the whole model.
         is_moved: whether the sum that lasts has changed since the last step.
@@ -64,7 +63,6 @@ class Model(NamedTuple):
     parameters: Array
     total: Array
     history: tuple[float, ...]
-    last_step: Array | None
     optimizer: OptimizerState
     downlink: DownlinkState | None = None
     is_moved: bool = False
@@ -94,7 +92,6 @@ def init_model(
         parameters=parameters,
         total=np.zeros(len(parameters)),
         history=(),
-        last_step=None,
         optimizer=optimizer.init(len(parameters)),
         downlink=downlink,
         step=rule.init(parameters),
@@ -212,9 +209,8 @@ def step(
     """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m`` with what was published of the sums.
 
     Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
-    from the sum, which has the scale of the clients' vectors. Where a device is still busy with it,
-    `arrived` puts it into the history later. ``rates`` hold the natural step; those of the step
-    that was taken are returned.
+    from the sum, which has the scale of the clients' vectors. ``rates`` hold the natural step;
+    those of the step that was taken are returned.
     """
     direction = make_direction(
         space, len(model.parameters), published.total, published.passing, rates
@@ -224,53 +220,21 @@ def step(
     if step_size != rates.step_size:
         rates = rates._replace(step_size=step_size)
     parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
-    keeps, is_pending = recipe.memory.keeps_mirror, space.is_asynchronous
-    history = model.history
-    if not is_pending:
-        history = _extended(space, recipe, downlink, model, squared_norm, num_clients, optimizer)
+    keeps = recipe.memory.keeps_mirror
+    movement = space.number(squared_norm) / num_clients**2 * optimizer.fresh_share
+    if isinstance(downlink, Condensed):
+        movement = shortened(movement)
     moved = Model(
         round=model.round + 1,
         parameters=parameters,
         total=model.total if keeps else space.zeros_like(model.total),
-        history=history,
-        last_step=squared_norm if is_pending else None,
+        history=recipe.movement.extend(model.history, movement),
         optimizer=optimizer_state,
         downlink=model.downlink,
         step=rule.follow(step_state, parameters),
         budget=model.budget,
     )
     return moved, rates
-
-
-def arrived(
-    space: Space,
-    recipe: Recipe,
-    downlink: Downlink,
-    model: Model,
-    num_clients: int,
-    optimizer: ServerOptimizer,
-) -> Model:
-    """Wait for the length of the last step if it is on its way, and put it into the history."""
-    if model.last_step is None:
-        return model
-    history = _extended(space, recipe, downlink, model, model.last_step, num_clients, optimizer)
-    return model._replace(history=history, last_step=None)
-
-
-def _extended(
-    space: Space,
-    recipe: Recipe,
-    downlink: Downlink,
-    model: Model,
-    squared_norm: Array,
-    num_clients: int,
-    optimizer: ServerOptimizer,
-) -> tuple[float, ...]:
-    """Return the history with the newest step in front."""
-    newest = space.number(squared_norm) / num_clients**2 * optimizer.fresh_share
-    if isinstance(downlink, Condensed):
-        newest = shortened(newest)
-    return recipe.movement.extend(model.history, newest)
 
 
 def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:

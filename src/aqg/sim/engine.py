@@ -10,8 +10,6 @@ On the CPU in float64 every upload, width, byte and parameter equals the referen
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +17,11 @@ import numpy as np
 from aqg.core import stage_state
 from aqg.core.downlink import DownlinkState, Exact, noted
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.links import Link, Memory
+from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
 from aqg.core.public import Public
 from aqg.core.round import Clients, News, settle, speak
 from aqg.core.server import (
-    arrived,
     expected_senders,
     make_entry,
     make_rates,
@@ -34,11 +31,10 @@ from aqg.core.server import (
 )
 from aqg.core.space import with_rows
 from aqg.core.stages import level_factors
-from aqg.parallel import num_threads
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
-from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record
+from aqg.sim.record import DROPPED, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
@@ -57,9 +53,7 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.protocol.log import Content
     from aqg.sim.problem import Problem
-
-_ROUNDS_AHEAD = 64
-"""How far `FastSimulation.run_rounds` may be ahead of the records it yields."""
+    from aqg.sim.record import RoundRecord
 
 
 class FastSimulation:
@@ -105,13 +99,7 @@ class FastSimulation:
         self._all_take_part = never_away and self._sampled == 1
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
-        self._pool: ThreadPoolExecutor | None = None
-        if self.backend.is_asynchronous:
-            self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="aqg-frames")
         self._block_size = max(1, block_bytes // problem.initial_params.nbytes)
-        self._is_foreseeable = self.training.local.is_one_gradient and not any(
-            getattr(stage, "vectors", "host") != "unused" for stage in recipe.all_stages.values()
-        )
         self._downlink = self.training.downlink
         self._rates = make_rates(recipe, step_size, self.dropout.rate, self._sampled)
         self._senders = expected_senders(problem.num_clients, self.dropout.rate, self._sampled)
@@ -145,25 +133,6 @@ class FastSimulation:
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
-        return self._run_round(evaluate).close()
-
-    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
-        """Run ``count`` rounds and yield their records, in order.
-
-        On a GPU this is faster than as many calls of `run_round`: frames of one round are sized
-        while the next ones run, so that the simulation may be some rounds past the record that is
-        yielded. It is not once all records have been taken.
-        """
-        ahead = _ROUNDS_AHEAD if self.backend.is_asynchronous else 0
-        pending: deque[OpenRound] = deque()
-        for _ in range(count):
-            pending.append(self._run_round(evaluate))
-            if len(pending) > ahead:
-                yield pending.popleft().close()
-        while pending:
-            yield pending.popleft().close()
-
-    def _run_round(self, evaluate: bool) -> OpenRound:
         number = self.next_round
         num_clients = self.problem.num_clients
         present = self._present()
@@ -173,8 +142,9 @@ class FastSimulation:
             widths[present] = 0
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
-        sizes: list[FrameSize] = []
-        movement = self._movement()
+        sent = np.zeros(num_clients, np.int64)
+        sent[present] = SKIP_BYTES
+        movement = self.recipe.movement.of(self._model.history)
         downloads = self._deliver(present)
         shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
@@ -193,11 +163,10 @@ class FastSimulation:
             )
             spoken = speak(self.backend, self.recipe, self._clients, block, vectors, news)
             faults += spoken.faults
-            sizes.append(SKIP_BYTES * (len(block) - len(spoken.clients)))
             if len(spoken.clients):
                 widths[spoken.clients] = spoken.widths
                 link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
-                sizes += frame_sizes(self.backend, link, senders, uploads, self._pool)
+                sent[senders] = frame_sizes(self.backend, link, senders, uploads)
                 weights = shares[senders]
                 self._model = take_in(
                     self.backend, self.recipe, self._model, link, senders, uploads, weights
@@ -209,17 +178,12 @@ class FastSimulation:
         loss = self._mean_loss(present, losses) if evaluate else None
         self._step()
         traffic = self.statistics.finish_round(present)
-        if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
-            self._foresee()
-        return OpenRound(
-            number,
-            loss,
-            tuple(widths.tolist()),
-            tuple(faults),
-            sizes,
-            downloads,
-            traffic,
-        )
+        return make_record(number, loss, widths, faults, sent, downloads, traffic)
+
+    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
+        """Run ``count`` rounds and yield their records."""
+        for _ in range(count):
+            yield self.run_round(evaluate)
 
     def _deliver(self, present: IntArray) -> Sequence[tuple[IntArray, Content]]:
         """Return which clients receive frames of which length before they train."""
@@ -253,7 +217,7 @@ class FastSimulation:
             self._write_entry(before, published, rates)
 
     def _write_entry(self, before: Model, published: Published, rates: Rates) -> None:
-        """Size the round's entry, in the background where frames are, and note it."""
+        """Size the round's entry, and note it."""
         assert self._downloads is not None
         public = self._model.downlink
         assert public is not None
@@ -276,10 +240,7 @@ class FastSimulation:
             known = Known(get(before.downlink.total), before.downlink.direction)
         entry = make_entry(self.recipe, self._downlink, before, published, 0.0, rates)
         self._model = self._model._replace(downlink=noted(public, entry))
-        if self._pool is None or (entry.lasting is None and entry.passing is None):
-            self._downloads.append(entry_size(entry, known))
-        else:
-            self._downloads.append(self._pool.submit(entry_size, entry, known))
+        self._downloads.append(entry_size(entry, known))
 
     def _public(self) -> Public:
         """Return the public model as it is."""
@@ -324,22 +285,6 @@ class FastSimulation:
         keys = [(self.seed, client, self.next_round) for client in block.tolist()]
         return self.backend.local_updates(local, params, block, keys)
 
-    def _movement(self) -> float:
-        """Return the movement, with the last step, which a GPU may still be busy with."""
-        if self._model.last_step is not None:
-            count, optimizer = len(self._everyone), self.training.optimizer
-            self._model = arrived(
-                self.backend, self.recipe, self._downlink, self._model, count, optimizer
-            )
-        return self.recipe.movement.of(self._model.history)
-
-    def _foresee(self) -> None:
-        """Let a GPU begin the next round, in case that all clients take part in it again."""
-        if self._is_foreseeable:
-            sends_innovations = self.recipe.memory is Memory.INNOVATION
-            mirrors = self._clients.link.mirror if sends_innovations else None
-            self.backend.foresee(self._model.parameters, self.recipe.quantizer, mirrors)
-
     def loss(self) -> float:
         """Return the loss of the current model."""
         losses = self.statistics.losses(self.backend, self._model.parameters, self._everyone)
@@ -347,7 +292,6 @@ class FastSimulation:
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
-        self._movement()
 
         def copy(array: Array) -> FloatArray:
             return np.array(self.backend.get(array))

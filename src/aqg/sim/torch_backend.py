@@ -37,8 +37,6 @@ _MOST_CUT = 256
 class TorchBackend:
     """Everything of a client's round but the quantizing of what is sent stays on the device."""
 
-    is_asynchronous = False
-
     def __init__(self, problem: Problem, device: str) -> None:
         self.device = torch.device(device)
         self.host = NumpySpace(in_place=True)
@@ -273,9 +271,6 @@ class TorchBackend:
     ) -> list[Result]:
         """Start threads for large messages only."""
         return map_messages(function, items, num_values)
-
-    def foresee(self, params: Tensor, quantizer: Quantizer, mirrors: Tensor | None) -> None:
-        """Do nothing: all is done when it is asked for."""
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack
