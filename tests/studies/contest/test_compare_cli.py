@@ -84,11 +84,11 @@ def test_results_are_shown_again_without_a_run(finished, capsys, tmp_path):
     assert len(json.loads(capsys.readouterr().out)["cells"]) == 3
     assert (finished / TRIALS).read_bytes() == before
     page = tmp_path / "page.md"
-    page.write_text("Before.\n<!-- table: swap-in -->\nold\n<!-- end -->\nAfter.\n")
+    page.write_text("Before.\n<!-- table: swap-in -->\nstale\n<!-- end -->\nAfter.\n")
     main([str(page), str(finished)])
     text = page.read_text()
     assert "| `onebit` |" in text
-    assert "old" not in text
+    assert "stale" not in text
     assert text.endswith("<!-- end -->\nAfter.\n")
 
 
