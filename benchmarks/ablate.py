@@ -9,8 +9,8 @@ rounds and bytes until federated averaging's plateau less one point (every byte 
 ``aqg compare``), over those of the default, and the difference of the plateaus in points.
 A number stays in the default if removing it costs more than 5 % of rounds or bytes on two tasks.
 
-A task named ``digits-local@60`` begins with the model of 60 rounds of federated averaging, as one does
-that was trained before.
+A task named ``digits-local@60`` begins with the model of 60 rounds of federated averaging, as one
+does that was trained before.
 
 Targets come from the stored runs of federated averaging in ``results/``. FILE gets a line per run,
 and runs that are there already are not run again.

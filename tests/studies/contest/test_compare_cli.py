@@ -130,6 +130,7 @@ def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
 
 def test_one_command_at_a_time(finished, capsys):
     before = (finished / TRIALS).read_bytes()
+    capsys.readouterr()
     with locked(finished):
         assert run_app(["compare", "gd", "--resume", str(finished), "--jobs", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

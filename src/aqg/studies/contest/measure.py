@@ -268,7 +268,7 @@ def score(curve: Curve, reference: Reference, name: str) -> Score | None:
     if theirs is not None:
         delay = max(1, ours.rounds) / max(1, theirs.rounds)
         savings = theirs.total_bytes / max(1, ours.total_bytes)
-    return Score(ours.total_bytes, savings, delay, ours.test, ours.rounds)
+    return Score(max(1, ours.total_bytes), savings, delay, ours.test, ours.rounds)
 
 
 Rank: TypeAlias = tuple[int, float]
