@@ -132,11 +132,11 @@ def test_one_command_at_a_time(finished, capsys):
     before = (finished / TRIALS).read_bytes()
     capsys.readouterr()
     with locked(finished):
-        assert run_app(["compare", "gd", "--resume", str(finished), "--jobs", "1"]) == 2
+        assert run_app(["compare", "topk", "--resume", str(finished), "--jobs", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is in use by another process; wait until it has ended" in line
     assert (finished / TRIALS).read_bytes() == before
-    assert '"gd"' not in (finished / "compare.json").read_text()
+    assert "topk" not in (finished / "compare.json").read_text()
 
 
 def test_a_trial_that_was_interrupted_goes_on(tmp_path):
