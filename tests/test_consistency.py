@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import re
 import sys
 import tomllib
@@ -21,10 +21,6 @@ from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.runs.config import SETTINGS, resolve
-from aqg.studies.compare.comparison import open_comparison
-from aqg.studies.compare.plan import comparable, read_outcomes
-from aqg.studies.compare.results import _all_tables, _with_line
-from aqg.studies.compare.table import make_cells
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -221,7 +217,11 @@ def test_versions_agree():
 
 
 def test_the_comparison_says_what_its_data_say():
-    cells = json.loads((ROOT / "results/compare/results.json").read_text())["cells"]
+    with (ROOT / "results/compare/results.csv").open(newline="") as file:
+        cells = [
+            row | {"ratio": float(row["ratio"]) if row["ratio"] else None}
+            for row in csv.DictReader(file)
+        ]
     page = " ".join(TEXTS[ROOT / "docs/explanation/comparison.md"].split())
     tasks, recipes = {c["task"] for c in cells}, {c["recipe"] for c in cells}
     assert f"{len(recipes)} recipes on {len(tasks)} tasks" in page
@@ -243,14 +243,6 @@ def test_the_comparison_says_what_its_data_say():
         else:
             assert winner in ("auto", "stc", "qsgd", "fedpaq", "dadaquant")
     assert f"needs {min(best):.1f} to {max(best):.1f} times as many bytes" in page
-
-
-def test_the_comparisons_tables_are_those_of_its_trials():
-    directory = ROOT / "results/compare"
-    comparison = open_comparison(directory)
-    cells = make_cells(comparison, comparable(read_outcomes(directory)))
-    tables = "\n".join(_with_line(*pair) for pair in _all_tables(comparison, cells))
-    assert (directory / "tables.md").read_text(encoding="utf-8") == tables
 
 
 PRIVATE = re.compile(r"\b(trickl\w*|ow(?:es|ed|ing)|debts?|calm|knobs?|shouts?|dear(?:er|est)?)\b")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aqg.errors import AqgError
     from aqg.runs.config import RunConfig
     from aqg.runs.executor import Place
-    from aqg.studies.trials import TrialPlan
+    from aqg.studies.contest.plan import ContestPlan
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def run_study(
 
 def run_comparison(
     console: Console,
-    plan: TrialPlan[Any],
+    plan: ContestPlan,
     directory: Path,
     where: Where,
     size: str,
@@ -165,7 +165,7 @@ def run_comparison(
 
     """
     from aqg.cli.overview import Overview
-    from aqg.studies.compare.comparison import PLAN
+    from aqg.studies.contest.plan import PLAN
 
     num_before, most = plan.num_finished, plan.most_left()
     console.print(

@@ -252,6 +252,9 @@ def _run(
     goal = None if config.validation else config.goal
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
+    values = [referee.value_of(line.metrics, line.record.loss) for line in lines]
+    values.append(referee.value_of(metrics | {VALIDATION: final_value}, final_loss))
+    is_followed = validate is not None or referee.has_target
     files.finish(
         summary.to_json()
         | referee.to_json()
@@ -261,7 +264,7 @@ def _run(
             "run": identity(config),
         }
         | client_bytes.to_json()
-        | ({} if validate is None else {"curve": curve(lines, final_value, metrics, first_model)})
+        | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
     )
     if not keeps_models:
         files.drop_checkpoint()
@@ -296,6 +299,17 @@ class _Referee:
                         f"the target is a {goal}, and the minimum of the loss is unknown"
                     )
                 self._minimum = minimum
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a target can end the run."""
+        return self._judge is not None
+
+    def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
+        """Return what the target is about; NaN where it was not measured."""
+        if self.wants_accuracy or self._metric == VALIDATION:
+            return metrics.get(self._metric, math.nan)
+        return math.nan if loss is None else loss - self._minimum
 
     def is_over(self) -> bool:
         """Tell whether the run has come to its end before the last round."""

@@ -2,7 +2,8 @@
 
 The test set is then looked at for reports only. A run with a ``validation`` share has a target on
 this set, and its summary holds the *curve*: the accuracy or loss on the validation set after every
-round, and every byte that all clients had sent and received by then.
+round, and every byte that all clients had sent and received by then. So does that of a run that
+ends with another target, with what this is about.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from aqg.errors import ConfigError
 from aqg.runs.cost import count_every_byte
-from aqg.runs.directory import VALIDATION, finite_or_none
+from aqg.runs.directory import finite_or_none
 from aqg.sim.problem import Samples
 
 if TYPE_CHECKING:
@@ -77,15 +78,17 @@ class Validator:
 
 
 def curve(
-    lines: Sequence[Line], final: float, final_metrics: Mapping[str, float], first_model: int
+    values: Sequence[float],
+    lines: Sequence[Line],
+    final_metrics: Mapping[str, float],
+    first_model: int,
 ) -> dict[str, Any]:
     """Return a run's curve for its summary: entry ``k`` of each list is after ``k`` rounds.
 
-    ``bytes`` are frames, heads of orders and replies, and ``first_model`` bytes for each client
-    once (`aqg.runs.cost.count_every_byte`). ``tests`` are the test accuracies that were measured,
-    as pairs of rounds and accuracy.
+    ``values`` are what the run's target is about. ``bytes`` are frames, heads of orders and
+    replies, and ``first_model`` bytes for each client once (`aqg.runs.cost.count_every_byte`).
+    ``tests`` are the test accuracies that were measured, as pairs of rounds and accuracy.
     """
-    values = [line.metrics.get(VALIDATION, math.nan) for line in lines]
     tests = [
         [line.record.round - 1, line.metrics["accuracy"]]
         for line in lines
@@ -94,7 +97,7 @@ def curve(
     if "accuracy" in final_metrics:
         tests.append([len(lines), final_metrics["accuracy"]])
     return {
-        "values": [_shortened(value) for value in (*values, final)],
+        "values": [_shortened(value) for value in values],
         "bytes": count_every_byte((line.record for line in lines), first_model),
         "tests": tests,
     }

@@ -1,8 +1,7 @@
-"""``aqg compare --swap-in`` as a user meets it, and the problems with natural clients."""
+"""Tasks by name, and the problems with natural clients."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,87 +9,91 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.cli.app import run_app
+from aqg.data import DATASETS
+from aqg.errors import ConfigError, DataError
 from aqg.runs.setup import build_problem
 from aqg.sim.problem import Problem
-from aqg.studies.swap_in.plan import TRIALS
-from aqg.studies.swap_in.tasks import SWAP_TASKS
-
-FILES = {"compare.json", "trials.jsonl", "targets.json", "results.json", "tables.md"}
+from aqg.studies.contest.tasks import QUICK_TASKS, TASKS, available, parse_tasks, select_tasks
 
 
 def need(name, data_dir):
-    missing = SWAP_TASKS[name].missing_file(data_dir)
+    missing = TASKS[name].missing_file(data_dir)
     if missing is not None:
         pytest.skip(f"needs {missing.name} in the data directory")
 
 
-def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
-    need("heart", data_dir)
-    directory, options = tmp_path / "c", ["--data-dir", str(data_dir), "--jobs", "1"]
-    named = ["compare", "stc", "--swap-in", "--task", "heart", "--seeds", "1"]
-    assert run_app([*named, *options, "--out", str(directory)]) == 0
-    assert {path.name for path in directory.iterdir()} == FILES | {"frontier.png", "heart"}
-    cells = json.loads((directory / "results.json").read_text())["cells"]
-    found = {(cell["recipe"], cell["goal"]): cell for cell in cells}
-    assert found["fedavg", "plateau"]["delay"]["value"] == 1
-    costs = [found[recipe, "plateau"]["cost"]["value"] for recipe in ("fedavg", "stc")]
-    assert found["stc", "plateau"]["savings"]["value"] == pytest.approx(costs[0] / costs[1])
-    lines = (directory / TRIALS).read_text().splitlines()
-    capsys.readouterr()
-
-    (directory / TRIALS).write_text("".join(line + "\n" for line in lines[:-1]) + lines[-1][:40])
-    assert run_app(["compare", "topk", "--resume", str(directory), *options]) == 0
-    said = capsys.readouterr().out
-    assert f"{len(lines) - 1} finished before" in said
-    assert "topk" in said
-    assert run_app(["compare", "--resume", str(directory), *options]) == 0
-    assert len((directory / TRIALS).read_text().splitlines()) == len(lines) + 1
-    repeated = ["compare", "topk", "--again", "topk", "--resume", str(directory)]
-    assert run_app([*repeated, *options]) == 0  # named twice, and run once
-    assert "Forgotten: 1 run" in capsys.readouterr().out
-    assert run_app(["compare", "--from", str(directory), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["cells"]
-    assert {cell["recipe"] for cell in shown} == {"fedavg", "stc", "topk"}
-
-    lines = (directory / TRIALS).read_text().splitlines(keepends=True)
-    longest = '"spec": "fedavg", "bits": 4, "multiplier": 8.0'
-    (directory / TRIALS).write_text("".join(line for line in lines if longest not in line))
-    assert run_app(["compare", "--from", str(directory)]) == 0
-    assert "heart has no target yet" in capsys.readouterr().out
+def test_tasks_by_name():
+    names = [task.name for task in parse_tasks("mlp-iid, digits-local")]
+    assert names == ["mlp-iid", "digits-local"]
+    all_of_them, averaging = (parse_tasks(text) for text in ("all", "averaging"))
+    hold_outs = {name for name, task in TASKS.items() if task.is_hold_out}
+    assert hold_outs == {f"unseen-{name}" for name in ("synthetic", "arms", "many", "vit", "lstm")}
+    assert {task.name for task in all_of_them} == set(TASKS) - hold_outs
+    assert {t.name for t in averaging} == {t.name for t in all_of_them if t.goal.target is None}
+    assert {"hold-out-cnn", "hold-out-plays"} < {task.name for task in averaging}  # tuning data now
+    assert {task.goal.name for task in parse_tasks(None)} == {"target", "plateau"}
+    with pytest.raises(ConfigError, match="unknown task 'mnist'; choose from all, averaging, dig"):
+        select_tasks(["mnist"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--swap-in", "--target", "0.3"], "--swap-in has tasks and targets of its own"),
-        (["--swap-in", "--task", "softmax-iid"], "unknown task 'softmax-iid'"),
-        (["--swap-in", "--seeds", "0"], "seeds is 0; it must be at least 1"),
-        (["nothing", "--swap-in"], "unknown recipe 'nothing'"),
-        (["--swap-in", "--quick", "--search"], "--quick leaves the search out"),
-        (["--resume", "x", "--swap-in"], "it excludes --swap-in"),
-        (["--swap-in", "--task", "cifar10", "--data-dir", "nowhere"], "task cifar10 is left out"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, reason, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_app(["compare", *arguments]) != 0
-    said = capsys.readouterr().err
-    assert reason in said
-    assert "Traceback" not in said
-    assert not list(tmp_path.iterdir())
+def test_tasks_whose_files_are_missing_are_left_out(tmp_path):
+    kept, lines = available(parse_tasks("all"), tmp_path)
+    assert "cifar10" not in {task.name for task in kept}
+    assert any("task cifar10 is left out:" in line and "cifar10.npz" in line for line in lines)
+    with pytest.raises(DataError, match="task heart is left out"):
+        available(select_tasks(["heart"]), tmp_path)
+
+
+def test_every_task_has_a_goal_that_its_runs_can_measure():
+    for name, task in TASKS.items():
+        assert task.name == name
+        assert task.config.problem is not None or task.config.dataset in DATASETS
+        target = task.goal.target
+        if target is None:
+            assert task.regime == "local"
+            assert task.config.validation > 0
+        else:
+            assert target.hold == (3 if target.kind == "accuracy" else 20)
+            assert task.config.validation > 0 or task.regime == "full-batch"
+
+
+@pytest.mark.parametrize("name", QUICK_TASKS)
+def test_a_seed_makes_the_split_and_the_start(name):
+    config = TASKS[name].config
+    first, again, other = (build_problem(replace(config, seed=seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.initial_params, again.initial_params)
+    assert not np.array_equal(first.initial_params, other.initial_params)
+
+
+def test_part_of_the_samples():
+    config = TASKS["digits-softmax"].config
+    problem = build_problem(replace(config, samples=200, partition="iid"))
+    assert sum(len(samples.labels) for samples in problem.clients) == 200
+    with pytest.raises(ConfigError, match="samples is 9999; digits has "):
+        build_problem(replace(config, samples=9999))
+
+
+def test_the_cnn_learns_images_of_other_sizes():
+    pytest.importorskip("torch")
+    config = replace(TASKS["digits-local"].config, model="cnn", reset=True)
+    problem, other = (build_problem(replace(config, seed=seed)) for seed in (0, 1))
+    params = problem.initial_params
+    _, gradient = problem.objective.losses_and_gradients(params, *problem.clients[0])
+    assert np.isfinite(gradient).all()
+    assert gradient.any()
+    assert not np.array_equal(params, other.initial_params)
 
 
 def test_hospitals_hold_out_a_fifth(data_dir):
     need("heart", data_dir)
-    problem = build_problem(SWAP_TASKS["heart"].config, data_dir)
+    problem = build_problem(TASKS["heart"].config, data_dir)
     assert [len(client.labels) for client in problem.clients] == [194, 189, 79, 128]
     assert (len(problem.validation.labels), len(problem.test.labels)) == (148, 182)
 
 
 def test_no_window_of_a_watch_overlaps_with_one_that_is_held_out(data_dir):
     need("watch", data_dir)
-    problem = build_problem(SWAP_TASKS["watch"].config, data_dir)
+    problem = build_problem(TASKS["watch"].config, data_dir)
     assert problem.num_clients == 8
     # The second half of a window is the first half of the next.
     trained = {w[50:].tobytes() for client in problem.clients for w in client.features}
@@ -106,7 +109,7 @@ def test_cifar10_from_its_file(tmp_path):
         arrays[f"y_{part}"] = np.arange(count) % 10
     np.savez(tmp_path / "cifar10.npz", **arrays)
     for name, norm in (("cifar10", "group"), ("cifar10-batchnorm", "batch")):
-        task = SWAP_TASKS[name]
+        task = TASKS[name]
         assert task.missing_file(tmp_path) is None
         file = task.config.problem.partition(".py:")[0]
         problem = f"{file}.py:cifar10:clients=3:images=300:norm={norm}"
@@ -121,9 +124,9 @@ def test_cifar10_from_its_file(tmp_path):
 
 def test_arms_are_clients_that_are_away_one_after_the_other(data_dir):
     need("unseen-arms", data_dir)
-    config = SWAP_TASKS["unseen-arms"].config
+    config = TASKS["unseen-arms"].config
     problem = build_problem(config, data_dir)
-    watch = build_problem(SWAP_TASKS["watch"].config, data_dir)
+    watch = build_problem(TASKS["watch"].config, data_dir)
     sizes = [len(client.labels) for client in problem.clients]
     both = [sum(sizes[k : k + 2]) for k in range(0, 16, 2)]
     assert both == [len(client.labels) for client in watch.clients]
@@ -136,7 +139,7 @@ def test_arms_are_clients_that_are_away_one_after_the_other(data_dir):
 def test_unseen_roles_are_not_those_of_the_other_task(data_dir):
     need("unseen-lstm", data_dir)
     seen, unseen = (
-        build_problem(SWAP_TASKS[name].config, data_dir) for name in ("shakespeare", "unseen-lstm")
+        build_problem(TASKS[name].config, data_dir) for name in ("shakespeare", "unseen-lstm")
     )
     assert (seen.num_clients, unseen.num_clients) == (60, 100)
     windows = {window.tobytes() for client in seen.clients for window in client.features}
@@ -147,20 +150,20 @@ def test_unseen_roles_are_not_those_of_the_other_task(data_dir):
 
 
 def test_synthetic_clients_differ_in_size_and_labels():
-    problem = build_problem(SWAP_TASKS["unseen-synthetic"].config)
+    problem = build_problem(TASKS["unseen-synthetic"].config)
     sizes = np.array([len(client.labels) for client in problem.clients])
     assert len(sizes) == 30
     assert sizes.max() > 10 * np.median(sizes) > 300
     common = [np.bincount(client.labels, minlength=10).argmax() for client in problem.clients]
     assert len(set(common)) > 4
-    other = build_problem(replace(SWAP_TASKS["unseen-synthetic"].config, seed=1))
+    other = build_problem(replace(TASKS["unseen-synthetic"].config, seed=1))
     assert [len(client.labels) for client in other.clients] != sizes.tolist()
 
 
 def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
     """The gradients of stacked clients, as on a GPU, are those of one after the other."""
     pytest.importorskip("torch")
-    from aqg.studies.swap_in.nets import LongShortTermMemory, MotionRecurrence
+    from aqg.studies.contest.nets import LongShortTermMemory, MotionRecurrence
 
     random = np.random.default_rng(0)
     motion = random.normal(size=(3, 4, 100, 6)).astype(np.float32)
@@ -185,8 +188,8 @@ def test_one_trial_without_the_command_line():
 import sys
 for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
     sys.modules[name] = None
-from aqg.studies.swap_in.headless import run_trial
-from aqg.studies.compare.trial import SELF_SETTING, Setting
+from aqg.studies.contest.headless import run_trial
+from aqg.studies.contest.search import SELF_SETTING, Setting
 setting = Setting("fedavg", multiplier=SELF_SETTING)
 outcome = run_trial("unseen-synthetic", "fedavg", setting, rounds=1)
 assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0

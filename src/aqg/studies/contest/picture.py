@@ -6,8 +6,8 @@ import io
 import textwrap
 from typing import TYPE_CHECKING
 
-from aqg.studies.swap_in.measure import MOST_DELAY, PLATEAU
-from aqg.studies.swap_in.search import FEDAVG, OURS
+from aqg.studies.contest.measure import MOST_DELAY, Mean
+from aqg.studies.contest.search import FEDAVG, OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from aqg.studies.swap_in.comparison import SwapIn
-    from aqg.studies.swap_in.table import Cell
+    from aqg.studies.contest.plan import Comparison
+    from aqg.studies.contest.table import Cell
 
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
 _MARKERS = "osD^vPX<>hp"
 _OPEN = "none"
 """The face of a marker where some seeds do not reach the goal."""
-_OUR_COLORS = ("#D55E00",)
+_OUR_COLOR = "#D55E00"
 _PANEL = 3.6
 """Inches."""
 _MOST_COLUMNS = 3
@@ -43,17 +43,18 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return best
 
 
-def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
+def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     """Draw a panel for each task; return a PNG.
 
-    Recipes that do not reach the goal are named in the corner, and those with an open marker reach
-    it with some seeds only. What lies left of the dotted line is a swap-in; the step line is the
-    frontier.
+    Recipes that do not reach the target are named in the corner, and those with an open marker
+    reach it with some seeds only. What lies left of the dotted line is a swap-in; the step line is
+    the frontier. Where federated averaging does not reach a fixed target, rounds take the place of
+    the delay.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [cell for cell in cells if cell.goal == PLATEAU and cell.same_as is None]
+    shown = [cell for cell in cells if cell.is_main and cell.same_as is None]
     tasks = [t.name for t in comparison.tasks if any(cell.task == t.name for cell in shown)]
     num_columns = max(1, min(_MOST_COLUMNS, len(tasks)))
     num_rows = max(1, -(-len(tasks) // num_columns))
@@ -87,24 +88,26 @@ def draw(comparison: SwapIn, cells: Sequence[Cell]) -> bytes:
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return a color and a marker for each recipe; our own are stars."""
-    others = [recipe for recipe in recipes if recipe not in OURS]
+    """Return a color and a marker for each recipe; our own is a star."""
+    others = [recipe for recipe in recipes if recipe != OURS]
     looks = {
         recipe: (_COLORS[n % len(_COLORS)], _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)])
         for n, recipe in enumerate(others)
     }
-    return looks | {name: (color, "*") for name, color in zip(OURS, _OUR_COLORS, strict=True)}
+    return looks | {OURS: (_OUR_COLOR, "*")}
 
 
 def _draw_panel(
     axis: Axes, task: str, cells: Sequence[Cell], looks: dict[str, tuple[str, str]]
 ) -> None:
     points, never = [], []
+    has_delays = any(cell.delay is not None for cell in cells)
     for cell in cells:
-        if cell.cost is None or cell.delay is None:
+        delay = cell.delay if has_delays else Mean(max(1.0, cell.rounds or 0.0))
+        cost = cell.cost
+        if cost is None or delay is None:
             never.append(cell.recipe)
             continue
-        delay, cost = cell.delay, cell.cost
         x, y = delay.value, cost.value
         if cell.recipe == FEDAVG:
             axis.plot(x, y, "s", color="black", markersize=6, label=FEDAVG, linestyle="none")
@@ -120,7 +123,7 @@ def _draw_panel(
             continue
         points.append((x, y))
         color, marker = looks[cell.recipe]
-        is_ours = cell.recipe in OURS
+        is_ours = cell.recipe == OURS
         axis.plot(
             x,
             y,
@@ -142,16 +145,17 @@ def _draw_panel(
         right = max(x for x, _ in points)
         xs, ys = [x for x, _ in best] + [right], [y for _, y in best] + [best[-1][1]]
         axis.step(xs, ys, where="post", color="#999999", linewidth=1.2, zorder=1)
-    axis.axvline(MOST_DELAY, color="black", linewidth=0.9, linestyle=":")
-    delays = [x for x, _ in points] + [1.0, MOST_DELAY]
-    axis.set_xlim(min(delays) / 1.25, max(delays) * 1.25)
-    ticks = [
-        t for t in (0.25, 0.5, 0.75, 1, 1.25, 2, 3, 4) if min(delays) / 1.2 < t < max(delays) * 1.2
-    ]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_xticks([], minor=True)
+    axis.set_xlabel("rounds", fontsize=8)
+    if has_delays:
+        axis.axvline(MOST_DELAY, color="black", linewidth=0.9, linestyle=":")
+        delays = [x for x, _ in points] + [1.0, MOST_DELAY]
+        low, high = min(delays) / 1.25, max(delays) * 1.25
+        axis.set_xlim(low, high)
+        ticks = [t for t in (0.25, 0.5, 0.75, 1, 1.25, 2, 3, 4, 10, 30) if low < t < high]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("delay (rounds over federated averaging's)", fontsize=8)
     axis.set_title(task, fontsize=10)
-    axis.set_xlabel("delay (rounds over federated averaging's)", fontsize=8)
     axis.set_ylabel("bytes, both directions", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,7 +1,8 @@
 """Problems with natural clients and some others, most of them from files in the data directory.
 
-Each function makes the problem of a task (`aqg.studies.swap_in.tasks`). The files, relative to the
-data directory:
+Each function makes the problem of a task (`aqg.studies.contest.tasks`). The examples are the same
+with settings of their own; ``fraction`` takes a part of the data. The files, relative to the data
+directory:
 
 ``heart/processed.{cleveland,hungarian,switzerland,va}.data``
     920 patients of four hospitals (UCI heart disease, CC BY 4.0); missing values as ``?`` or NaN.
@@ -12,8 +13,6 @@ data directory:
     the speeches of 37 plays, ``{"play__ROLE": ["a speech", ...]}`` (public domain).
 ``cifar10.npz``
     ``x_train``, ``y_train``, ``x_test``, ``y_test``, images as bytes N×32×32×3.
-
-The examples in the repository tell the same stories at more length.
 """
 
 from __future__ import annotations
@@ -49,9 +48,18 @@ _CIFAR_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 _CIFAR_DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
 
-def heart(data_dir: Path, seed: int, dtype: str) -> Problem:
-    """Make a client of each hospital; every fifth patient is in the test set."""
-    hospitals = [_read_hospital(data_dir / "heart" / f"processed.{h}.data") for h in HOSPITALS]
+def heart(data_dir: Path, seed: int, dtype: str = "float64", fraction: float = 1.0) -> Problem:
+    """Make a client of each hospital; every fifth patient is in the test set.
+
+    Values are scaled by the mean and the deviation over all training patients, which hospitals can
+    compute together from sums; a missing value becomes the mean, and a column beside it says that
+    it was missing.
+    """
+    hospitals = []
+    for name in HOSPITALS:
+        values, ill = _read_hospital(data_dir / "heart" / f"processed.{name}.data")
+        kept = slice(max(10, round(fraction * len(ill))))
+        hospitals.append((values[kept], ill[kept]))
     in_test = [np.arange(len(ill)) % 5 == 4 for _, ill in hospitals]
     pairs = list(zip(hospitals, in_test, strict=True))
     trained = np.concatenate([values[~t] for (values, _), t in pairs])
@@ -88,26 +96,36 @@ def _read_hospital(file: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     return table[:, :13], (table[:, 13] > 0).astype(np.int64)
 
 
-def watch(data_dir: Path, dtype: str) -> Problem:
-    """Make a client of each of eight persons; the test set is two others."""
-    return _watch(data_dir, dtype, _motion_network(), by_arm=False)
+def watch(
+    data_dir: Path, dtype: str = "float32", fraction: float = 1.0, validates: bool = True
+) -> Problem:
+    """Make a client of each of eight persons; the test set is two others.
+
+    Neighboring windows overlap, so a random test set would hold half of what was trained on. The
+    validation set is the last fifth of every recording, and the window before it is left out.
+    """
+    problem = _watch(data_dir, dtype, _motion_network(), False, round(1 / fraction), validates)
+    return problem if validates else replace(problem, validation=None)
 
 
 def arms(data_dir: Path, dtype: str) -> Problem:
     """Make a client of each arm of eight persons, with a recurrent network; test as in `watch`."""
-    from aqg.studies.swap_in.nets import MotionRecurrence
+    from aqg.studies.contest.nets import MotionRecurrence
 
     return _watch(data_dir, dtype, MotionRecurrence(), by_arm=True)
 
 
-def _watch(data_dir: Path, dtype: str, module: nn.Module, by_arm: bool) -> Problem:
-    """Make the problem of smartwatch motion.
-
-    Neighboring windows overlap. The validation set is the last fifth of every recording, and the
-    window before it is left out.
-    """
+def _watch(
+    data_dir: Path,
+    dtype: str,
+    module: nn.Module,
+    by_arm: bool,
+    step: int = 1,
+    holds_out: bool = True,
+) -> Problem:
     names = ("X", "y", "subject", "recording", *(("side",) if by_arm else ()))
     arrays = read_arrays(data_dir / "watch" / "watch_windows.npz", names)
+    arrays = {name: array[::step] for name, array in arrays.items()}
     windows, exercises, persons = arrays["X"], arrays["y"].astype(np.int64), arrays["subject"]
     in_test = np.isin(persons, TEST_PERSONS)
     mean, deviation = windows[~in_test].mean((0, 1)), windows[~in_test].std((0, 1))
@@ -116,7 +134,7 @@ def _watch(data_dir: Path, dtype: str, module: nn.Module, by_arm: bool) -> Probl
     for recording in np.unique(arrays["recording"][~in_test]):
         places = np.flatnonzero(arrays["recording"] == recording)
         first = len(places) - len(places) // 5
-        trains[places[: first - 1]] = True
+        trains[places[: first - 1] if holds_out else places] = True
         validates[places[first:]] = True
     owners = 2 * persons.astype(np.int64) + (arrays["side"] if by_arm else 0)
     problem = Problem.from_module(
@@ -157,6 +175,7 @@ def shakespeare(
     by: str = "role",
     skip: int = 0,
     net: str = "transformer",
+    metrics: str | None = None,
 ) -> Problem:
     """Make a client of each of the largest roles, or plays (``by=play``).
 
@@ -164,11 +183,10 @@ def shakespeare(
     of the test set.
     """
     from aqg.models.nets import Transformer
-    from aqg.studies.swap_in.nets import LongShortTermMemory
+    from aqg.studies.contest.nets import LongShortTermMemory
 
-    speeches = _read_roles(data_dir / "shakespeare" / "roles.json.gz")
-    letters = {letter for texts in speeches.values() for text in texts for letter in text}
-    alphabet = {letter: n for n, letter in enumerate(["\n", *sorted(letters - {"\n"})])}
+    speeches = read_roles(data_dir)
+    alphabet = alphabet_of(speeches)
     if by == "play":
         plays: dict[str, list[str]] = {}
         for role, texts in speeches.items():
@@ -179,17 +197,20 @@ def shakespeare(
     for name in largest[skip : skip + clients]:
         texts = speeches[name]
         last = len(texts) - len(texts) // 10
-        parts.append(_windows(texts[:last], alphabet))
-        tests.append(_windows(texts[last:], alphabet))
+        parts.append(text_windows(texts[:last], alphabet))
+        tests.append(text_windows(texts[last:], alphabet))
     return Problem.from_module(
         LongShortTermMemory(len(alphabet)) if net == "lstm" else Transformer(len(alphabet), LENGTH),
         clients=parts,
         test=tuple(np.concatenate(part)[::4] for part in zip(*tests, strict=True)),
+        metrics=metrics,
         dtype=dtype,
     )
 
 
-def _read_roles(file: Path) -> dict[str, list[str]]:
+def read_roles(data_dir: Path) -> dict[str, list[str]]:
+    """Return the speeches of every role."""
+    file = data_dir / "shakespeare" / "roles.json.gz"
     try:
         with gzip.open(file, "rt", encoding="utf-8") as text:
             roles: dict[str, list[str]] = json.load(text)
@@ -200,7 +221,13 @@ def _read_roles(file: Path) -> dict[str, list[str]]:
     return roles
 
 
-def _windows(texts: list[str], alphabet: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any]]:
+def alphabet_of(roles: dict[str, list[str]]) -> dict[str, int]:
+    """Return a number for every character; 0 is the line break between speeches."""
+    letters = {letter for speeches in roles.values() for text in speeches for letter in text}
+    return {letter: token for token, letter in enumerate(["\n", *sorted(letters - {"\n"})])}
+
+
+def text_windows(texts: list[str], alphabet: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Cut a text into pieces; the target at every place is the character after it."""
     tokens = np.array([alphabet[letter] for letter in "\n".join(["", *texts, ""])], np.int64)
     num_windows = (len(tokens) - 1) // LENGTH
@@ -209,9 +236,15 @@ def _windows(texts: list[str], alphabet: dict[str, int]) -> tuple[NDArray[Any], 
 
 
 def cifar10(
-    data_dir: Path, seed: int, dtype: str, clients: int, images: int, norm: str = "group"
+    data_dir: Path,
+    seed: int,
+    dtype: str = "float32",
+    clients: int = 10,
+    images: int = 50_000,
+    norm: str = "group",
+    alpha: float = 0.5,
 ) -> Problem:
-    """Split some of the images by Dirichlet(0.5) over labels; a quarter as many are tested.
+    """Split some of the images by Dirichlet(alpha) over labels; a quarter as many are tested.
 
     With ``norm=group`` a plain convolutional network of 355,658 parameters with group
     normalization, with ``norm=batch`` a small residual network with batch normalization.
@@ -227,7 +260,7 @@ def cifar10(
         test_features=(data.test_features[::test_step] - _CIFAR_MEAN) / _CIFAR_DEVIATION,
         test_labels=data.test_labels[::test_step],
     )
-    parts = parse_partition("dirichlet:0.5").split(data, clients, seed)
+    parts = parse_partition(f"dirichlet:{alpha}").split(data, clients, seed)
     module = (
         _image_network()
         if norm == "group"
@@ -258,7 +291,7 @@ def _image_network() -> nn.Module:
 
 def vision_transformer(data_dir: Path, seed: int, dtype: str, clients: int, images: int) -> Problem:
     """Split some of MNIST's images by Dirichlet(1) over labels, with a vision transformer."""
-    from aqg.studies.swap_in.nets import VisionTransformer
+    from aqg.studies.contest.nets import VisionTransformer
 
     data = load_dataset("mnist", data_dir)
     assert data.test_features is not None

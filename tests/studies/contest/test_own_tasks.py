@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ import pytest
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.cost import count_every_byte, first_model_bytes
 from aqg.runs.setup import build_problem, check_target, make_simulation
 from aqg.runs.stopping import Target
-from aqg.studies.compare.comparison import PLAN, open_comparison
-from aqg.studies.compare.plan import TRIALS, read_outcomes
-from aqg.studies.compare.tasks import TASKS, in_order, make_own_task, with_target
+from aqg.studies.contest.measure import FIXED
+from aqg.studies.contest.plan import PLAN, TRIALS, Comparison, make_config, read_outcomes
+from aqg.studies.contest.tasks import TASKS, in_order, make_own_task
 
 pytest.importorskip("torch")
 
@@ -53,7 +54,7 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         done = run_app(
-            ["compare", "onebit,gd", *SPEC, *GOAL, "--seeds", "2", "--jobs", "1", "--out", "c"]
+            ["compare", "onebit", *SPEC, *GOAL, "--seeds", "2", "--jobs", "1", "--out", "c"]
         )
         assert done == 0
     return folder
@@ -90,44 +91,45 @@ def refuse(capsys, *arguments, message):
 
 
 def test_the_task_is_what_aqg_run_would_run(home):
-    (task,) = open_comparison(home / "c").tasks
-    (config,) = resolve(
-        {"problem": str(home / NAME), "recipe": "gd", "seed": 0, "downlink": "full"}
-    )
-    assert task.config == with_target(config, "accuracy", 0.8)  # up to what a trial sets
+    (task,) = Comparison.open(home / "c").tasks
+    spec = {"problem": str(home / NAME), "recipe": "gd", "seed": 0, "target_kind": "accuracy"}
+    (config,) = resolve(spec)
+    ends = {"target": 0.8, "hold": 3, "step": "fixed", "downlink": task.config.downlink}
+    assert task.config == replace(config, **ends)  # up to what a trial sets
     assert (task.name, task.config.clients, task.config.rounds) == (NAME, 5, 40)
-    assert task.config.participation == 0.75
-    assert task.dropout == 0.1
-    assert task.target == Target("accuracy", 0.8, 3)
-    assert task.is_local
-    assert task.describe() == f"{NAME}, 5 clients, 2 local steps of 8, 75% sampled, dropout 0.1"
+    assert (task.config.participation, task.dropout) == (0.75, 0.1)
+    assert task.goal.target == Target("accuracy", 0.8, 3)
+    assert task.regime == "local"
 
 
 def test_outcomes_are_those_of_runs(home):
     """A run with the trial's settings meets the target in the round, with the bytes, on record."""
-    (task,) = open_comparison(home / "c").tasks
+    (task,) = Comparison.open(home / "c").tasks
     outcomes = read_outcomes(home / "c")
-    assert {(trial.recipe, trial.seed) for trial in outcomes} == {
-        (recipe, seed) for recipe in ("onebit", "gd") for seed in (0, 1)
-    }
-    assert all(outcome.is_reached for outcome in outcomes.values())
+    pairs = {(trial.recipe, trial.seed) for trial in outcomes}
+    assert pairs == {(recipe, seed) for recipe in ("fedavg", "onebit") for seed in (0, 1)}
     trial = next(trial for trial in outcomes if (trial.recipe, trial.seed) == ("onebit", 1))
-    config = trial.config(task, "cpu", "auto")
+    outcome = outcomes[trial]
+    assert outcome.ending == "reached"
+    crossing = outcome.curve.reach(task.goal.target)
+    config = make_config(trial, task, None)
     simulation = make_simulation(config, build_problem(config))
-    size, accuracies, sizes = 0, [], []
-    for _ in range(outcomes[trial].rounds + task.target.hold - 1):
-        size += simulation.run_round().total_bytes
-        sizes.append(size)
-        accuracies.append(simulation.problem.measure(simulation.parameters)["accuracy"])
+    records, accuracies = [], []
+    for _ in range(crossing.rounds + task.goal.target.hold - 1):
+        records.append(simulation.run_round())
+        accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
     assert min(accuracies[-3:]) >= 0.8
     assert len(accuracies) == 3 or accuracies[-4] < 0.8
-    assert sizes[-3] == outcomes[trial].cost == outcomes[trial].total_bytes
-    lines = read_lines(home / "c/mine.py_problem_clients-5/onebit/onebit-seed-1")
-    assert [line.metrics["accuracy"] for line in lines][1:] == accuracies[:-1]
-    assert sum(line.record.total_bytes for line in lines) == size
-    summary = read_summary(home / "c/mine.py_problem_clients-5/onebit/onebit-seed-1")
-    assert sum(summary["client_upload_bytes"]) + sum(summary["client_download_bytes"]) == size
-    assert lines[0].record.loss is not None
+    first = first_model_bytes(config.training().downlink, len(simulation.parameters))
+    sizes = count_every_byte(records, first)
+    assert sizes == list(outcome.curve.total_bytes)
+    assert sizes[-3] == crossing.total_bytes
+    assert list(outcome.curve.values[1:]) == [float(f"{value:.6g}") for value in accuracies]
+    assert outcome.upload_bytes == sum(r.upload_bytes for r in records[: crossing.rounds])
+    cells = json.loads((home / "c/results.json").read_text())["cells"]
+    assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
+        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2)),
+    }
 
 
 def test_a_report_shows_the_runs(home, tmp_path, capsys):
@@ -141,11 +143,11 @@ def test_going_on(begun, home, capsys):
     assert len(read_outcomes(begun)) == 3
     message = "which the command line does not name; add --allow-code"
     refuse(capsys, "--resume", begun, message=message)
-    arguments = ["--resume", str(begun), "gd", "--again", "onebit", *SPEC, "--jobs", "1"]
+    arguments = ["--resume", str(begun), "fedavg", "--again", "onebit", *SPEC, "--jobs", "1"]
     assert run_app(["compare", *arguments]) == 0
     said = capsys.readouterr().out
-    assert "Forgotten: 2 runs of onebit" in said
-    assert "up to 3 runs, 1 finished before" in said
+    assert "Forgotten: 1 runs of onebit" in said
+    assert "up to 2 runs, 2 finished before" in said
     assert (begun / "results.json").read_text() == (home / "c/results.json").read_text()
     assert json.loads((begun / PLAN).read_text()) == json.loads((home / "c" / PLAN).read_text())
 
@@ -162,7 +164,7 @@ def test_what_was_begun_stays_as_it_is(begun, capsys):
 
 def test_a_changed_file_is_refused(begun, home, capsys):
     plan = json.loads((begun / PLAN).read_text())
-    ((path, digest),) = plan["own"][0]["settings"]["files"]
+    ((path, digest),) = plan["own"][0]["files"]
     assert path == str(home / "mine.py")
     (begun / PLAN).write_text((begun / PLAN).read_text().replace(digest, digest[::-1]))
     message = "mine.py' is not the file that this run began with"
@@ -190,13 +192,12 @@ def test_own_data_and_a_loss(folder, capsys):
     ]
     arguments += ["--search", "--quick", "--jobs", "1", "--out", "c"]
     assert run_app([*arguments, "--set", "rounds=80"]) == 0
-    (task,) = open_comparison(folder / "c").tasks
-    assert (task.name, task.config.clients, task.is_local) == ("own.npz:softmax", 3, False)
+    (task,) = Comparison.open(folder / "c").tasks
+    assert (task.name, task.config.clients, task.regime) == ("own.npz:softmax", 3, "full-batch")
     cells = json.loads((folder / "c/results.json").read_text())["cells"]
-    assert [cell["num_reached"] for cell in cells] == [1, 1]
+    assert [cell["num_reached"] for cell in cells] == [1, 1, 1]
     assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
-        "gd",
-        "lean",
+        *("fedavg", "gd", "lean"),
     }
     # Nothing in it is code, so it may go on without being named.
     assert run_app(["compare", "--resume", "c", "--jobs", "1"]) == 0
