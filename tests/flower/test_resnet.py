@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 
 from aqg.flower.demo import PRELOAD
-from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 
 from tests.flower.resnet_app.resnet import task
 from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
