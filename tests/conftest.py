@@ -19,11 +19,9 @@ for profile, examples in (("push", 50), ("soak", 300)):
 settings.load_profile("push")  # `make soak` gives --hypothesis-profile=soak
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run all tests of a file: what they share is made once."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    """Start deployments first: they wait for processes while others compute."""
+    items.sort(key=lambda item: item.path.name != "test_deployment.py")
 
 
 @pytest.fixture(scope="session")

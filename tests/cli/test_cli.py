@@ -45,6 +45,7 @@ def here(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.soak
 def test_the_first_run(tmp_path, here):
     done = aqg("run", *QUICK, cwd=tmp_path)
     assert "Traceback" not in done.stderr
@@ -171,6 +172,7 @@ def test_an_occupied_directory_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.soak
 def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
     options = ("--recipe", "lean,laq", "--rounds", "300", "--dropout", "0.2")
     here("run", *options, "--out", "whole")
