@@ -41,7 +41,7 @@ _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
 _COMMAND_SECONDS = 60.0
-_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_BETWEEN_LOOKS = 1.0  # every look is a command of Flower
 
 ConfigValue = bool | int | float | str
 
