@@ -388,6 +388,7 @@ print("ok")
 """
 
 
+@pytest.mark.soak
 def test_warm_up_compiles_everything() -> None:
     pytest.importorskip("numba")
     result = subprocess.run(
