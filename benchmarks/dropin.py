@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
+from tests.lab.deployment import Deployment, DeploymentOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

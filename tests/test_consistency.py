@@ -74,6 +74,7 @@ def printed_rows(text):
     }
 
 
+@pytest.mark.soak
 def test_the_readme_shows_what_aqg_run_prints(tmp_path, capsys):
     assert run_app(["run", "--out", str(tmp_path / "out")]) == 0
     printed, shown = capsys.readouterr().out, TEXTS[ROOT / "README.md"]

@@ -123,6 +123,7 @@ def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
     assert (whole / "whole" / NAMES[1] / "rounds.jsonl").read_text() == lines
 
 
+@pytest.mark.soak
 def test_interrupted_then_killed_then_resumed_ends_the_same(whole):
     directory = whole / "cut"
     process = start("grid.toml", "--out", "cut", "--jobs", "1", cwd=whole)

@@ -113,6 +113,7 @@ def wait_for(process, condition):
         time.sleep(0.02)
 
 
+@pytest.mark.soak
 def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster, local):
     doomed = cluster.add_node(num_cpus=1)
     address = ("--cluster", cluster.address)
@@ -136,6 +137,7 @@ def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster,
     assert f"on the Ray cluster at {cluster.address}" in output
 
 
+@pytest.mark.soak
 def test_an_idle_worker_gives_its_place_to_one_that_waits(cluster):
     """Two places were counted just before a node died; there is one."""
     with RayCluster(cluster.address) as place:

@@ -769,7 +769,7 @@ def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
     class Second:
         def start(self, config: Any, next_round: int) -> None:
-            with pytest.raises(RunError, match="in use by another server"):
+            with pytest.raises(RunError, match="in use by another process"):
                 Federation(tmp_path).run()
 
         def round(self, report: RoundReport) -> None: ...

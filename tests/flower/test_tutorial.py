@@ -34,6 +34,7 @@ def run(
     return accuracies, [[float(x) for x in pair] for pair in re.findall(line, said)]
 
 
+@pytest.mark.soak
 def test_the_app_is_compressed_and_as_good(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

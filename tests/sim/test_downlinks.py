@@ -37,6 +37,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], Dropout | None]] = {
         BernoulliDropout(0.3, seed=8),
     ),
 }
+FIRST = [
+    "sampled, adam",
+    *(pytest.param(s, marks=pytest.mark.soak) for s in ("all take part", "noisy, momentum")),
+]
 ROUNDS = 28
 
 
@@ -60,7 +64,7 @@ def simulations(
     )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", FIRST)
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, setting: str) -> None:
@@ -72,7 +76,7 @@ def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, se
         assert np.array_equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", FIRST)
 @pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
 def test_exact_entries_make_the_model_of_full_downloads(
     name: str, setting: str, dtype: str

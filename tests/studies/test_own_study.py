@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.soak
 def test_the_study_of_the_page(folder, capsys):
     pytest.importorskip("torch")
     assert run_app(["sweep", "widths.py:study:rounds=3", "--out", "widths", "--jobs", "2"]) == 0

@@ -1,4 +1,4 @@
-"""Watching a run on a deployment from the files that it writes."""
+"""Runs of the digits app on a deployment, watched from the files that they write."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aqg.flower.checkpoint import Checkpoint
-    from aqg.flower.deploy.deployment import ConfigValue, Deployment
 
-FAULTY_APP = Path(__file__).parent / "faulty_app"
+    from tests.lab.deployment import ConfigValue, Deployment
+
+APP = Path(__file__).parent / "digits_app"
+PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
+"""What apps import."""
 
 Row = dict[str, Any]
 
@@ -45,7 +48,7 @@ class WatchedRun:
 
     def submit(self, rounds: int) -> None:
         """Start the run, or go on with it."""
-        self.number = self.deployment.run(FAULTY_APP, {**self.config, "rounds": rounds})
+        self.number = self.deployment.run(APP, {**self.config, "rounds": rounds})
 
     def rows(self) -> list[Row]:
         """Return the rounds written so far."""

@@ -1,6 +1,6 @@
-"""A SuperLink and its SuperNodes as real processes on this machine.
+"""A SuperLink and its SuperNodes as real processes on this machine, for tests and benchmarks.
 
-For the demonstration, tests and benchmarks. Every process is what a deployment over several
+Every process is what a deployment over several
 machines runs too; ports are free ones, and all files are below one directory.
 """
 
@@ -16,11 +16,20 @@ import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import trustme
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
 from aqg.errors import ConfigError, RunError
-from aqg.flower.deploy.certificates import Certificates, make_certificates, make_node_key
-from aqg.flower.deploy.meter import Meter, Traffic
-from aqg.flower.deploy.processes import ProcessGroup
-from aqg.flower.private import LEASE, SWITCH
+
+from tests.lab.meter import Meter, Traffic
+from tests.lab.processes import ProcessGroup
+from tests.lab.repairs import LEASE, SWITCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,9 +41,42 @@ _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
 _COMMAND_SECONDS = 60.0
-_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_BETWEEN_LOOKS = 1.0  # every look is a command of Flower
 
 ConfigValue = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The files of a SuperLink with TLS."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(directory: Path) -> Certificates:
+    """Make an authority, and a certificate that it signs for a server on this machine."""
+    authority = trustme.CA()
+    server = authority.issue_cert(HOST)
+    files = Certificates(*(directory / name for name in ("ca.crt", "server.pem", "server.key")))
+    authority.cert_pem.write_to_path(files.authority)
+    server.cert_chain_pems[0].write_to_path(files.certificate)
+    server.private_key_pem.write_to_path(files.key)
+    return files
+
+
+def make_node_key(path: Path) -> Path:
+    """Write a node's private key to ``path`` and its public key to ``path.pub``; return the latter.
+
+    The same files as ``ssh-keygen -t ecdsa -b 384 -N "" -f path``.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    path.chmod(0o600)
+    public = path.with_name(f"{path.name}.pub")
+    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return public
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +88,7 @@ class DeploymentOptions:
         tls: encrypt, and let only nodes with a registered key in.
         database: keep the SuperLink's state in a file, so that its nodes survive its restart.
         worker: fork the processes of apps from a persistent worker (``--isolation process``).
-        quick: shorten Flower's own waits, see `aqg.flower.private`.
+        quick: shorten Flower's own waits, see `tests.lab.repairs`.
         lease_seconds: how long a silent node counts as online; None leaves Flower's 60 s.
         restart: start nodes again that end.
         preload: modules that apps import, imported once for all.
@@ -99,13 +141,14 @@ class Deployment:
         self.home = self.directory / "flower"
         self.home.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
-        self.certificates: Certificates | None = None
-        if self.options.tls:
-            self.certificates = make_certificates(self.directory / "certificates", (HOST,))
+        self.certificates = make_certificates(self.directory) if self.options.tls else None
         self._write_connection()
         self._numbers = itertools.count()
         self.meter = Meter(HOST, self.port)
-        self.nodes = [self._plan(node, node_config or {}) for node in range(self.options.num_nodes)]
+        self.nodes = [
+            self._plan(node, node_config or {}, node_name(node))
+            for node in range(self.options.num_nodes)
+        ]
         environment = {
             "FLWR_HOME": str(self.home),
             "NO_PROXY": HOST,
@@ -182,15 +225,30 @@ class Deployment:
         """Tell the SuperLink a node's public key, where it wants to know."""
         if self.certificates is None:
             return
-        key = self.directory / "keys" / f"node{node}"
+        key = self.directory / f"node{node}.key"
         public = make_node_key(key)
         self.nodes[node].key = key
         self.flower("supernode", "register", str(public), _CONNECTION)
 
     def launch_node(self, node: int) -> None:
         """Start a node's processes; they may not be online yet on return."""
-        plan = self.nodes[node]
-        config = self.directory / f"node{node}.toml"
+        plan, name = self.nodes[node], node_name(node)
+        self.processes.log_of(name).unlink(missing_ok=True)
+        arguments = self._node_arguments(plan, name)
+        self.processes.start(name, arguments, restart=self.options.restart)
+        if self.options.worker and not self.processes.is_running(f"{name}-worker"):
+            self._start_worker(f"{name}-worker", plan.port, restart=self.options.restart)
+
+    def try_key(self, key: Path) -> str:
+        """Start one more node with a key that nobody registered; return what it says as it ends."""
+        plan = self._plan(len(self.nodes), {}, "stranger")
+        plan.key = key
+        self.processes.start("stranger", self._node_arguments(plan, "stranger"))
+        self.processes.wait("stranger", _COMMAND_SECONDS)
+        return self.processes.read_log("stranger")
+
+    def _node_arguments(self, plan: _Node, name: str) -> list[str]:
+        config = self.directory / f"{name}.toml"
         config.write_text(to_toml(plan.config))
         arguments = ["flower-supernode", "--superlink", f"{HOST}:{plan.link_port}"]
         arguments += ["--host", HOST, "--port", str(plan.port), "--node-config", str(config)]
@@ -200,11 +258,7 @@ class Deployment:
             arguments += ["--root-certificates", str(self.certificates.authority)]
         if plan.key is not None:
             arguments += ["--auth-supernode-private-key", str(plan.key)]
-        name = node_name(node)
-        self.processes.log_of(name).unlink(missing_ok=True)
-        self.processes.start(name, self._isolated(arguments), restart=self.options.restart)
-        if self.options.worker and not self.processes.is_running(f"{name}-worker"):
-            self._start_worker(f"{name}-worker", plan.port, restart=self.options.restart)
+        return self._isolated(arguments)
 
     def wait_for_node(self, node: int, seconds: float = 60.0) -> None:
         """Wait until the SuperLink has let a node in."""
@@ -274,14 +328,14 @@ class Deployment:
 
     # Parts
 
-    def _plan(self, node: int, node_config: Mapping[str, ConfigValue]) -> _Node:
+    def _plan(self, node: int, node_config: Mapping[str, ConfigValue], name: str) -> _Node:
         config: dict[str, ConfigValue] = {
             "partition-id": node,
             "num-partitions": self.options.num_nodes,
             "aqg-state-dir": str(self.state_directory(node)),
             **node_config,
         }
-        return _Node(free_port(), self.meter.listen(node_name(node)), config)
+        return _Node(free_port(), self.meter.listen(name), config)
 
     def _isolated(self, arguments: list[str]) -> list[str]:
         return [*arguments, "--isolation", "process" if self.options.worker else "subprocess"]
@@ -290,7 +344,7 @@ class Deployment:
         self._start_worker(_LINK_WORKER, self.port, tls=self.certificates is not None)
 
     def _start_worker(self, name: str, port: int, tls: bool = False, restart: bool = False) -> None:
-        arguments = ["aqg-flower-worker", "--runtime-api-address", f"{HOST}:{port}"]
+        arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}"]
         if tls and self.certificates is not None:
             arguments += ["--root-certificates", str(self.certificates.authority)]
         self.processes.start(name, arguments, restart=restart)

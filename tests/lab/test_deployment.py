@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import re
 import signal
 import socket
-import ssl
-import stat
 import subprocess
 import sys
 import time
@@ -19,21 +19,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aqg.errors import RunError
-from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
-from aqg.flower.demo import APP, PRELOAD
-from aqg.flower.deploy.certificates import make_certificates, make_node_key
-from aqg.flower.deploy.deployment import HOST, Deployment, DeploymentOptions
-from aqg.flower.deploy.meter import Meter, Traffic
-from aqg.runs.setup import make_simulation
+from aqg.cli.app import run_app
+from aqg.flower.demo import digits_config
+from aqg.runs.setup import build_problem, make_simulation
 from aqg.sim.record import DROPPED
 
-from tests.flower.deployment_run import (
+from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_key
+from tests.lab.meter import Meter, Traffic
+from tests.lab.watch import (
+    APP,
     PATIENCE_SECONDS,
+    PRELOAD,
     WatchedRun,
     clean_losses,
     incidents_of,
-    is_clean,
 )
 
 if TYPE_CHECKING:
@@ -41,35 +40,58 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
 
+DROPIN_APP = Path(__file__).parents[1] / "flower" / "dropin_app"
 ROUND_SECONDS = 8.0
 DELAY_SECONDS = 9.5
 LEASE_SECONDS = 5.0
 FOREVER = 10_000
 
 
-def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path) -> None:
-    options = DeploymentOptions(preload=PRELOAD)
-    config = {"num-clients": 3, "rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
-    config["alpha"] = simulator_config(config).alpha
-    with Deployment(tmp_path / "deployment", options) as deployment:
-        deployment.start()
-        run = deployment.run(APP, {**config, "trust-partition-id": True})
-        assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
-        moved = [deployment.traffic(node) for node in range(3)]
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory):
+    """Start one for all tests: encrypted, with registered nodes that are started again."""
+    options = DeploymentOptions(
+        tls=True, lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD
+    )
+    with Deployment(tmp_path_factory.mktemp("deployment"), options) as started:
+        started.start()
+        yield started
 
-    simulation = make_simulation(simulator_config(config), make_problem(config))
-    records = [simulation.run_round() for _ in range(4)]
-    with np.load(tmp_path / "run" / "checkpoint.npz") as checkpoint:
+
+def simulated(config):
+    """Return the simulator's run of the same, and its rounds."""
+    found = digits_config(config)
+    simulation = make_simulation(found, build_problem(found))
+    return simulation, [simulation.run_round() for _ in range(config["rounds"])]
+
+
+def assert_same(directory: Path, simulation, records) -> dict:
+    """Compare a run with the simulator's, bit for bit and byte for byte; return its summary."""
+    with np.load(directory / "checkpoint.npz") as checkpoint:
         model = checkpoint["parameters"]
     assert model.tobytes() == simulation.parameters.tobytes()
-    text = (tmp_path / "run" / "rounds.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [record.loss for record in records]
     for name in ("upload_bytes", "download_bytes", "total_bytes"):
         assert [row[name] for row in rows] == [getattr(record, name) for record in records]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert not any(row.get("incidents") for row in rows)
+    summary = json.loads((directory / "summary.json").read_text())
     assert summary["final_loss"] == simulation.loss()
     assert summary["download_bytes"] == sum(record.download_bytes for record in records)
+    return summary
+
+
+def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    config = {"num-clients": 3, "rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
+    config |= {"recipe": "auto", "exact": True}
+    config["alpha"] = digits_config(config).alpha
+    before = [deployment.traffic(node) for node in range(3)]
+    run = deployment.run(APP, config)
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    moved = [deployment.traffic(node) - before[node] for node in range(3)]
+    summary = assert_same(tmp_path / "run", *simulated(config))
     for traffic, up, down in zip(
         moved, summary["client_upload_bytes"], summary["client_download_bytes"], strict=True
     ):
@@ -77,6 +99,56 @@ def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path)
         assert traffic.down_bytes > down > 0
 
 
+@pytest.mark.parametrize(
+    ("strategy", "bound"),
+    [("FedAvg", 1.3), pytest.param("FedAdam", 3.0, marks=pytest.mark.soak), ("AQG", 1.2)],
+)
+def test_one_app_with_any_strategy(deployment: Deployment, strategy: str, bound: float) -> None:
+    before = [deployment.traffic(node) for node in range(3)]
+    run = deployment.run(DROPIN_APP, {"strategy": strategy, "rounds": 2, "num-clients": 3})
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    log = deployment.processes.read_log("superlink-worker")
+    found = re.findall(rf"{strategy}: distance ([\d.]+), refused (\d+), up (\d+)(.*)", log)
+    (distance, refused, up, evaluated) = found[-1]
+    assert float(distance) < bound
+    assert int(refused) == 0
+    for node in range(3):
+        moved = deployment.traffic(node) - before[node]
+        assert moved.up_bytes > int(up) / 3 / 4
+    if strategy == "AQG":
+        assert evaluated == ", [1, 2]"
+
+
+def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    with pytest.raises((OSError, http.client.HTTPException)):
+        urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
+    make_node_key(tmp_path / "forged")
+    assert "Exit Code: 305" in deployment.try_key(tmp_path / "forged")
+
+
+def test_training_survives_a_lost_reply_and_a_killed_node(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
+    run.submit(FOREVER)
+    run.wait_for_round(2)
+    disturb(run, {1: ("drop", "error", "rollback")})
+    before = run.last_round
+    deployment.kill_node(2)
+    gone = run.wait_for_incident("missing|error", 2, after=before)
+    back = run.wait_for_clean_round(after=gone)["round"]
+    happened = {kind for row in run.rows()[before:back] for kind in incidents_of(row, 2)}
+    assert not happened & {"resync", "lost"}
+    deployment.stop_run(run.number)
+    for client in range(3):
+        assert run.mirrors_settle(client)
+    losses = clean_losses(run.rows())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.soak
 def test_training_survives_every_fault(tmp_path: Path) -> None:
     options = DeploymentOptions(lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD)
     with Deployment(tmp_path / "deployment", options) as deployment:
@@ -217,57 +289,13 @@ def restarted(run: WatchedRun, kill: Callable[[], None], more_rounds: int = FORE
     assert not any("resync" in incidents_of(row, client) for row in resumed for client in range(3))
 
 
-def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(tmp_path: Path) -> None:
-    options = DeploymentOptions(tls=True, num_nodes=2, lease_seconds=LEASE_SECONDS, preload=PRELOAD)
-    with Deployment(tmp_path / "deployment", options) as deployment:
-        deployment.start()
-        run = WatchedRun(deployment, tmp_path / "run", trust_partition_id=False)
-        run.submit(FOREVER)
-        assert is_clean(run.wait_for_round(2))
-        with pytest.raises((OSError, http.client.HTTPException)):
-            urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
-
-        key = deployment.nodes[1].key
-        deployment.kill_node(1)
-        deployment.nodes[1].key = tmp_path / "forged"
-        make_node_key(tmp_path / "forged")
-        deployment.launch_node(1)
-        with pytest.raises(RunError, match="node1 was not let in"):
-            deployment.wait_for_node(1)
-        assert "Exit Code: 305" in deployment.processes.read_log("node1")
-
-        deployment.nodes[1].key = key
-        rejoin(deployment, 1)
-        resumed = run.wait_for_clean_round(after=run.last_round)
-        assert not any("resync" in incidents_of(row, 1) for row in run.rows())
-        assert resumed["loss"] < run.rows()[0]["loss"]
-
-
-def rejoin(deployment: Deployment, node: int) -> None:
-    """Start a killed node until its lease has ended and it is let in again."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        deployment.launch_node(node)
-        try:
-            deployment.wait_for_node(node)
-        except RunError:
-            if time.monotonic() > end:
-                raise
-        else:
-            return
-
-
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("signum", "sign", "code"),
-    [
-        (signal.SIGINT, "auto/rounds.jsonl", 128 + signal.SIGINT),
-        (signal.SIGKILL, "deployment/logs/node0.log", -signal.SIGKILL),
-    ],
+    ("signum", "code"),
+    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
     ids=["interrupted", "killed"],
 )
-def test_the_demonstration_leaves_no_process_behind(
-    tmp_path: Path, signum: int, sign: str, code: int
-) -> None:
+def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int, code: int) -> None:
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "1"]
     with subprocess.Popen(
@@ -275,11 +303,13 @@ def test_the_demonstration_leaves_no_process_behind(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"AQG_DEMO": str(out)},
         # Whoever runs the tests in the background of a shell ignores interrupts, and so would this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         try:
-            wait_until(lambda: (out / sign).exists() and (out / sign).stat().st_size > 0, demo)
+            written = out / "auto/rounds.jsonl"
+            wait_until(lambda: written.exists() and written.stat().st_size > 0, demo)
             assert processes_with(str(out))
             demo.send_signal(signum)
             _, errors = demo.communicate(timeout=PATIENCE_SECONDS)
@@ -294,26 +324,33 @@ def test_the_demonstration_leaves_no_process_behind(
 
 
 def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
+    """It runs Flower's simulation, which ends with the simulator's model as well."""
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "2"]
+    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "4"]
     done = subprocess.run(
-        [*command, "--tls", "--json", "--out", str(out)], capture_output=True, text=True, check=True
+        [*command, "--json", "--out", str(out)], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    rows = [json.loads(line) for line in (out / "auto" / "rounds.jsonl").read_text().splitlines()]
+    simulation, records = simulated({"num-clients": 2, "rounds": 4, "seed": 0})
+    assert_same(out / "auto", simulation, records)
     for node in result["nodes"]:
         for name in ("upload_bytes", "download_bytes"):
-            assert node[name] == sum(row[f"client_{name}"][node["node"]] for row in rows)
+            counts = [getattr(record, f"client_{name}")[node["node"]] for record in records]
+            assert node[name] == sum(counts) > 0
         assert node["total_bytes"] == node["upload_bytes"] + node["download_bytes"]
-        assert 0 < node["upload_bytes"] < node["transport"]["up_bytes"]
-        assert 0 < node["download_bytes"] < node["transport"]["down_bytes"]
-        assert node["plain_bytes"] == 2 * 2 * 4 * 650
+        assert node["plain_bytes"] == 4 * 2 * 4 * 650
     for name in ("upload_bytes", "download_bytes", "total_bytes"):
         assert result[name] == sum(node[name] for node in result["nodes"])
-    assert result["final_loss"] < rows[0]["loss"]
-    again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
-    assert again.returncode == 2
-    assert again.stderr.startswith("aqg: error: output directory")
+    assert result["final_loss"] < records[0].loss
+
+
+def test_the_demonstration_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert run_app(["flower", "demo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("aqg: error: output directory")
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -368,21 +405,3 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         data += connection.recv(count - len(data))
     return data
-
-
-def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
-    for name in ("server.key", "node"):  # left from before, for all to read
-        (tmp_path / name).write_text("old")
-        (tmp_path / name).chmod(0o644)
-    files = make_certificates(tmp_path, ["example.org", "::1"])
-    public = make_node_key(tmp_path / "node")
-    for secret in (files.key, tmp_path / "node"):
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-        assert "PRIVATE KEY" in secret.read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("ca.crt", "server.pem", "server.key"),
-        *("node", "node.pub"),
-    }
-    assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
-    context = ssl.create_default_context(cafile=str(files.authority))
-    assert context.get_ca_certs()[0]["subject"] == ((("commonName", "aqg authority"),),)

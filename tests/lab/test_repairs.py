@@ -1,4 +1,4 @@
-"""Flower's own functions, and what `aqg` changes about how long they wait."""
+"""Flower's own functions, and what is changed about how long they wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from flwr.superlink.grid import http_grid
 from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate import NodeStateFactory
 
-from aqg.flower.private import bounded_pulls, repair_node
+from aqg.flower.private import bounded_pulls
+
+from tests.lab.repairs import repair_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ COMMANDS = {
     "flwr": "flwr.cli.app:app",
     "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
     "flwr-serverapp": "flwr.superlink.cli:flwr_serverapp",
-    "aqg-flower-worker": "aqg.flower.deploy.worker:main",
+    "lab-worker": "tests.lab.worker:main",
 }
 """What can be forked: a command's name, and the module and function behind it."""
 
@@ -59,7 +59,7 @@ def find_command(name: str) -> Callable[[], object]:
     >>> find_command("flower-superlnk")
     Traceback (most recent call last):
     aqg.errors.ConfigError: unknown command 'flower-superlnk'; choose from flower-superlink, \
-flower-supernode, flwr, flwr-clientapp, flwr-serverapp, aqg-flower-worker
+flower-supernode, flwr, flwr-clientapp, flwr-serverapp, lab-worker
     """
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}")

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import aqg
 from aqg.errors import RunError
-from aqg.flower.deploy.commands import QUIET
+
+from tests.lab.commands import QUIET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+_ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.05
 _END_SECONDS = 10.0
 _SINGLE_THREADED = dict.fromkeys(
@@ -48,7 +50,7 @@ class ProcessGroup:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        package = str(Path(aqg.__file__).parents[1])
+        package = os.pathsep.join((str(Path(aqg.__file__).parents[1]), str(_ROOT)))
         surroundings = {
             **os.environ,
             **QUIET,
@@ -64,7 +66,7 @@ class ProcessGroup:
         self._ready = False
         with open(directory / "supervisor.log", "ab") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "aqg.flower.deploy.supervisor", *preload],
+                [sys.executable, "-m", "tests.lab.supervisor", *preload],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -105,7 +107,7 @@ class ProcessGroup:
         environment: Mapping[str, str] | None = None,
         restart: bool = False,
     ) -> None:
-        """Fork a process that runs a command of `aqg.flower.deploy.commands`.
+        """Fork a process that runs a command of `tests.lab.commands`.
 
         Args:
             name: what the process is called here; its output goes to ``<name>.log``.

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aqg.flower.deploy.commands import fork_command, preload
-from aqg.flower.private import TaskQueue
+from tests.lab.commands import fork_command, preload
+from tests.lab.repairs import TaskQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def _reap() -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "aqg-flower-worker", description="Run the tasks of Flower apps in forked processes."
+        "lab-worker", description="Run the tasks of Flower apps in forked processes."
     )
     parser.add_argument(
         "--runtime-api-address",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqg.flower.deploy.commands import become_subreaper, fork_command, preload
-from aqg.flower.private import apply_tuning, repair_node
+from tests.lab.commands import become_subreaper, fork_command, preload
+from tests.lab.repairs import apply_tuning, repair_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
