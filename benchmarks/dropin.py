@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("flower-pytorch", "flower-lora")
-PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.dropin.strategy", "aqg.flower.dropin.mod")
+PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.compressed", "aqg.flower.mod")
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     from flwr.app import Context, RecordDict
     from flwr.serverapp import strategy as strategies
 
-    from aqg.flower.dropin import strategy
+    from aqg.flower import compressed as strategy
     from aqg.flower.envelope import num_bytes
 
     from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
@@ -290,7 +290,7 @@ def measure_overhead(options: argparse.Namespace) -> None:
         grid.push_messages, grid.pull_messages = watched(push), watched(pull)
         nodes = {"min_train_nodes": 3, "min_available_nodes": 3, "fraction_evaluate": 0.0}
         strategy = Compressed(FedAvg(**nodes))
-        from aqg.flower.dropin import grid as grids
+        from aqg.flower import grid as grids
 
         send = grids.CompressedGrid.send_and_receive
 

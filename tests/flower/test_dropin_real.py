@@ -53,7 +53,7 @@ def test_every_strategy_in_flowers_simulation(tmp_path: Path) -> None:
 def test_one_app_with_three_strategies_on_real_processes(tmp_path: Path) -> None:
     with Deployment(
         tmp_path / "deployment",
-        DeploymentOptions(preload=("aqg.flower.dropin.strategy", "aqg.flower.dropin.mod")),
+        DeploymentOptions(preload=("aqg.flower.compressed", "aqg.flower.mod")),
     ) as deployment:
         deployment.start()
         for strategy, bound in (("FedAvg", 0.8), ("FedAdam", 3.0), ("AQG", 1.2)):

@@ -25,7 +25,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from flwr import __version__
 from flwr.common.constant import Status, SubStatus
 
@@ -61,6 +60,22 @@ _PULL_CAP_SECONDS = 0.5
 """The longest pause between two questions for an object that a node is still sending."""
 
 _log = logging.getLogger("aqg.flower")
+
+
+_SHORTEST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.25
+_PAUSE_SHARE = 0.08
+"""Pauses between polls are this share of the time waited so far: they add no more than that."""
+
+
+def pause_after(waited: float, seconds: float) -> float:
+    """Return how long to pause before the next poll: the longer, the longer one has waited.
+
+    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
+    [0.01, 0.08, 0.25, 0.0]
+    """
+    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    return max(0.0, min(pause, seconds - waited))
 
 
 def apply_tuning() -> None:
@@ -277,6 +292,7 @@ class TaskQueue:
             from flwr.proto.runtime_pb2 import AcquireTaskRequest
             from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
             from flwr.supercore.runtime import RuntimeHttpClient
+            from httpx import TransportError
 
             self._client: Any = RuntimeHttpClient.from_server_address(
                 server_address=address,
@@ -284,6 +300,7 @@ class TaskQueue:
                 root_certificates=root_certificates,
                 interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
             )
+            self._unreachable = TransportError
             self._request: Any = AcquireTaskRequest(supported_task_types=self._KINDS)
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -293,7 +310,7 @@ class TaskQueue:
 
     def next(self) -> tuple[str, str] | None:
         """Return kind and token of a task; None where there is none, or nobody can be reached."""
-        with suppress(httpx.TransportError):
+        with suppress(self._unreachable):
             response = self._client.AcquireTask(self._request)
             if response.HasField("task") and response.token:
                 return response.task.type, response.token
