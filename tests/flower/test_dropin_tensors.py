@@ -10,7 +10,7 @@ pytest.importorskip("flwr")
 from flwr.app import Array
 
 from aqg.channel.publishing import largest_of, measure_change
-from aqg.channel.tensors import PIECE, Schema, flatten, is_same, shifted
+from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
 from aqg.core.selection import largest
 from aqg.errors import MessageError
 from aqg.flower.arrays import array_of, tensor_of
@@ -77,7 +77,7 @@ def test_an_update_is_taken_off_in_the_tensors_own_precision():
     values = {"a": np.ones((2, 2), np.float16), "b": np.arange(3, dtype=np.float32)}
     specs = Schema.of(values).specs
     update = np.linspace(0, 0.1, 7).astype(np.float32)
-    shown = dict(shifted(values, update, specs))
+    shown = dict(shifted(values, Update(update, "float32"), specs))
     assert [shown[s.name].dtype.name for s in specs] == ["float16", "float32"]
     difference = flatten(values, specs) - update
     assert np.array_equal(shown["b"], difference[4:])

@@ -14,6 +14,7 @@ from aqg.channel.publishing import Steps, condense, measure_change, squared_norm
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    Update,
     as_received,
     decode_kept,
     encode_kept,
@@ -26,7 +27,7 @@ from aqg.channel.tensors import (
 )
 from aqg.core.budget import first_budget
 from aqg.core.downlink import Condensed
-from aqg.core.messages import Skip, energy_of, num_nonzero
+from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.coding import reply_from_bytes, to_bytes
@@ -131,7 +132,7 @@ class Taken(NamedTuple):
         kept: tensors that came as they are.
         peer: what the server holds of the node after it; None where nothing was compressed.
         message: what was sent.
-        update: what it stands for, flat; of no values where nothing was compressed.
+        update: what it stands for; of no values where nothing was compressed.
 
     """
 
@@ -142,7 +143,7 @@ class Taken(NamedTuple):
     kept: dict[str, Tensor]
     peer: Peer | None
     message: Message
-    update: FloatArray
+    update: Update
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -329,18 +330,21 @@ class Channel:
         if not specs:
             if reply.frame:
                 raise MessageError("it sent a frame for no tensors")
-            return Taken(self, node, phase, layout, kept, None, Skip(), np.zeros(0, np.float32))
+            nothing = Update(np.zeros(0, np.float32), "float32")
+            return Taken(self, node, phase, layout, kept, None, Skip(), nothing)
         peer, message, update = self._read(node, layout, specs, reply)
         return Taken(self, node, phase, layout, kept, peer, message, update)
 
     def _read(
         self, node: int, layout: bytes, specs: list[TensorSpec], reply: Reply
-    ) -> tuple[Peer, Message, FloatArray]:
+    ) -> tuple[Peer, Message, Update]:
         """Return the node's mirror after a reply, what was sent, and the update it stands for."""
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         peer = self._peer(node, layout, size, dtype)
         peer, message = take_reply(self._recipe, peer, reply, size, dtype)
-        return peer, message, update_of(self._recipe, peer, message, size)
+        if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
+            return peer, message, Update(message, dtype)
+        return peer, message, Update(update_of(self._recipe, peer, message, size), dtype)
 
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read, and of what the node then holds."""
@@ -351,8 +355,8 @@ class Channel:
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
             total, count = self._sums.get(taken.layout, (None, 0))
             if total is None:
-                total = np.zeros_like(taken.update)
-            total += taken.update
+                total = np.zeros(taken.update.size, taken.update.dtype)
+            taken.update.add_to(total)
             self._sums[taken.layout] = total, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
@@ -364,7 +368,7 @@ class Channel:
         limit = self._settings.clip()
         if limit is None:
             return 1.0
-        square = squared_norm(taken.update)
+        square = taken.update.squared_norm()
         for name, tensor in taken.kept.items():
             if tensor.dtype.kind == "f":
                 change = tensor.astype(np.float64) - taken.phase.values[name]
@@ -378,9 +382,9 @@ class Channel:
         """
         specs = self.schema.chosen(phase.copy.layout)
         lacks = flatten(phase.values, specs)
-        lacks -= phase.copy.vector
-        np.negative(lacks, out=lacks)
-        moving = dict(shifted(self.schema.cast(values), lacks, specs)) if lacks.any() else {}
+        np.subtract(phase.copy.vector, lacks, out=lacks)
+        update = Update(lacks, str(lacks.dtype))
+        moving = dict(shifted(self.schema.cast(values), update, specs)) if lacks.any() else {}
         for name, tensor in values.items():
             yield name, moving.get(name, tensor)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.core.messages import Upload
 from aqg.errors import MessageError, WireError
 from aqg.objectives.layout import ModelLayout
 from aqg.objectives.tensors import TensorSpec, read_specs
@@ -191,13 +193,49 @@ def subtract(vector: FloatArray, values: Values, specs: Sequence[TensorSpec]) ->
             position += spec.size
 
 
+class Update:
+    """A flat vector that a message stands for; of levels it is made part by part.
+
+    Args:
+        content: the vector, or levels on a grid.
+        dtype: in which precision levels are read.
+
+    """
+
+    def __init__(self, content: FloatArray | Upload, dtype: str) -> None:
+        self._content = content
+        self.dtype = np.dtype(dtype)
+        self.size = len(content)
+
+    def part(self, start: int, stop: int) -> FloatArray:
+        """Return some values, which must not be written to."""
+        content = self._content
+        if isinstance(content, Upload):
+            levels = content.levels[start:stop]
+            return replace(content, levels=levels).values(self.dtype.type)
+        return content[start:stop]
+
+    def add_to(self, total: FloatArray) -> None:
+        """Add it to a vector, in place."""
+        for start in range(0, self.size, PIECE):
+            total[start : start + PIECE] += self.part(start, start + PIECE)
+
+    def squared_norm(self) -> float:
+        """Return ``‖u‖²``, summed in double precision."""
+        square = 0.0
+        for start in range(0, self.size, PIECE):
+            piece = self.part(start, start + PIECE).astype(np.float64)
+            square += float(np.vdot(piece, piece))
+        return square
+
+
 def shifted(
-    values: Values, update: FloatArray, specs: Sequence[TensorSpec], factor: float = 1.0
+    values: Values, update: Update, specs: Sequence[TensorSpec], factor: float = 1.0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors less an update, a flat vector, each in its own precision."""
+    """Yield tensors less an update, each in its own precision."""
     position = 0
     for spec in specs:
-        part = update[position : position + spec.size].reshape(spec.shape)
+        part = update.part(position, position + spec.size).reshape(spec.shape)
         position += spec.size
         with np.errstate(over="ignore", invalid="ignore"):
             part = part if factor == 1.0 else factor * part

@@ -177,7 +177,7 @@ class CompressedGrid(Grid):
         self._num_models = 0
         self._channels: dict[str, Channel] = {}
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
-        self._whole: dict[str, tuple[Channel, int, ArrayRecord]] = {}
+        self._whole: dict[str, ArrayRecord] = {}
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -343,12 +343,16 @@ class CompressedGrid(Grid):
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
             self._channels[name] = channel
+            self._whole[name] = record  # at first the copy is the model
             self._num_models += 1
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._speakers
+        version = channel.version
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
+        if channel.version != version:
+            self._whole.pop(name, None)
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
@@ -398,11 +402,9 @@ class CompressedGrid(Grid):
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
         """Return the public copy as a record."""
-        known, version, record = self._whole.get(name, (None, 0, None))
-        if known is not channel or version != channel.version or record is None:
-            record = record_of(channel.copied().items())
-            self._whole[name] = channel, channel.version, record
-        return record
+        if name not in self._whole:
+            self._whole[name] = record_of(channel.copied().items())
+        return self._whole[name]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""
