@@ -166,10 +166,11 @@ def test_only_strategies_that_average_draw():
         pass
 
     privacy = flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 3)
-    averaging = [FedAvg(), Renamed(), flower.FedAvgM(), flower.FedAdam(), flower.FedProx()]
-    averaging += [flower.FedYogi(), flower.FedAdagrad()]
+    averaging = [FedAvg(), Renamed(), flower.FedAvgM(), flower.FedProx()]
+    adaptive = [flower.FedAdam(), flower.FedYogi(), flower.FedAdagrad()]
     others = [Looking(), Own(), flower.FedMedian(), flower.Krum(), flower.FedTrimmedAvg(), privacy]
     assert {Compressed(s).settings.recipe for s in averaging} == {"auto"}
+    assert {Compressed(s).settings.recipe for s in adaptive} == {"auto:noise=0.1"}
     assert {Compressed(s).settings.recipe for s in others} == {"lean"}
     assert Compressed(FedAvg()).settings.downlink == make_downlink(make_recipe("auto").downlink)
     assert Compressed(FedAvg(), recipe="gd").settings.downlink == Condensed()

@@ -33,6 +33,7 @@ _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
 )
+_ADAPTIVE_NOISE = 0.1
 _AVERAGING = (
     strategies.FedAvg,
     strategies.FedAvgM,
@@ -52,8 +53,10 @@ class Compressed(Strategy):
     Args:
         strategy: does what it always does.
         recipe: the compressor, one of ``aqg recipes``. By default ``auto`` for those of Flower's
-            strategies that average replies, and ``lean`` for all others: with it every reply is
-            near the client's model, as strategies expect that look at single replies.
+            strategies that average replies, with a tenth of its noise where they divide by the
+            root of past squares (FedAdagrad, FedAdam, FedYogi), and ``lean`` for all others: with
+            it every reply is near the client's model, as strategies expect that look at single
+            replies.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many silent rounds a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
@@ -80,7 +83,7 @@ class Compressed(Strategy):
         self.counts = Counts()
         self._is_running = False
         if recipe is None:
-            recipe = "auto" if averages(strategy) else "lean"
+            recipe = own_recipe(strategy)
         made = _made(recipe, bits, max_staleness)
         self.settings = Settings(
             recipe=recipe,
@@ -163,6 +166,18 @@ class Compressed(Strategy):
         if not isinstance(self.strategy, _CLIENTS_CLIP):
             return None
         return float(self.strategy.clipping_norm)
+
+
+def own_recipe(strategy: Strategy) -> str:
+    """Return the recipe that suits a strategy.
+
+    Where a step is divided by the root of past squares, noise makes coordinates that hardly move
+    as fast as all others: it must be less than where the mean itself is the step.
+    """
+    if not averages(strategy):
+        return "lean"
+    adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
+    return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
 
 
 def averages(strategy: Strategy) -> bool:
