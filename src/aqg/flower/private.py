@@ -20,6 +20,21 @@ _FIRST_PAUSE_SECONDS = 0.05
 _PULL_CAP_SECONDS = 0.5
 """The longest pause between two questions for an object that a node is still sending."""
 
+_SHORTEST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.25
+_PAUSE_SHARE = 0.08
+"""Pauses between polls are this share of the time waited so far: they add no more than that."""
+
+
+def pause_after(waited: float, seconds: float) -> float:
+    """Return how long to pause before the next poll: the longer, the longer one has waited.
+
+    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
+    [0.01, 0.08, 0.25, 0.0]
+    """
+    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    return max(0.0, min(pause, seconds - waited))
+
 
 @contextmanager
 def bounded_pulls(seconds: float) -> Iterator[None]:

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.errors import ConfigError
 from aqg.flower.desk import EVALUATE, TRAIN
-from aqg.flower.dropin.grid import CompressedGrid
+from aqg.flower.grid import CompressedGrid
 from aqg.flower.models import ServerModel, make_model
 from aqg.flower.run import Run
 from aqg.flower.settings import Settings, read_settings

@@ -47,6 +47,8 @@ DIGEST_BYTES = 16
 _VALUES_LOOKED_AT = 4096
 """Of a tensor that never travels, so many values make up its digest."""
 
+_TRACKED = ("running_mean", "running_var", "num_batches_tracked")
+"""How the buffers of normalization layers are called, where there is no module to look at."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -155,6 +157,55 @@ class ModelLayout:
             tracked=tuple(name in known for name, _ in (*floats, *integers)),
             policy=statistics,
             left_out=tuple(sorted({n for n, _ in trainable} - {n for n, _ in chosen})),
+        )
+
+    @classmethod
+    def of_arrays(
+        cls,
+        rows: Iterable[tuple[str, Sequence[int], str]],
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
+    ) -> Self:
+        """Describe a model that is given as names, shapes and dtypes of NumPy arrays.
+
+        Floating-point arrays are parameters, but for the running statistics of normalization
+        layers, which are known by their names; patterns choose among them as in `of`.
+        """
+        if statistics not in POLICIES:
+            raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
+        wanted, unwanted = _patterns(include), _patterns(exclude)
+        rows = list(rows)
+        for option, patterns in (("include", wanted), ("exclude", unwanted)):
+            for pattern in patterns:
+                if not any(_matches(name, [pattern]) for name, _, _ in rows):
+                    raise ConfigError(
+                        f"{option} pattern {pattern!r} matches none of the {len(rows)} arrays"
+                    )
+        theta, values, counts = [], [], []
+        for row in rows:
+            name, _, dtype = row
+            is_left_out = _matches(name, unwanted)
+            if dtype in _FLOATS and name.rpartition(".")[2] not in _TRACKED:
+                if not is_left_out and (not wanted or _matches(name, wanted)):
+                    theta.append(row)
+            elif dtype in _FLOATS and not is_left_out:
+                values.append(row)
+            elif dtype.startswith(("int", "uint", "bool")) and not is_left_out:
+                counts.append(row)
+        if not theta:
+            raise ConfigError(
+                f"none of the {len(rows)} arrays is left to train; include is {list(wanted)}, "
+                f"exclude is {list(unwanted)}"
+            )
+        names = [name.rpartition(".")[2] for name, _, _ in (*values, *counts)]
+        return cls(
+            model="the model",
+            parameters=read_specs(theta),
+            statistics=read_specs(values),
+            counters=read_specs(counts),
+            tracked=tuple(name in _TRACKED for name in names),
+            policy=statistics,
         )
 
     @property

@@ -7,23 +7,23 @@ Flower's.
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import strategy as strategies
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
+from aqg.channel.server import Settings
 from aqg.core.downlink import Condensed, make_downlink
-from aqg.core.recipes import make_recipe
+from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
-from aqg.flower.dropin.channel import Settings
-from aqg.flower.dropin.grid import CompressedGrid, Counts
+from aqg.flower.grid import CompressedGrid, Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
     from flwr.serverapp import Grid
-    from flwr.serverapp.strategy import Result
 
     from aqg.core.recipe import Recipe
 
@@ -33,6 +33,7 @@ _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
 )
+_ADAPTIVE_NOISE = 0.1
 _AVERAGING = (
     strategies.FedAvg,
     strategies.FedAvgM,
@@ -52,8 +53,10 @@ class Compressed(Strategy):
     Args:
         strategy: does what it always does.
         recipe: the compressor, one of ``aqg recipes``. By default ``auto`` for those of Flower's
-            strategies that average replies, and ``lean`` for all others: with it every reply is
-            near the client's model, as strategies expect that look at single replies.
+            strategies that average replies, with a tenth of its noise where they divide by the
+            root of past squares (FedAdagrad, FedAdam, FedYogi), and ``lean`` for all others: with
+            it every reply is near the client's model, as strategies expect that look at single
+            replies.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many silent rounds a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
@@ -76,12 +79,12 @@ class Compressed(Strategy):
         downlink: str | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(f"strategy is a {type(strategy).__name__}; it must be a Strategy")
-        self.strategy = strategy
+        _require_strategy(strategy)
+        self.counts = Counts()
+        self._is_running = False
         if recipe is None:
-            recipe = "auto" if averages(strategy) else "lean"
-        made = make_recipe(recipe, bits, max_staleness)
+            recipe = own_recipe(strategy)
+        made = _made(recipe, bits, max_staleness)
         self.settings = Settings(
             recipe=recipe,
             bits=bits,
@@ -92,19 +95,34 @@ class Compressed(Strategy):
             downlink=_condensed(downlink or _own(made)),
             clip=self._clipping_norm,
         )
-        self.counts = Counts()
-        self._is_running = False
+        self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
         """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
-        compressed = CompressedGrid(grid, self.settings)
+        compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
         self.counts = compressed.counts
         self._is_running = True
         _logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
         try:
-            return self.strategy.start(compressed, *arguments, **options)
+            result = self.strategy.start(compressed, *arguments, **options)
         finally:
             self._is_running = False
+        compressed.finish()
+        if isinstance(result, Result):
+            result.traffic = compressed.counts  # type: ignore[attr-defined]
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the strategy has and this class has not."""
+        if name == "strategy":  # while a copy is made of this object
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the strategy has on the strategy."""
+        inner = self.__dict__.get("strategy")
+        is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
+        object.__setattr__(inner if is_inner else self, name, value)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -150,6 +168,18 @@ class Compressed(Strategy):
         return float(self.strategy.clipping_norm)
 
 
+def own_recipe(strategy: Strategy) -> str:
+    """Return the recipe that suits a strategy.
+
+    Where a step is divided by the root of past squares, noise makes coordinates that hardly move
+    as fast as all others: it must be less than where the mean itself is the step.
+    """
+    if not averages(strategy):
+        return "lean"
+    adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
+    return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
+
+
 def averages(strategy: Strategy) -> bool:
     """Tell whether a strategy makes the model from the mean of the replies, as Flower's own do.
 
@@ -164,11 +194,57 @@ def _own(recipe: Recipe) -> str:
     return "condensed" if recipe.downlink == "full" else recipe.downlink
 
 
+def weighted_by(strategy: Strategy) -> str | None:
+    """Return the metric that a strategy weights replies by, where it takes one kind of them only.
+
+    That is FedAvg, all of Flower's that are made from it, and wrappers around one.
+    """
+    while not isinstance(strategy, strategies.FedAvg):
+        inner = getattr(strategy, "strategy", None)
+        if not isinstance(inner, Strategy):
+            return None
+        strategy = inner
+    return strategy.weighted_by_key
+
+
+def _require_strategy(strategy: object) -> None:
+    if isinstance(strategy, Strategy):
+        return
+    name = type(strategy).__name__
+    for kind in type(strategy).__mro__:
+        if kind.__module__.startswith("flwr.server.strategy"):
+            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
+            raise ConfigError(
+                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
+                f"flwr.serverapp.strategy.{new}"
+            )
+    raise ConfigError(
+        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
+    )
+
+
+def _made(recipe: str, bits: int, max_staleness: int) -> Recipe:
+    name = recipe.partition(":")[0]
+    if name not in RECIPES:
+        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
+        raise ConfigError(
+            f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
+            f"lean, for all others; there are also {others}"
+        )
+    return make_recipe(recipe, bits, max_staleness)
+
+
 def _condensed(spec: str) -> Condensed:
+    name = spec.partition(":")[0]
+    if name != Condensed.name:
+        known = ", ".join(f"{f.name}={f.default}" for f in fields(Condensed))
+        raise ConfigError(
+            f"downlink is {spec!r}; here it is {Condensed.name!r}, alone or with options, as in "
+            f"'condensed:ratio=0.5'; they are, with their defaults, {known}"
+        )
     downlink = make_downlink(spec)
-    if isinstance(downlink, Condensed):
-        return downlink
-    raise ConfigError(f"downlink is {spec!r}; here it is 'condensed', with options")
+    assert isinstance(downlink, Condensed)
+    return downlink
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:

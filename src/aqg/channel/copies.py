@@ -9,8 +9,12 @@ byte 0                 flags: 1 other tensors are compressed from here on, 2 the
                        4 kept tensors change
 if 1                   one bit per tensor, lowest first: whether it is part of the vector
 if 2                   number of bytes, a varint; a frame, to be added to the vector
-if 4                   number of bytes, a varint; kept tensors (`aqg.flower.dropin.tensors`)
+if 4                   number of bytes, a varint; kept tensors (`aqg.channel.tensors`)
 ====================== =====================================================================
+
+Both sides compare a digest in every round. It covers the digest before and the entry, and every
+`CONTENT_EVERY` versions all that the copy holds: a large model need not be read as a whole in
+every round, and copies that came apart are found out a few rounds later.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from aqg.channel.tensors import decode_kept, flatten, rounded, unflatten
 from aqg.core.links import Memory, advance
 from aqg.core.messages import Skip
 from aqg.errors import MessageError, WireError
-from aqg.flower.dropin.tensors import decode_kept, flatten, rounded, unflatten
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire import decode
 from aqg.wire.varint import read_varint, write_varint
@@ -31,11 +35,16 @@ from aqg.wire.varint import read_varint, write_varint
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aqg.channel.tensors import Schema, Tensor, Values
     from aqg.core.messages import AnyUpload
     from aqg.core.types import FloatArray
-    from aqg.flower.dropin.tensors import Schema, Spec, Tensor, Values
+    from aqg.objectives.tensors import TensorSpec
 
 _LAYOUT, _VECTOR, _KEPT = 1, 2, 4
+
+
+CONTENT_EVERY = 16
+"""Versions from one digest of the whole copy to the next."""
 
 
 class PublicCopy(NamedTuple):
@@ -47,6 +56,7 @@ class PublicCopy(NamedTuple):
         vector: the tensors that are compressed, flat.
         kept: all others.
         digests: of the kept tensors.
+        digest: of how the copy came to be, or of what it holds.
 
     """
 
@@ -55,6 +65,7 @@ class PublicCopy(NamedTuple):
     vector: FloatArray
     kept: Mapping[str, Tensor]
     digests: Mapping[str, bytes]
+    digest: bytes = b""
 
     @staticmethod
     def of(values: Values, schema: Schema, layout: bytes, version: int = 1) -> PublicCopy:
@@ -67,9 +78,10 @@ class PublicCopy(NamedTuple):
 
     def values(self, schema: Schema) -> dict[str, Tensor]:
         """Return all tensors, as a client's handler receives them."""
-        return {**unflatten(self.vector, schema.chosen(self.layout)), **self.kept}
+        found = {**unflatten(self.vector, schema.chosen(self.layout)), **self.kept}
+        return {spec.name: found[spec.name] for spec in schema.specs}
 
-    def digest(self) -> bytes:
+    def content_digest(self) -> bytes:
         """Return a digest of every bit."""
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         digest.update(b"%d|" % self.version + self.layout)
@@ -78,6 +90,14 @@ class PublicCopy(NamedTuple):
         for name in sorted(self.digests):
             digest.update(self.digests[name])
         return digest.digest()
+
+    def after(self, entry: bytes) -> PublicCopy:
+        """Return the copy, which an entry has moved, under its next version and digest."""
+        copy = self._replace(version=self.version + 1)
+        if copy.version % CONTENT_EVERY == 0:
+            return copy._replace(digest=copy.content_digest())
+        digest = hashlib.blake2b(entry, key=self.digest, digest_size=DIGEST_BYTES)
+        return copy._replace(digest=digest.digest())
 
     def with_layout(self, schema: Schema, layout: bytes) -> PublicCopy:
         """Return the same copy with other tensors in the vector."""
@@ -88,7 +108,9 @@ class PublicCopy(NamedTuple):
         inside = {spec.name for spec in chosen}
         kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
         digests = {n: self.digests.get(n) or tensor_digest(t) for n, t in kept.items()}
-        return PublicCopy(self.version, layout, flatten(values, chosen), kept, digests)
+        return self._replace(
+            layout=layout, vector=flatten(values, chosen), kept=kept, digests=digests
+        )
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -99,7 +121,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return digest.digest()
 
 
-def moved(vector: FloatArray, message: AnyUpload, specs: Sequence[Spec]) -> FloatArray:
+def moved(vector: FloatArray, message: AnyUpload, specs: Sequence[TensorSpec]) -> FloatArray:
     """Return the vector after a message: the same bits on both sides."""
     return rounded(advance(Memory.INNOVATION, vector, message), specs)
 
@@ -139,7 +161,7 @@ def apply_entry(copy: PublicCopy, entry: bytes, schema: Schema) -> PublicCopy:
         digests = {**digests, **{name: tensor_digest(t) for name, t in changed.items()}}
     if position != len(entry):
         raise WireError(f"{len(entry) - position} bytes follow the entry")
-    return PublicCopy(copy.version + 1, copy.layout, vector, kept, digests)
+    return copy._replace(vector=vector, kept=kept, digests=digests).after(entry)
 
 
 def encode_log(first: int, entries: Sequence[bytes]) -> bytes:

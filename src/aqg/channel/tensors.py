@@ -1,4 +1,4 @@
-"""The tensors of an ArrayRecord: which are compressed, which go as they are, and how.
+"""The tensors of a model: which are compressed, which go as they are, and how.
 
 Floating-point tensors that training changes make one flat vector, which recipes compress. All
 others are *kept*: integers, tensors named in ``exclude``, running statistics of normalization
@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from fnmatch import fnmatchcase
-from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
 
-from aqg.errors import ConfigError, MessageError, WireError
+from aqg.core.messages import Upload
+from aqg.errors import MessageError, WireError
+from aqg.objectives.layout import ModelLayout
+from aqg.objectives.tensors import TensorSpec, read_specs
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import read_varint, write_varint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     Tensor = NDArray[Any]
     Values = Mapping[str, Tensor]
 
-_FLOATS = ("float16", "float32", "float64")
-_STATISTICS = ("running_mean", "running_var")
-_COUNTERS = ("num_batches_tracked",)
-_NUMPY = "numpy.ndarray"
 PIECE = 1 << 20
 """Values that are looked at together: large models need no second vector to be compared."""
 
@@ -49,42 +46,45 @@ class Kind(enum.Enum):
     STILL = "never after the first time"
 
 
-class Spec(NamedTuple):
-    """A tensor of a record."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """How many values it has."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-
 class Schema:
-    """Names, types and shapes of a record, in order.
+    """Names, types and shapes of a model's tensors, in order.
 
     Args:
-        specs: of the tensors.
+        rows: name, shape and dtype of each.
+
+    >>> schema = Schema.of({"w": np.zeros((2, 3), "f4"), "n": np.zeros((), "i8")})
+    >>> [spec.name for spec in schema.chosen(schema.bitmap(["n"]))]
+    ['n']
 
     """
 
-    def __init__(self, specs: Iterable[Spec]) -> None:
-        self.specs = tuple(specs)
+    def __init__(self, rows: Iterable[tuple[str, Sequence[int], str]]) -> None:
+        self.specs = read_specs(rows)
         self.places = {spec.name: place for place, spec in enumerate(self.specs)}
         text = "|".join(f"{s.name} {s.dtype} {s.shape}" for s in self.specs)
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
         self.bitmap_bytes = (len(self.specs) + 7) // 8
 
     @staticmethod
-    def of(record: ArrayRecord) -> Schema | None:
-        """Return the schema of a record; None where it holds something else than NumPy arrays."""
-        if not record or any(array.stype != _NUMPY for array in record.values()):
-            return None
-        return Schema(Spec(n, a.dtype, tuple(a.shape)) for n, a in record.items())
+    def of(values: Values) -> Schema:
+        """Return the schema of a model."""
+        return Schema((name, t.shape, str(t.dtype)) for name, t in values.items())
 
-    def chosen(self, bitmap: bytes) -> list[Spec]:
+    def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what the schema was made from."""
+        return [(spec.name, spec.shape, spec.dtype) for spec in self.specs]
+
+    def fits(self, values: Values) -> bool:
+        """Tell whether a model has these tensors in these shapes, whatever their types."""
+        return set(values) == set(self.places) and all(
+            values[spec.name].shape == spec.shape for spec in self.specs
+        )
+
+    def cast(self, values: Values) -> dict[str, Tensor]:
+        """Return a model's tensors in their own types; strategies turn counts into floats."""
+        return {s.name: values[s.name].astype(s.dtype, copy=False) for s in self.specs}
+
+    def chosen(self, bitmap: bytes) -> list[TensorSpec]:
         """Return the tensors whose bits are set."""
         if len(bitmap) != self.bitmap_bytes:
             raise MessageError(
@@ -103,42 +103,43 @@ class Schema:
         return np.packbits(np.array(bits, np.bool_), bitorder="little").tobytes()
 
 
-def kinds_of(schema: Schema, include: Sequence[str], exclude: Sequence[str]) -> dict[str, Kind]:
+def kinds_of(
+    schema: Schema, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> dict[str, Kind]:
     """Return how each tensor travels, by its type, its name, and patterns for names.
 
-    >>> specs = [Spec("conv.weight", "float32", (2, 2)), Spec("bn.running_mean", "float32", (2,))]
-    >>> schema = Schema([*specs, Spec("bn.num_batches_tracked", "int64", ())])
-    >>> [kind.name for kind in kinds_of(schema, (), ()).values()]
+    >>> values = {"conv.w": np.zeros((2, 2)), "bn.running_mean": np.zeros(2)}
+    >>> values |= {"bn.num_batches_tracked": np.zeros((), np.int64)}
+    >>> [kind.name for kind in kinds_of(Schema.of(values)).values()]
     ['VECTOR', 'HALF', 'STILL']
-    >>> schema = Schema([Spec("base.w", "float32", (2,)), Spec("base.lora_A", "float32", (2,))])
-    >>> [kind.name for kind in kinds_of(schema, ["*.lora_*"], ()).values()]
+    >>> values = {"base.w": np.zeros(2), "base.lora_A": np.zeros(2)}
+    >>> [kind.name for kind in kinds_of(Schema.of(values), ["*.lora_*"]).values()]
     ['EXACT', 'VECTOR']
     """
-    kinds = {}
-    for spec in schema.specs:
-        last = spec.name.rpartition(".")[2]
-        if spec.dtype not in _FLOATS:
-            kinds[spec.name] = Kind.STILL if last in _COUNTERS else Kind.EXACT
-        elif last in _STATISTICS:
-            kinds[spec.name] = Kind.HALF
-        else:
-            wanted = not include or any(fnmatchcase(spec.name, p) for p in include)
-            wanted = wanted and not any(fnmatchcase(spec.name, p) for p in exclude)
-            kinds[spec.name] = Kind.VECTOR if wanted else Kind.EXACT
-    if Kind.VECTOR not in kinds.values():
-        raise ConfigError(
-            f"none of the {len(kinds)} tensors is left to compress; "
-            f"include is {list(include)}, exclude is {list(exclude)}"
-        )
-    return kinds
+    layout = ModelLayout.of_arrays(schema.rows(), include, exclude)
+    kinds = dict.fromkeys(schema.places, Kind.EXACT)
+    kinds |= {spec.name: Kind.VECTOR for spec in layout.parameters}
+    tracked = dict(zip((*layout.statistics, *layout.counters), layout.tracked, strict=True))
+    kinds |= {spec.name: Kind.HALF for spec in layout.statistics if tracked[spec]}
+    return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
 
 
-def vector_dtype(specs: Iterable[Spec]) -> str:
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds neither NaN nor infinity."""
+    if tensor.dtype.kind not in "fc":
+        return True
+    flat = tensor.reshape(-1)
+    return all(
+        bool(np.isfinite(flat[start : start + PIECE]).all()) for start in range(0, len(flat), PIECE)
+    )
+
+
+def vector_dtype(specs: Iterable[TensorSpec]) -> str:
     """Return the precision of the flat vector."""
     return "float64" if any(spec.dtype == "float64" for spec in specs) else "float32"
 
 
-def flatten(values: Values, specs: Sequence[Spec]) -> FloatArray:
+def flatten(values: Values, specs: Sequence[TensorSpec]) -> FloatArray:
     """Return tensors as one vector."""
     dtype = np.dtype(vector_dtype(specs))
     vector = np.empty(sum(spec.size for spec in specs), dtype)
@@ -150,7 +151,7 @@ def flatten(values: Values, specs: Sequence[Spec]) -> FloatArray:
 
 
 def unflatten(
-    vector: FloatArray, specs: Sequence[Spec], dtype: np.dtype[Any] | None = None
+    vector: FloatArray, specs: Sequence[TensorSpec], dtype: np.dtype[Any] | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of a vector, each in its own precision, or all in one."""
     tensors: dict[str, Tensor] = {}
@@ -163,62 +164,11 @@ def unflatten(
     return tensors
 
 
-def rounded(vector: FloatArray, specs: Sequence[Spec]) -> FloatArray:
+def rounded(vector: FloatArray, specs: Sequence[TensorSpec]) -> FloatArray:
     """Return a vector whose values are numbers of their tensors' own precision."""
     if all(spec.dtype == vector.dtype for spec in specs):
         return vector
     return flatten(unflatten(vector, specs), specs)
-
-
-def tensor_of(array: Array) -> Tensor:
-    """Return the tensor of an array; it lies in the array's own bytes, and cannot be written to."""
-    if array.stype != _NUMPY:
-        raise MessageError(f"an array is {array.stype!r}; {_NUMPY!r} can be read")
-    stream = BytesIO(array.data)
-    version = np.lib.format.read_magic(stream)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0}
-    reader = readers.get(version, np.lib.format.read_array_header_2_0)
-    shape, is_fortran, dtype = reader(stream)
-    if dtype.hasobject:
-        raise MessageError("an array holds Python objects; numbers can be read")
-    size = int(np.prod(shape, dtype=np.int64))
-    if not size:
-        return np.zeros(shape, dtype)
-    flat = np.frombuffer(array.data, dtype, size, stream.tell())
-    return flat.reshape(shape, order="F" if is_fortran else "C")
-
-
-def array_of(tensor: Tensor) -> Array:
-    """Return the array of a tensor, as `flwr.app.Array` makes it, with a single copy of it."""
-    tensor = np.asarray(tensor, order="C")
-    head = BytesIO()
-    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tensor))
-    data = b"".join([head.getvalue(), _bits(tensor).data])
-    return Array(str(tensor.dtype), tuple(tensor.shape), _NUMPY, data)
-
-
-def values_of(record: ArrayRecord) -> dict[str, Tensor]:
-    """Return the tensors of a record, without a copy (`tensor_of`)."""
-    return {name: tensor_of(array) for name, array in record.items()}
-
-
-def values_like(record: ArrayRecord, schema: Schema) -> dict[str, Tensor]:
-    """Return the tensors of a record in the schema's types; strategies turn counts into floats."""
-    if set(record) != set(schema.places):
-        other = sorted(set(record) ^ set(schema.places))
-        raise MessageError(f"the model has other tensors than at first, such as {other[0]!r}")
-    values = {}
-    for spec in schema.specs:
-        tensor = tensor_of(record[spec.name])
-        if tensor.shape != spec.shape:
-            raise MessageError(f"{spec.name!r} is {tensor.shape}; at first it was {spec.shape}")
-        values[spec.name] = tensor.astype(spec.dtype, copy=False)
-    return values
-
-
-def record_of(values: Values, schema: Schema) -> ArrayRecord:
-    """Return a record of tensors, in the schema's order."""
-    return ArrayRecord({spec.name: array_of(values[spec.name]) for spec in schema.specs})
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -227,14 +177,14 @@ def is_same(one: Tensor, other: Tensor) -> bool:
         return True
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    bits, others = _bits(one), _bits(other)
+    bits, others = bits_of(one), bits_of(other)
     return all(
         np.array_equal(bits[start : start + PIECE], others[start : start + PIECE])
         for start in range(0, len(bits), PIECE)
     )
 
 
-def subtract(vector: FloatArray, values: Values, specs: Sequence[Spec]) -> None:
+def subtract(vector: FloatArray, values: Values, specs: Sequence[TensorSpec]) -> None:
     """Take tensors off a flat vector, in place."""
     position = 0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -243,16 +193,54 @@ def subtract(vector: FloatArray, values: Values, specs: Sequence[Spec]) -> None:
             position += spec.size
 
 
-def shifted(values: Values, update: FloatArray, specs: Sequence[Spec]) -> dict[str, Tensor]:
-    """Return tensors less an update, a flat vector, each in its own precision."""
-    parts = unflatten(update, specs, update.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return {
-            spec.name: np.subtract(values[spec.name], parts[spec.name], dtype=update.dtype).astype(
-                spec.dtype, copy=False
-            )
-            for spec in specs
-        }
+class Update:
+    """A flat vector that a message stands for; of levels it is made part by part.
+
+    Args:
+        content: the vector, or levels on a grid.
+        dtype: in which precision levels are read.
+
+    """
+
+    def __init__(self, content: FloatArray | Upload, dtype: str) -> None:
+        self._content = content
+        self.dtype = np.dtype(dtype)
+        self.size = len(content)
+
+    def part(self, start: int, stop: int) -> FloatArray:
+        """Return some values, which must not be written to."""
+        content = self._content
+        if isinstance(content, Upload):
+            levels = content.levels[start:stop]
+            return replace(content, levels=levels).values(self.dtype.type)
+        return content[start:stop]
+
+    def add_to(self, total: FloatArray) -> None:
+        """Add it to a vector, in place."""
+        for start in range(0, self.size, PIECE):
+            total[start : start + PIECE] += self.part(start, start + PIECE)
+
+    def squared_norm(self) -> float:
+        """Return ``‖u‖²``, summed in double precision."""
+        square = 0.0
+        for start in range(0, self.size, PIECE):
+            piece = self.part(start, start + PIECE).astype(np.float64)
+            square += float(np.vdot(piece, piece))
+        return square
+
+
+def shifted(
+    values: Values, update: Update, specs: Sequence[TensorSpec], factor: float = 1.0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors less an update, each in its own precision."""
+    position = 0
+    for spec in specs:
+        part = update.part(position, position + spec.size).reshape(spec.shape)
+        position += spec.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = part if factor == 1.0 else factor * part
+            shown = np.subtract(values[spec.name], part, dtype=update.dtype)
+            yield spec.name, shown.astype(spec.dtype, copy=False)
 
 
 def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kinds) -> bytes:
@@ -321,11 +309,12 @@ def as_received(tensor: Tensor, kind: Kind) -> Tensor:
     """Return a kept tensor as the other side has it after `encode_kept` and `decode_kept`."""
     if kind is not Kind.HALF:
         return tensor
-    schema = Schema([Spec("t", str(tensor.dtype), tensor.shape)])
+    schema = Schema.of({"t": tensor})
     return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": kind}), schema)["t"]
 
 
-def _bits(tensor: Tensor) -> NDArray[np.uint8]:
+def bits_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor, flat."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 

@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.budget import first_budget
-from aqg.core.downlink import Condensed
-from aqg.core.messages import Skip, energy_of, num_nonzero
-from aqg.core.recipes import make_recipe
-from aqg.errors import MessageError
-from aqg.flower.dropin.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
-from aqg.flower.dropin.publishing import Steps, condense, measure_change, squared_norm
-from aqg.flower.dropin.tensors import (
+from aqg.channel.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
+from aqg.channel.publishing import Steps, condense, measure_change, squared_norm
+from aqg.channel.tensors import (
     Kind,
     Schema,
+    Update,
     as_received,
     decode_kept,
     encode_kept,
     flatten,
+    is_finite,
     is_same,
     kinds_of,
-    record_of,
     shifted,
-    values_like,
     vector_dtype,
 )
+from aqg.core.budget import first_budget
+from aqg.core.downlink import Condensed
+from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, MessageError
 from aqg.protocol.coding import reply_from_bytes, to_bytes
+from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import fingerprint
 from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
 from aqg.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from flwr.app import ArrayRecord
-
+    from aqg.channel.tensors import Tensor, Values
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.dropin.tensors import Spec, Tensor
+    from aqg.objectives.tensors import TensorSpec
+    from aqg.protocol.messages import Reply
 
 INCARNATION = 1
-"""A run of Flower has one server; a new run begins anew."""
+"""A run has one server; a new run begins anew."""
 OPEN, CLOSED = b"\1", b"\0"
 """Whether a client may choose, by what its training changes, which tensors are compressed."""
 
@@ -101,17 +103,74 @@ class Phase(NamedTuple):
     """What was sent of a model at one time, and what replies to it are relative to.
 
     Attributes:
-        version: of the public copy.
-        layout: which tensors are compressed.
-        is_open: whether clients may choose fewer.
+        channel: of the model.
+        is_open: whether clients may choose fewer tensors to compress.
         values: the strategy's own model; of tensors that are kept, clients' copy.
+        copy: the public copy.
 
     """
 
-    version: int
-    layout: bytes
+    channel: Channel
     is_open: bool
     values: dict[str, Tensor]
+    copy: PublicCopy
+
+    @property
+    def version(self) -> int:
+        """Of the public copy."""
+        return self.copy.version
+
+
+class Taken(NamedTuple):
+    """A reply that was read, and has changed nothing yet.
+
+    Attributes:
+        channel: of the model.
+        node: whose it is.
+        phase: what it answers.
+        layout: which tensors were compressed.
+        kept: tensors that came as they are.
+        peer: what the server holds of the node after it; None where nothing was compressed.
+        message: what was sent.
+        update: what it stands for; of no values where nothing was compressed.
+
+    """
+
+    channel: Channel
+    node: int
+    phase: Phase
+    layout: bytes
+    kept: dict[str, Tensor]
+    peer: Peer | None
+    message: Message
+    update: Update
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the model that the reply stands for, in order.
+
+        The update is shown against the strategy's own model, so that what the public copy lacks of
+        it is not lost. Raises `MessageError` where one is beyond its type's numbers.
+        """
+        schema, values = self.channel.schema, self.phase.values
+        factor = self.channel.cut(self)
+        moving = shifted(values, self.update, schema.chosen(self.layout), factor)
+        inside = {spec.name for spec in schema.chosen(self.layout)}
+        for spec in schema.specs:
+            if spec.name not in inside:
+                tensor = self.kept.get(spec.name, values[spec.name])
+                if factor < 1.0 and tensor.dtype.kind == "f":
+                    change = tensor - values[spec.name]
+                    tensor = (values[spec.name] + factor * change).astype(spec.dtype)
+                yield spec.name, tensor
+                continue
+            name, tensor = next(moving)
+            if not is_finite(tensor):
+                raise MessageError(f"its update makes {name!r} hold NaN or infinity")
+            yield name, tensor
+
+    def commit(self) -> None:
+        """Take note of the reply."""
+        self.channel.commit(self)
 
 
 class Channel:
@@ -119,29 +178,39 @@ class Channel:
 
     Args:
         run: names run and model.
-        record: the model to start from.
-        schema: of that.
+        values: the model to start from.
         settings: of the user.
+
+    Attributes:
+        schema: the model's tensors.
+        odd: tensors that never change, because they hold NaN or infinity at the start, as masks do.
+        fault: why the strategy's model could not be sent last time; empty where it was.
+
+    Raises `ConfigError` where no tensor can be compressed.
 
     """
 
-    def __init__(self, run: str, record: ArrayRecord, schema: Schema, settings: Settings) -> None:
-        self.schema = schema
-        self._run = run
+    def __init__(self, run: str, values: Values, settings: Settings) -> None:
+        self.schema = Schema.of(values)
+        self.run = run
+        self.fault = ""
         self._settings = settings
         self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
-        self._kinds = kinds_of(schema, settings.include, settings.exclude)
-        self._candidates = schema.bitmap(n for n, k in self._kinds.items() if k is Kind.VECTOR)
-        self._values = values_like(record, schema)
-        self._copy = PublicCopy.of(self._values, schema, self._candidates)
-        self._arrays = dict(record)
-        self._full: ArrayRecord | None = record
+        self._kinds = kinds_of(self.schema, settings.include, settings.exclude)
+        self._values = self.schema.cast(values)
+        self.odd = tuple(name for name, t in self._values.items() if not is_finite(t))
+        self._kinds |= dict.fromkeys(self.odd, Kind.STILL)
+        candidates = [n for n, k in self._kinds.items() if k is Kind.VECTOR]
+        if not candidates:
+            raise ConfigError("no tensor holds finite numbers that can be compressed")
+        self._copy = PublicCopy.of(self._values, self.schema, self.schema.bitmap(candidates))
+        self._copy = self._copy._replace(digest=self._copy.content_digest())
+        self._given: Values = values
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
         self._first = 1
         self._entries: list[bytes] = []
-        self._digest = self._copy.digest()
         self._positions: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._peers: dict[int, tuple[bytes, Peer]] = {}
@@ -160,28 +229,33 @@ class Channel:
         """Of the public copy."""
         return self._copy.version
 
-    def publish(self, record: ArrayRecord, is_train: bool) -> Phase:
+    def publish(self, given: Values, is_train: bool, as_it_is: bool = False) -> Phase:
         """Bring the public copy nearer to the model, and return what is sent now.
 
-        Raises `MessageError` where the model has other tensors than before.
+        A model with NaN or infinity is not sent: clients go on from the one before, and replies
+        are relative to that. With ``as_it_is`` the copy becomes the model, as a whole.
         """
-        is_news = any(record.get(name) is not array for name, array in self._arrays.items())
-        values = values_like(record, self.schema) if is_news else self._values
-        if is_news and all(is_same(t, self._values[name]) for name, t in values.items()):
-            is_news = False
+        values, is_news = self._values, given is not self._given
+        if is_news:
+            values = self.schema.cast(given)
+            is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
+            self.fault = self._find_fault(values) if is_news else ""
+        if self.fault:
+            values, is_news = self._values, False
+        self._given = given
         layout = self._next_layout()
         is_repeated = is_train and self._trained == self._copy.version
-        if is_news or layout is not None or is_repeated:
+        if as_it_is and is_news:
+            self._become(values)
+        elif is_news or layout is not None or is_repeated:
             self._advance(values, layout, is_news)
-        self._arrays = dict(record)
         if is_train:
             self._trained = self._copy.version
         held = {n: t for n, t in self._copy.kept.items() if self._kinds[n] is not Kind.STILL}
-        values = {**self._values, **held}
-        return Phase(self._copy.version, self._copy.layout, self._is_open, values)
+        return Phase(self, self._is_open, {**self._values, **held}, self._copy)
 
-    def order(self, node: int, evaluate: bool) -> tuple[bytes, ArrayRecord | None]:
-        """Return a node's order, and the whole model where the node needs it."""
+    def order(self, node: int, evaluate: bool) -> tuple[bytes, bool]:
+        """Return a node's order, and whether the node needs the whole public copy as well."""
         copy, settings = self._copy, self._settings
         position = self._positions.get(node, 0)
         is_full = position < self._first
@@ -191,7 +265,7 @@ class Channel:
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         stamp = self._peer(node, copy.layout, size, dtype).entry.stamp
         order = Order(
-            run=self._run,
+            run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
             recipe=settings.recipe,
             bits=settings.bits,
@@ -208,11 +282,15 @@ class Channel:
             digest=stamp.digest,
             evaluate=evaluate,
             layout=(OPEN if self._is_open else CLOSED) + copy.layout,
-            public=self._digest,
+            public=copy.digest,
             log=encode_log(first, self._entries[first - self._first :]),
             noise=self._budget.noise,
         )
-        return to_bytes(order), self._whole() if is_full else None
+        return to_bytes(order), is_full
+
+    def copied(self) -> Values:
+        """Return the tensors of the public copy."""
+        return self._copy.values(self.schema)
 
     def note(self, node: int, phase: Phase) -> None:
         """Take note that a node holds the copy of a phase."""
@@ -222,12 +300,8 @@ class Channel:
         """Take note that a node holds nothing."""
         self._positions.pop(node, None)
 
-    def take(self, node: int, phase: Phase, part: bytes) -> ArrayRecord:
-        """Return the model that a node's reply stands for; raise where it is refused.
-
-        The update is shown against the strategy's own model, so that what the public copy lacks of
-        it is not lost.
-        """
+    def take(self, node: int, phase: Phase, part: bytes) -> Taken:
+        """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
         reply = reply_from_bytes(part)
         if reply.lost:
             raise LostError(reply.lost)
@@ -237,47 +311,94 @@ class Channel:
             raise MessageError(
                 f"its reply is to version {reply.round} of the model, not to {phase.version}"
             )
+        if reply.fault:
+            self.note(node, phase)
+            raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         length = self.schema.bitmap_bytes
         layout, rest = reply.statistics[:length], reply.statistics[length:]
         specs = self.schema.chosen(layout)
         self._check_layout(layout, phase)
         kept = decode_kept(rest, self.schema) if rest else {}
-        if inside := sorted(set(kept) & {spec.name for spec in specs}):
-            raise MessageError(f"tensor {inside[0]!r} comes compressed and as it is")
-        shown = {**phase.values, **kept}
-        if specs:
-            shown |= self._hear(node, phase, layout, specs, part)
-        elif reply.frame:
-            raise MessageError("it sent a frame for no tensors")
-        self.note(node, phase)
-        self._wanted |= {spec.name for spec in specs} if phase.is_open else set()
-        self._wanted |= {name for name in kept if self._kinds[name] is Kind.VECTOR}
-        return record_of(self._clipped(shown, phase), self.schema)
+        inside = {spec.name for spec in specs}
+        for name, tensor in kept.items():
+            if name in inside:
+                raise MessageError(f"tensor {name!r} comes compressed and as it is")
+            if self._kinds[name] is Kind.STILL:
+                raise MessageError(f"tensor {name!r} cannot be changed")
+            if not is_finite(tensor):
+                raise MessageError(f"tensor {name!r} holds NaN or infinity")
+        if not specs:
+            if reply.frame:
+                raise MessageError("it sent a frame for no tensors")
+            nothing = Update(np.zeros(0, np.float32), "float32")
+            return Taken(self, node, phase, layout, kept, None, Skip(), nothing)
+        peer, message, update = self._read(node, layout, specs, reply)
+        return Taken(self, node, phase, layout, kept, peer, message, update)
 
-    def _hear(
-        self, node: int, phase: Phase, layout: bytes, specs: list[Spec], part: bytes
-    ) -> dict[str, Tensor]:
-        """Return the compressed tensors of a reply, after moving the node's mirror."""
-        reply = reply_from_bytes(part)
+    def _read(
+        self, node: int, layout: bytes, specs: list[TensorSpec], reply: Reply
+    ) -> tuple[Peer, Message, Update]:
+        """Return the node's mirror after a reply, what was sent, and the update it stands for."""
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         peer = self._peer(node, layout, size, dtype)
         peer, message = take_reply(self._recipe, peer, reply, size, dtype)
-        if isinstance(message, Skip) and reply.fault:
-            self.note(node, phase)
-            raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
-        self._peers[node] = layout, peer
-        if not isinstance(message, Skip):
-            self._num_sent += num_nonzero(message)
-            self._energy += energy_of(message) if self._recipe.noise else 0.0
-        update = update_of(self._recipe, peer, message, size)
-        total, count = self._sums.get(layout, (None, 0))
-        self._sums[layout] = update if total is None else total + update, count + 1
-        return shifted(phase.values, update, specs)
+        if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
+            return peer, message, Update(message, dtype)
+        return peer, message, Update(update_of(self._recipe, peer, message, size), dtype)
+
+    def commit(self, taken: Taken) -> None:
+        """Take note of a reply that was read, and of what the node then holds."""
+        if taken.peer is not None:
+            self._peers[taken.node] = taken.layout, taken.peer
+            if not isinstance(taken.message, Skip):
+                self._num_sent += num_nonzero(taken.message)
+                self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
+            total, count = self._sums.get(taken.layout, (None, 0))
+            if total is None:
+                total = np.zeros(taken.update.size, taken.update.dtype)
+            taken.update.add_to(total)
+            self._sums[taken.layout] = total, count + 1
+        self.note(taken.node, taken.phase)
+        if taken.phase.is_open:
+            self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
+        self._wanted |= {name for name in taken.kept if self._kinds[name] is Kind.VECTOR}
+
+    def cut(self, taken: Taken) -> float:
+        """Return how much of an update is shown, so that it is no longer than clients clip to."""
+        limit = self._settings.clip()
+        if limit is None:
+            return 1.0
+        square = taken.update.squared_norm()
+        for name, tensor in taken.kept.items():
+            if tensor.dtype.kind == "f":
+                change = tensor.astype(np.float64) - taken.phase.values[name]
+                square += float(np.vdot(change, change))
+        return min(1.0, limit / math.sqrt(square)) if square else 1.0
+
+    def take_whole(self, phase: Phase, values: Values) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a whole model from a node stands for, which trained the public copy.
+
+        As of an update, what the public copy lacks of the strategy's model is added.
+        """
+        specs = self.schema.chosen(phase.copy.layout)
+        lacks = flatten(phase.values, specs)
+        np.subtract(phase.copy.vector, lacks, out=lacks)
+        update = Update(lacks, str(lacks.dtype))
+        moving = dict(shifted(self.schema.cast(values), update, specs)) if lacks.any() else {}
+        for name, tensor in values.items():
+            yield name, moving.get(name, tensor)
+
+    def _find_fault(self, values: dict[str, Tensor]) -> str:
+        """Say what of a model cannot be sent; empty where everything can."""
+        for name, tensor in values.items():
+            if self._kinds[name] is not Kind.STILL and not is_finite(tensor):
+                return f"tensor {name!r} holds NaN or infinity"
+        return ""
 
     def _check_layout(self, layout: bytes, phase: Phase) -> None:
-        if layout == phase.layout:
+        if layout == phase.copy.layout:
             return
-        extra = int.from_bytes(layout, "little") & ~int.from_bytes(phase.layout, "little")
+        extra = int.from_bytes(layout, "little") & ~int.from_bytes(phase.copy.layout, "little")
         if not phase.is_open or extra:
             raise MessageError("it compressed other tensors than it was told to")
 
@@ -289,21 +410,6 @@ class Channel:
             self._zero = {(size, dtype): first_peer(self._recipe, size, dtype)}
         return self._zero[size, dtype]
 
-    def _clipped(self, shown: dict[str, Tensor], phase: Phase) -> dict[str, Tensor]:
-        """Shorten an update that compression has made longer than the strategy relies on."""
-        limit = self._settings.clip()
-        if limit is None:
-            return shown
-        floats = [n for n, t in shown.items() if t.dtype.kind == "f"]
-        changes = {n: shown[n].astype(np.float64) - phase.values[n] for n in floats}
-        norm = math.sqrt(sum(float(np.vdot(c, c)) for c in changes.values()))
-        if norm <= limit:
-            return shown
-        short = limit / norm
-        return shown | {
-            n: (phase.values[n] + short * c).astype(shown[n].dtype) for n, c in changes.items()
-        }
-
     def _next_layout(self) -> bytes | None:
         """Return which tensors are compressed from now on; None if it is as before."""
         if not self._wanted:
@@ -314,39 +420,51 @@ class Channel:
         layout = self.schema.bitmap(wanted)
         return None if layout == self._copy.layout else layout
 
+    def _become(self, values: dict[str, Tensor]) -> None:
+        """Make the public copy the model itself, which all nodes are then sent."""
+        copy = self._copy
+        whole = PublicCopy.of(values, self.schema, copy.layout, copy.version + 1)
+        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=DIGEST_BYTES)
+        self._copy = whole._replace(digest=digest.digest())
+        self._values = values
+        self._entries, self._first = [], whole.version
+
     def _advance(self, values: dict[str, Tensor], layout: bytes | None, is_news: bool) -> None:
         """Add an entry, and go to the next version of the public copy."""
         copy = self._copy if layout is None else self._copy.with_layout(self.schema, layout)
         specs = self.schema.chosen(copy.layout)
         mean = self._mean_square(copy.layout)
-        frame, kept, vector = b"", b"", copy.vector
-        tensors, digests = dict(copy.kept), dict(copy.digests)
+        frame, kept = b"", b""
         if is_news:
             square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
+            self._values = values
             self._steps = self._steps.after(square)
             if mean is not None:
                 self._note_movement(square, mean)
-            message = condense(
-                flatten(values, specs),
-                vector,
-                self._num_published(num_changed, len(vector)),
-                self._steps,
-                copy.version,
-                self._settings.downlink,
+            count = self._num_published(num_changed, len(copy.vector))
+            message, self.fault = condense(
+                self._gap(copy, specs), count, self._steps, copy.version, self._settings.downlink
             )
             if message is not None:
-                frame, vector = self._encode(message), moved(vector, message, specs)
-            changed = [n for n in tensors if self._differs(n, values[n], tensors[n])]
+                frame = self._encode(message)
+                copy = copy._replace(vector=moved(copy.vector, message, specs))
+            changed = [n for n in copy.kept if self._differs(n, values[n], copy.kept[n])]
             if changed:
                 kept = encode_kept(values, changed, self.schema, self._kinds)
-                tensors |= decode_kept(kept, self.schema)
-                digests |= {name: tensor_digest(tensors[name]) for name in changed}
-            self._values = values
-        self._entries.append(encode_entry(layout, frame, kept))
-        self._full = None
-        self._copy = PublicCopy(copy.version + 1, copy.layout, vector, tensors, digests)
-        self._digest = self._copy.digest()
+                tensors = decode_kept(kept, self.schema)
+                digests = {name: tensor_digest(tensors[name]) for name in changed}
+                copy = copy._replace(kept={**copy.kept, **tensors})
+                copy = copy._replace(digests={**copy.digests, **digests})
+        entry = encode_entry(layout, frame, kept)
+        self._entries.append(entry)
+        self._copy = copy.after(entry)
         self._cut()
+
+    def _gap(self, copy: PublicCopy, specs: list[TensorSpec]) -> FloatArray:
+        """Return the strategy's model less the public copy."""
+        gap = flatten(self._values, specs)
+        gap -= copy.vector
+        return gap
 
     def _num_published(self, num_changed: int, size: int) -> int | None:
         """Return how many coordinates the next entry has; None: as many as the tolerance asks for.
@@ -381,7 +499,7 @@ class Channel:
             return True
         spec = self.schema.specs[self.schema.places[name]]
         _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
-        return num_changed > 0 or not np.isfinite(tensor).all()
+        return num_changed > 0
 
     def _mean_square(self, layout: bytes) -> float | None:
         """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
@@ -405,12 +523,6 @@ class Channel:
         square = min(step, mean)
         if math.isfinite(square):
             self._history = self._recipe.movement.extend(self._history, square)
-
-    def _whole(self) -> ArrayRecord:
-        """Return the public copy as a record."""
-        if self._full is None:
-            self._full = record_of(self._copy.values(self.schema), self.schema)
-        return self._full
 
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
