@@ -16,11 +16,11 @@ from aqg.cli.study import Where, lock, report_failures, run_study
 from aqg.cli.sweep_table import sweep_table
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.runs.code import Code
 from aqg.runs.config import located, read_settings, refuse_unnamed_code
 from aqg.runs.cost import add_bytes
 from aqg.runs.directory import output_directory, read_summary
 from aqg.runs.plan import Batch, unfinished
+from aqg.spec import Code
 from aqg.studies.own import RUNS, call_study
 from aqg.studies.sweep import (
     GRID,

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from aqg.errors import ConfigError
+from aqg.models import MODULES
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +26,6 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of every tensor of a model, in the order they lie in the flat vector."""
 
 Scaling: TypeAlias = Literal["mean", "sum"]
-
-MODEL_FORMS = "logistic, softmax or mlp:HIDDEN, such as mlp:200"
 
 
 class Learner(Protocol):
@@ -181,18 +181,25 @@ def make_objective(
     from aqg.objectives.softmax import Softmax
 
     _check_settings(num_features, num_classes, l2, scaling)
-    match spec.split(":"):
-        case ["logistic"]:
-            if num_classes != 2:
-                raise ConfigError(
-                    f"model 'logistic' needs 2 classes, the data has {num_classes}; use softmax"
-                )
-            return Logistic(num_features, l2, scaling)
-        case ["softmax"]:
-            return Softmax(num_features, num_classes, l2, scaling)
-        case ["mlp", hidden] if hidden.isascii() and hidden.isdigit() and int(hidden) > 0:
-            return Perceptron(num_features, int(hidden), num_classes, l2, scaling)
-    raise ConfigError(f"model {spec!r} is not one of {MODEL_FORMS}")
+
+    def logistic() -> Objective:
+        if num_classes != 2:
+            raise ConfigError(
+                f"model 'logistic' needs 2 classes, the data has {num_classes}; use softmax"
+            )
+        return Logistic(num_features, l2, scaling)
+
+    def perceptron(hidden: int) -> Objective:
+        if hidden < 1:
+            raise ConfigError(f"model is {spec!r}; a layer has at least 1 unit")
+        return Perceptron(num_features, hidden, num_classes, l2, scaling)
+
+    makers: dict[str, Callable[..., Objective]] = {
+        "logistic": logistic,
+        "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
+        "mlp": perceptron,
+    }
+    return make_named("model", spec, makers, also=tuple(MODULES))
 
 
 def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:

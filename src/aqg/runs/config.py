@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from aqg.core.downlink import AUTO
 from aqg.data import is_dataset_file
 from aqg.errors import ConfigError
-from aqg.runs.code import Code, file_digest
 from aqg.runs.defaults import (
     DATASET_DEFAULTS,
     OWN,
@@ -25,6 +24,7 @@ from aqg.runs.defaults import (
 )
 from aqg.runs.own import problem_settings
 from aqg.runs.run_config import SETTINGS, RunConfig, read_stored, typed
+from aqg.spec import Code, file_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

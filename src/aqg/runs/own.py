@@ -15,8 +15,8 @@ from typing import Any
 from aqg.data import data_directory
 from aqg.data.files import Facts, peek
 from aqg.errors import ConfigError
-from aqg.runs.code import Code, file_digest, load_file, seeded
 from aqg.sim.problem import Problem
+from aqg.spec import Code, file_digest, load_file, seeded
 
 _NOT_DEFAULTS = frozenset(
     ("problem", "dataset", "partition", "model", "l2", "scaling", "files", "init", "plugins")

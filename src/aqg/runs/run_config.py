@@ -18,10 +18,10 @@ from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, is_dataset_file, parse_partition
 from aqg.errors import ConfigError
-from aqg.runs.code import Code
 from aqg.runs.stopping import KINDS, Kind, Target
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training
+from aqg.spec import Code
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

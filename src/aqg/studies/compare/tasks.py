@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import ConfigError
-from aqg.runs.code import Code
 from aqg.runs.config import RunConfig, check_files, read_stored, refuse_unnamed_code, resolve
 from aqg.runs.stopping import Target
+from aqg.spec import Code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
