@@ -25,11 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from aqg.errors import AqgError, ConfigError
 
-_Made = TypeVar("_Made")
 _CODE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)(?P<options>(?::\w+=[^:]*)*)")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -37,10 +36,10 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 def make_named(
     kind: str,
     spec: str,
-    makers: Mapping[str, Callable[..., _Made]],
+    makers: Mapping[str, Callable[..., Any]],
     *given: Any,
     also: Sequence[str] = (),
-) -> _Made:
+) -> Any:
     """Make what a spec names.
 
     Args:

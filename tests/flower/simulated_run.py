@@ -30,7 +30,7 @@ def task_of(context: Context) -> FlowerTask:
 def main(out: str, recipe: str, rounds: str) -> None:
     settings = {
         "num-clients": NUM_CLIENTS,
-        "rounds": int(rounds),
+        "num-server-rounds": int(rounds),
         "recipe": recipe,
         "alpha": ALPHA,
         "weighting": "equal",

@@ -49,7 +49,7 @@ FOREVER = 10_000
 
 def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(tmp_path: Path) -> None:
     options = DeploymentOptions(preload=PRELOAD)
-    config = {"num-clients": 3, "rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
+    config = {"num-clients": 3, "num-server-rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
     config["alpha"] = simulator_config(config).alpha
     with Deployment(tmp_path / "deployment", options) as deployment:
         deployment.start()

@@ -50,7 +50,7 @@ def test_with_real_processes(tmp_path: Path) -> None:
     options = DeploymentOptions(preload=(*PRELOAD, "torch._dynamo"))  # slow to import
     with Deployment(tmp_path / "deployment", options) as deployment:
         deployment.start()
-        run = deployment.run(APP, {"rounds": ROUNDS, "run-dir": str(tmp_path / "run")})
+        run = deployment.run(APP, {"num-server-rounds": ROUNDS, "run-dir": str(tmp_path / "run")})
         assert deployment.wait_for_run(run, 300) == "finished:completed"
     text = (tmp_path / "run" / "rounds.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]

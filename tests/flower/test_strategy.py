@@ -152,7 +152,12 @@ def test_in_a_server_app():
         strategy = AQG.from_run_config(context.run_config)
         found.append(strategy.start(grid, first_arrays()))
 
-    config = {"num-clients": NUM_CLIENTS, "rounds": 10, "recipe": "lean", "batch-size": 3}
+    config = {
+        "num-clients": NUM_CLIENTS,
+        "num-server-rounds": 10,
+        "recipe": "lean",
+        "batch-size": 3,
+    }
     app(make_grid(), server_context(config))
     assert distance(found[0].arrays) < 0.5
 

@@ -168,7 +168,8 @@ def make_downlink(spec: str) -> Downlink:
     >>> make_downlink("condensed:tolerance=0.03")
     Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
-    return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
+    made: Downlink = make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
+    return made
 
 
 def describe_downlink(downlink: Downlink) -> str:

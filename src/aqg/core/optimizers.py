@@ -165,7 +165,8 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     >>> make_optimizer("momentum:beta=0.8")
     Momentum(beta=0.8)
     """
-    return make_named("optimizer", spec, OPTIMIZERS)
+    made: SGD | Momentum | Adam = make_named("optimizer", spec, OPTIMIZERS)
+    return made
 
 
 def _require_decay(name: str, value: float) -> None:

@@ -77,7 +77,7 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     entry = RECIPES.get(spec.partition(":")[0])
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
-    recipe = make_named("recipe", spec, makers, *given)
+    recipe: Recipe = make_named("recipe", spec, makers, *given)
     exact = recipe.exact
     if exact is not None:
         exact = replace(exact, max_staleness=max_staleness)

@@ -230,7 +230,8 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     >>> make_step("dog:first=0.1").first
     0.1
     """
-    return make_named("step", spec, STEPS, also=(AUTO,))
+    made: Fixed | DistanceOverGradients = make_named("step", spec, STEPS, also=(AUTO,))
+    return made
 
 
 def resolve_step(

@@ -312,7 +312,8 @@ def parse_partition(spec: str) -> Partition:
     >>> parse_partition("shards:2").spec
     'shards:2'
     """
-    return make_named("partition", spec, PARTITIONS)
+    made: Partition = make_named("partition", spec, PARTITIONS)
+    return made
 
 
 class PartitionRow(TypedDict):

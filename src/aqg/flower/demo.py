@@ -138,7 +138,7 @@ class Demo:
         options = self.options
         config: dict[str, ConfigValue] = {
             "num-clients": options.nodes,
-            "rounds": options.rounds,
+            "num-server-rounds": options.rounds,
             "recipe": options.recipe,
             "seed": options.seed,
             "run-dir": str(options.run_directory.resolve()),

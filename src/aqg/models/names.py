@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,6 @@ from aqg.errors import ConfigError
 from aqg.spec import Code, make_named, seeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from aqg.data import Dataset
@@ -109,4 +108,5 @@ def _built_in(spec: str, shape: DataShape) -> nn.Module:
         "resnet8": nets.make_resnet8,
         "transformer": nets.make_transformer,
     }
-    return make_named("model", spec, makers, shape)
+    module: nn.Module = make_named("model", spec, makers, shape)
+    return module

@@ -199,7 +199,8 @@ def make_objective(
         "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
         "mlp": perceptron,
     }
-    return make_named("model", spec, makers, also=tuple(MODULES))
+    objective: Objective = make_named("model", spec, makers, also=tuple(MODULES))
+    return objective
 
 
 def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:

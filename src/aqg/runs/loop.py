@@ -13,7 +13,7 @@ import numpy as np
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.client_bytes import ClientBytes
-from aqg.runs.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
+from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
 from aqg.runs.cost import add_bytes, first_model_bytes
 from aqg.runs.directory import (
     CONFIG,
@@ -100,7 +100,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = {**BEFORE_DOWNLINKS, **read_settings(directory / CONFIG)}
+    settings = read_settings(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.core.downlink import AUTO, make_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.runs.config import BEFORE_DOWNLINKS
 from aqg.runs.directory import create_directory
 from aqg.runs.files import write_atomically
 from aqg.studies.compare.search import applies, parse_recipes
@@ -135,7 +134,7 @@ def open_comparison(directory: Path) -> Comparison:
             seeds=row["seeds"],
             search=row["search"],
             quick=row["quick"],
-            downlink=row.get("downlink", BEFORE_DOWNLINKS["downlink"]),
+            downlink=row.get("downlink", "full"),
             extends=row.get("extends", False),
         )
     except (ValueError, KeyError, TypeError) as error:
