@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -392,16 +391,19 @@ class FlowerSettings(CommonSettings):
     )
 
 
-@cache
 def table(kind: Any) -> dict[str, Setting]:
     """Return the settings of a table by name."""
     return {field.name: field.metadata["setting"] for field in dataclasses.fields(kind)}
 
 
-@cache
+_TYPES: dict[Any, dict[str, Any]] = {}
+
+
 def types(kind: Any) -> dict[str, Any]:
     """Return the settings' types by name."""
-    return get_type_hints(kind)
+    if kind not in _TYPES:
+        _TYPES[kind] = get_type_hints(kind)
+    return _TYPES[kind]
 
 
 def check_bounds(settings: CommonSettings, keys: Mapping[str, str] | None = None) -> None:

@@ -22,10 +22,9 @@ from aqg.runs.directory import (
     read_lines,
 )
 from aqg.runs.executor import Contact
-from aqg.runs.figure import draw_comparison
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
-from aqg.runs.summary import Trace, summarize
+from aqg.runs.summary import Trace, draw_comparison, summarize
 from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}

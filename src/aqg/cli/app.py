@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the modules beside this one."""
+"""The commands and their options; longer ones do their work in the modules beside this one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import click
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from aqg import __version__
 from aqg.cli.compare import compare
 from aqg.cli.flower import flower_app
-from aqg.cli.listing import list_datasets, list_recipes
-from aqg.cli.report import report
 from aqg.cli.reproduce import reproduce
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.theory import theory
+from aqg.core.recipes import RECIPES
+from aqg.data import DATASETS
 from aqg.errors import AqgError
 from aqg.runs.executor import Interrupted
 from aqg.settings import RunSettings, Setting, table, types
@@ -201,6 +204,69 @@ def sweep(
     return sweep_command(
         SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code, cluster)
     )
+
+
+def list_recipes() -> None:
+    """Print name, summary and options of every recipe."""
+    _print_lines(
+        (
+            entry.name,
+            entry.summary
+            + "".join(f" [{name}={value:g}]" for name, value in entry.options.items()),
+        )
+        for entry in RECIPES.values()
+    )
+
+
+def list_datasets() -> None:
+    """Print name and summary of every dataset."""
+    _print_lines((info.name, info.summary) for info in DATASETS.values())
+
+
+def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    console = Console()
+    for name, summary in rows:
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
+
+
+def report(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Runs, comparisons or sweeps; any number, mixed."),
+    ],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write the plots here, as PNG.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here."),
+    ] = None,
+) -> None:
+    """Make one HTML file to look at runs with: it needs no network and opens from disk.
+
+    Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
+    as far as they came.
+    """
+    from rich.console import Console
+
+    from aqg.report.write import Outputs, check_outputs, write_report
+    from aqg.runs.table import format_bytes
+
+    outputs = Outputs(out, png, csv)
+    check_outputs(outputs)
+    begun = time.perf_counter()
+    console = Console()
+    with console.status("Reading runs ..."):
+        written = write_report(directories, outputs)
+    seconds = time.perf_counter() - begun
+    for path in written.files:
+        size = format_bytes(path.stat().st_size)
+        console.print(f"{path} ({size})", highlight=False, soft_wrap=True)
+    runs = "1 run" if written.num_runs == 1 else f"{written.num_runs} runs"
+    console.print(f"{runs} in {seconds:.1f} s", style="dim", highlight=False)
 
 
 app.add_typer(flower_app)

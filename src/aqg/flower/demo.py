@@ -13,7 +13,7 @@ from aqg.errors import RunError
 from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
 from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 from aqg.flower.settings import read_settings
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import ROUNDS, SUMMARY, create_directory
 from aqg.runs.loop import slug
 

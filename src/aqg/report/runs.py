@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import (
     CONFIG,
     METRIC_PREFIX,

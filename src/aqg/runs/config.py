@@ -7,6 +7,7 @@ all settings is `aqg.settings`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import tomllib
@@ -20,15 +21,16 @@ from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropou
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
-from aqg.data import DATASETS, is_dataset_file, parse_partition
+from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
+from aqg.data.files import Facts, peek
 from aqg.errors import ConfigError
 from aqg.models import is_module
-from aqg.runs.own import file_facts, problem_facts, problem_settings
 from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
 from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
 from aqg.sim.training import Training
-from aqg.spec import Code, file_digest
+from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))
 NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
@@ -453,3 +455,71 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
         settings["recipe"] = [config.recipe for config in configs]
     # Texts, numbers and lists of them are written alike in JSON and TOML.
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+
+
+_NOT_DEFAULTS = frozenset(
+    ("problem", "dataset", "partition", "model", "l2", "scaling", "files", "init", "plugins")
+)
+
+
+def file_facts(dataset: str) -> Facts:
+    """Return what the defaults of a run on ``FILE.npz`` depend on."""
+    return _peek(dataset, file_digest(Path(dataset)))
+
+
+@functools.lru_cache(maxsize=8)
+def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
+    return peek(Path(dataset))
+
+
+def problem_settings(spec: str) -> dict[str, Any]:
+    """Return the defaults that a problem's file brings."""
+    code = _parse(spec)
+    settings = getattr(load_file(code.path), "SETTINGS", {})
+    if not isinstance(settings, dict):
+        raise ConfigError(f"SETTINGS in {str(code.path)!r} is {settings!r}; it must be a dict")
+    for name in settings:
+        if name in _NOT_DEFAULTS:
+            raise ConfigError(
+                f"SETTINGS in {str(code.path)!r} holds {name!r}, which cannot be set there"
+            )
+    return settings
+
+
+def problem_facts(spec: str, dtype: str, data_dir: Path | None) -> Facts:
+    """Return what the defaults of a run depend on."""
+    problem = make_own_problem(spec, 0, dtype, data_dir)
+    num_samples = sum(len(client.labels) for client in problem.clients)
+    return Facts(num_samples, problem.num_clients, has_classes=False)
+
+
+def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:
+    """Call the function and check what it made; the last problem is kept."""
+    code = _parse(spec)
+    digest = file_digest(code.path)
+    return _make(code, digest, seed, dtype, data_directory(data_dir))
+
+
+@functools.lru_cache(maxsize=1)
+def _make(code: Code, digest: str, seed: int, dtype: str, data_dir: Path) -> Problem:  # noqa: ARG001
+    with seeded(seed):
+        problem = code.call(seed=seed, data_dir=data_dir, dtype=dtype)
+    if not isinstance(problem, Problem):
+        raise ConfigError(
+            f"{code} returned {type(problem).__name__}; it must return an aqg.sim.problem.Problem"
+        )
+    if not problem.clients:
+        raise ConfigError(f"{code} returned a problem with 0 clients; at least 1 is needed")
+    if str(problem.dtype) != dtype:
+        raise ConfigError(
+            f"{code} returned a problem in {problem.dtype}, and dtype is {dtype}; set dtype to "
+            f"{problem.dtype}, or let the function take dtype and use it"
+        )
+    return problem
+
+
+def _parse(spec: str) -> Code:
+    code = Code.parse(spec)
+    if code is None:
+        raise ConfigError(f"problem is {spec!r}; it must be FILE.py:FUNCTION")
+    return code

@@ -15,19 +15,16 @@ import re
 import time
 import zipfile
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import RunError
 from aqg.protocol.files import write_atomically as write_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 _SEAL = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*\}\s*$')
 _COMMENT = b"aqg "

@@ -27,8 +27,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
 from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job

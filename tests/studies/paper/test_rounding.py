@@ -9,8 +9,7 @@ import numpy as np
 from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.directory import read_lines, read_summary
-from aqg.runs.perturbation import perturb
-from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.setup import build_problem, find_minimum, perturb
 from aqg.studies.paper.rounding import Perturbed
 
 
