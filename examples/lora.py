@@ -17,8 +17,7 @@ import torch
 from shakespeare import LENGTH, alphabet_of, read_roles, windows
 from torch import nn
 
-from aqg.models.losses import token_cross_entropy
-from aqg.models.nets import Transformer
+from aqg.models.nets import Transformer, token_cross_entropy
 from aqg.sim.problem import Problem
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from aqg.cli.display import result_table
 from aqg.objectives import Objective
-from aqg.report.results import curves_csv, result_of, summary_csv
+from aqg.report.curves import curves_csv, result_of, summary_csv
 from aqg.report.runs import read_run
 from aqg.runs.config import resolve
 from aqg.runs.directory import Line, read_lines

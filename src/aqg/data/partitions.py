@@ -19,20 +19,16 @@ empty, and all but ``source`` use every sample. The same seed gives the same par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.data.datasets import Dataset
 from aqg.errors import ConfigError, DataError
 from aqg.spec import make_named
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.data.datasets import Dataset
 
 MAX_CONCENTRATION = 1e9
 """Largest Dirichlet concentration: far beyond where proportions can be told from equal ones."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aqg.data import Dataset
 from aqg.errors import ConfigError
 from aqg.spec import Code, make_named, seeded
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from aqg.data import Dataset
 
 MODULES: dict[str, str] = {
     "cnn": "two convolutions and a linear layer, for images [width=8]",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import ConfigError
 from aqg.models import MODULES
 from aqg.spec import make_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
+
 
 Array: TypeAlias = Any
 """A NumPy array, or a torch tensor on any device; results are of the kind that came in."""
@@ -176,9 +176,7 @@ def make_objective(
     (('weight1', (784, 200)), ('bias1', (200,)), ('weight2', (200, 10)), ('bias2', (10,)))
     """
     # Imported here because these modules import this one.
-    from aqg.objectives.logistic import Logistic
-    from aqg.objectives.mlp import Perceptron
-    from aqg.objectives.softmax import Softmax
+    from aqg.objectives.closed_form import Logistic, Perceptron, Softmax
 
     _check_settings(num_features, num_classes, l2, scaling)
 

@@ -16,21 +16,16 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.objectives.base import Array, Objective
+from aqg.objectives.base import Array, Objective
 
 CACHE_VARIABLE = "AQG_CACHE_DIR"
 """Environment variable that overrides the cache directory."""

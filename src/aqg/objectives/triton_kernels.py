@@ -15,7 +15,7 @@ _BLOCK = 128
 
 
 def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Compute `aqg.objectives.softmax.cross_entropy`; the logits, ``(..., C, n)``, stay.
+    """Compute `aqg.objectives.closed_form.cross_entropy`; the logits, ``(..., C, n)``, stay.
 
     The slopes are laid out with the classes of a sample side by side.
     """

@@ -16,9 +16,8 @@ import numpy as np
 
 from aqg.errors import RunError
 from aqg.objectives.metrics import named_metric
-from aqg.report.curves import run_points
+from aqg.report.curves import metric_names, result_of, run_points
 from aqg.report.groups import setting_text
-from aqg.report.results import metric_names, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -123,7 +123,7 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
         # With reset, the parameters are drawn anew, in whatever way the module draws them.
         module_seed = 0 if config.reset else config.seed
         module = make_module(config.model, DataShape.of(dataset), module_seed)
-        from aqg.models.losses import default_loss  # needs torch
+        from aqg.models.nets import default_loss  # needs torch
 
         loss = default_loss(dataset.labels)
         return Objective.from_module(
