@@ -103,7 +103,6 @@ class Dataset:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Return the shape of one sample."""
         return self.features.shape[1:]
 
 
@@ -351,7 +350,6 @@ DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
 
 
 def is_dataset_file(name: str) -> bool:
-    """Tell whether a dataset is named by its file."""
     return name.endswith(".npz")
 
 

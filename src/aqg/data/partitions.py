@@ -214,7 +214,6 @@ class DirichletPartition(Partition):
 
     @property
     def spec(self) -> str:
-        """Return ``dirichlet:A``."""
         return f"dirichlet:{self.concentration}"
 
     def _split(

@@ -73,7 +73,6 @@ class Settings(FlowerSettings):
 
     @property
     def step_size(self) -> float:
-        """``α``."""
         return self.alpha or 1.0 / self.num_clients
 
     @property

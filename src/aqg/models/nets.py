@@ -52,7 +52,6 @@ class Images(nn.Module):
                 )
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return the images."""
         if self.colors_last:
             return samples.movedim(-1, 1)
         return samples.reshape(len(samples), *self.shape)

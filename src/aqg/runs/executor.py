@@ -64,8 +64,7 @@ class Task(Protocol):
     are simply ended.
     """
 
-    def __call__(self, contact: Contact) -> Any:
-        """Do it."""
+    def __call__(self, contact: Contact) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,6 @@ class InOrder:
         self.results[job] = result
 
     def note(self, job: int) -> Any:  # noqa: ARG002
-        """Say nothing."""
         return None
 
 
@@ -334,8 +332,7 @@ class ThisProcess:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
-        """Do nothing: no task is under way."""
+    ) -> None: ...
 
     def start(self, index: int, task: Task) -> None:
         """Keep the task until `wait`."""
@@ -347,11 +344,9 @@ class ThisProcess:
         index, task = self._waiting
         receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
 
-    def pass_on(self, index: int, note: Any) -> None:
-        """Do nothing: no other task ends while one is under way."""
+    def pass_on(self, index: int, note: Any) -> None: ...
 
-    def ask_to_stop(self) -> None:
-        """Do nothing: tasks look at ``stop`` themselves."""
+    def ask_to_stop(self) -> None: ...
 
 
 class _DirectContact(Contact):

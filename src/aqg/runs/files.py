@@ -151,7 +151,6 @@ class Records:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records."""
         return parse_lines(self.path, whole_lines(self.path))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -213,11 +212,14 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[
             member = zipfile.ZipInfo(f"{name}.npy")  # without the time of writing
             with archive.open(member, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-    body = buffer.getvalue()[:-_COMMENT_LENGTH]
+    length = buffer.tell() - _COMMENT_LENGTH
     facts = json.dumps(about)
-    checksum = hashlib.sha256(body + facts.encode()).hexdigest()
-    comment = _COMMENT + f"{checksum} {facts}".encode()
-    write_atomically(path, body + len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
+    digest = hashlib.sha256(buffer.getbuffer()[:length])
+    digest.update(facts.encode())
+    comment = _COMMENT + f"{digest.hexdigest()} {facts}".encode()
+    buffer.seek(length)
+    buffer.write(len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
+    write_atomically(path, buffer.getvalue())
 
 
 def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:

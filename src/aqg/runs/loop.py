@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _SECONDS_FOR_ORPHANS = 60.0
 """How long to wait for a process in the same directory, such as one left by a killed parent."""
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_LARGEST_SHARE_OF_CHECKPOINTS = 0.1
+"""Of a run's time: those of thousands of clients with mirrors take longer than a round."""
 _METRIC_POINTS = 50
 
 
@@ -185,7 +187,7 @@ def _run(
         progress.add(line)
         referee.replay(line)
     validate = Validator(simulation, config.target_kind) if config.validation else None
-    last_saved = time.monotonic()
+    checkpoints = Checkpoints()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
     def save() -> None:
@@ -224,9 +226,8 @@ def _run(
         contact.tell(progress)
         referee.limits = contact.note() or referee.limits
         is_stop_asked = contact.is_stop_asked()
-        if is_stop_asked or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
-            save()
-            last_saved = time.monotonic()
+        if is_stop_asked or checkpoints.is_due():
+            checkpoints.time(save)
         if is_stop_asked:
             raise Interrupted
     save()
@@ -266,6 +267,26 @@ def _run(
         files.drop_checkpoint()
     contact.saved()
     return Result(config, summary, Trace.of(lines, final_loss, metrics))
+
+
+class Checkpoints:
+    """Says when to save: every 5 seconds, unless that would take a tenth of the time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._seconds_apart = _SECONDS_BETWEEN_CHECKPOINTS
+
+    def is_due(self) -> bool:
+        return self._clock() - self._last > self._seconds_apart
+
+    def time(self, save: Callable[[], None]) -> None:
+        """Save, and look how long it takes."""
+        begun = self._clock()
+        save()
+        self._last = self._clock()
+        needed = (self._last - begun) / _LARGEST_SHARE_OF_CHECKPOINTS
+        self._seconds_apart = max(_SECONDS_BETWEEN_CHECKPOINTS, needed)
 
 
 class _Referee:

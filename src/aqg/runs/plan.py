@@ -67,8 +67,7 @@ class Batch:
         if isinstance(result, AqgError):
             self.failures[job.name] = result
 
-    def note(self, job: Job) -> None:
-        """Say nothing: no run depends on another."""
+    def note(self, job: Job) -> None: ...
 
     def most_left(self) -> int:
         """Return how many jobs have not ended yet."""
@@ -219,7 +218,6 @@ class Train:
     keeps_models: bool = True
 
     def __call__(self, contact: Contact) -> dict[str, Any]:
-        """Run it."""
         load_plugins(self.config.plugins)
         with when_compiling(lambda: contact.tell(Compiling())):
             return self.run(lambda: load(self.config, self.data_dir), contact)

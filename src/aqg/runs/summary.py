@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def student_quantile(degrees: int, level: float = 0.95) -> float:
+    """Return how many standard errors a two-sided interval of Student's has to each side.
+
+    >>> [round(student_quantile(degrees), 3) for degrees in (1, 9, 40)]
+    [12.706, 2.262, 2.021]
+    """
+    from scipy import stats  # takes a second to import
+
+    return float(stats.t.ppf((1 + level) / 2, degrees))
+
+
 @dataclass(frozen=True)
 class Trace:
     """A run as curves: entry ``i`` is the state after ``rounds[i]`` rounds.
