@@ -4,8 +4,8 @@
 
 It needs NumPy and torch alone. ``forward`` is all clients' ``inputs @ weight``, ``backward`` their
 ``inputsᵀ @ slopes``, client by client, both through `aqg.objectives.closed_form`; ``bare`` is what
-the benchmark of the engine takes for the limit: one forward product over all clients in torch, and one
-``mm`` per client backward. Milliseconds; the libraries take turns, and the smallest time counts.
+the benchmark of the engine takes for the limit: one forward product over all clients in torch, and
+one ``mm`` per client backward. Milliseconds; the libraries take turns, and the smallest time counts.
 """
 
 from __future__ import annotations
