@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.core import auto, budget, downlink
 from aqg.runs.cost import count_every_byte, first_model_bytes
-from aqg.runs.setup import build_problem, make_simulation
-from aqg.runs.validation import Validator
+from aqg.runs.setup import Validator, build_problem, make_simulation
 from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
 from aqg.studies.contest.plan import read_outcomes
 from aqg.studies.contest.tasks import TASKS

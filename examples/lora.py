@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aqg.models.losses import token_cross_entropy
-from aqg.models.nets import Transformer
+from aqg.models.nets import Transformer, token_cross_entropy
 from aqg.sim.problem import Problem
 from aqg.studies.contest.natural import LENGTH, alphabet_of, read_roles, text_windows
 

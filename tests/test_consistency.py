@@ -6,7 +6,6 @@ import csv
 import re
 import sys
 import tomllib
-from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,7 @@ from aqg.cli.app import app, run_app
 from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
-from aqg.runs.config import SETTINGS, resolve
+from aqg.runs.config import resolve
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -43,7 +42,6 @@ def test_the_reference_of_commands_and_settings_is_that_of_the_code():
     """Write both anew with ``python tools/reference.py``."""
     assert reference.CLI_PAGE.read_text(encoding="utf-8") == reference.cli_page()
     assert reference.CONFIG_PAGE.read_text(encoding="utf-8") == reference.config_page()
-    assert set(reference.described_settings()) == set(SETTINGS)
 
 
 def test_what_aqg_run_trains_is_what_pages_say():
@@ -288,15 +286,6 @@ def test_the_equations_are_where_the_page_says():
     assert len(names) > 20
     missing = [n for n in names if not any(is_there(prefix + n) for prefix in _PREFIXES)]
     assert set(missing) <= {"losses_and_gradients", "largest_step_size"}  # named after a module
-
-
-def test_settings_of_a_deployment_are_in_the_reference():
-    settings = pytest.importorskip("aqg.flower.settings")
-    text = TEXTS[ROOT / "docs/reference/flower.md"]
-    section = text[text.index("## Settings") : text.index("## What is kept")]
-    listed = re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^- (.*?) \(", section, re.MULTILINE)))
-    names = [field.name.replace("_", "-") for field in fields(settings.Settings)]
-    assert sorted(listed) == sorted([*names, "client-state-dir"])  # the last is the clients'
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

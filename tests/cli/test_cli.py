@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from aqg.cli import run as run_module
 from aqg.cli.app import run_app
 from aqg.core.recipes import RECIPES
 
@@ -193,3 +195,35 @@ def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
         for name in ("rounds.jsonl", "summary.json"):
             expected = (tmp_path / "whole" / recipe / name).read_text()
             assert (tmp_path / "cut" / recipe / name).read_text() == expected
+
+
+def test_runs_that_diverge_at_once_have_a_picture(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--recipe", "gd,qsgd", "--alpha", "1e200", "--rounds", "3", "--out", str(out)]
+    assert run_app(["run", *arguments]) == 0
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    runs = json.loads((out / "summary.json").read_text())["runs"]
+    assert all(run["diverged"] for run in runs)
+
+
+def test_the_minimum_is_found_after_the_first_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    arguments = ["run", "--recipe", "lean", "--rounds", "4", "--seed", "3", "--out", str(out)]
+    trained = []
+    find = run_module.find_minimum
+
+    def watched(config, problem, progress):
+        trained.append(len((out / "lean/rounds.jsonl").read_text().splitlines()))
+        return find(config, problem, progress)
+
+    monkeypatch.setattr(run_module, "find_minimum", watched)
+    assert run_app(arguments) == 0
+    assert trained == [4]
+    said = re.findall(r"minimum of the loss .*: (\d+) %", capsys.readouterr().out)
+    assert len(said) >= 5
+    assert said == sorted(said, key=int)
+    residual = json.loads((out / "summary.json").read_text())["runs"][0]["residual"]
+    assert residual > 0
+    assert run_app([*arguments[:-1], str(tmp_path / "again")]) == 0  # from the cache
+    assert "minimum of the loss" not in capsys.readouterr().out

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from aqg.cli.run import RunOptions, run_command
-from aqg.cli.sweep import SweepOptions, sweep_command
-from aqg.cli.sweep_table import sweep_table
+from aqg.cli.sweep import SweepOptions, sweep_command, sweep_table
 from aqg.errors import AqgError, RunError
 from aqg.runs import loop
 from aqg.runs.files import locked

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.runs.code import Code
 from aqg.runs.directory import ROUNDS, SUMMARY
+from aqg.spec import Code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {

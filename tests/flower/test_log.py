@@ -236,7 +236,7 @@ def test_a_checkpoint_of_before_the_log_goes_on_with_whole_models(tmp_path: Path
     del terms["downlink"]
     arrays |= {"terms": np.array(json.dumps(terms)), "group": np.array(64)}
     write_arrays(file, arrays)
-    federation.config |= {"rounds": 6, "downlink": "auto"}
+    federation.config |= {"num-server-rounds": 6, "downlink": "auto"}
     with pytest.raises(ConfigError, match="a run with downlink full, and downlink is condensed"):
         federation.run()
     federation.config["downlink"] = "full"

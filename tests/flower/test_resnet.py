@@ -45,7 +45,11 @@ def federated_averaging() -> float:
 
 
 def test_in_flower(tmp_path: Path) -> None:
-    config = {"num-clients": task.NUM_CLIENTS, "rounds": ROUNDS, "run-dir": str(tmp_path / "run")}
+    config = {
+        "num-clients": task.NUM_CLIENTS,
+        "num-server-rounds": ROUNDS,
+        "run-dir": str(tmp_path / "run"),
+    }
     config |= {"recipe": "auto", "step": "fixed", "trust-partition-id": True, "alpha": 0.0}
     config |= {"client-state-dir": str(tmp_path / "state")}
     nodes = {11 + client: {"partition-id": client} for client in range(task.NUM_CLIENTS)}

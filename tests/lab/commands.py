@@ -16,7 +16,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from aqg.errors import ConfigError
-from aqg.objectives.products import stay_with_numpy
+from aqg.objectives.closed_form import stay_with_numpy
 from aqg.warmup import warm_up
 
 if TYPE_CHECKING:

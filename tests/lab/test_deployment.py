@@ -62,7 +62,7 @@ def simulated(config):
     """Return the simulator's run of the same, and its rounds."""
     found = digits_config(config)
     simulation = make_simulation(found, build_problem(found))
-    return simulation, [simulation.run_round() for _ in range(config["rounds"])]
+    return simulation, [simulation.run_round() for _ in range(config["num-server-rounds"])]
 
 
 def assert_same(directory: Path, simulation, records) -> dict:
@@ -84,7 +84,7 @@ def assert_same(directory: Path, simulation, records) -> dict:
 def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(
     deployment: Deployment, tmp_path: Path
 ) -> None:
-    config = {"num-clients": 3, "rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
+    config = {"num-clients": 3, "num-server-rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
     config |= {"recipe": "auto", "exact": True}
     config["alpha"] = digits_config(config).alpha
     before = [deployment.traffic(node) for node in range(3)]
@@ -332,7 +332,7 @@ def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    simulation, records = simulated({"num-clients": 2, "rounds": 4, "seed": 0})
+    simulation, records = simulated({"num-clients": 2, "num-server-rounds": 4, "seed": 0})
     assert_same(out / "auto", simulation, records)
     for node in result["nodes"]:
         for name in ("upload_bytes", "download_bytes"):

@@ -48,7 +48,7 @@ class WatchedRun:
 
     def submit(self, rounds: int) -> None:
         """Start the run, or go on with it."""
-        self.number = self.deployment.run(APP, {**self.config, "rounds": rounds})
+        self.number = self.deployment.run(APP, {**self.config, "num-server-rounds": rounds})
 
     def rows(self) -> list[Row]:
         """Return the rounds written so far."""

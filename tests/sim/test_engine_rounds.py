@@ -83,7 +83,7 @@ def test_fused_statistics_on_cuda(grid, dtype, has_mirror):
 
 def test_fused_cross_entropy_on_cuda():
     torch = cuda_or_skip()
-    from aqg.objectives.softmax import cross_entropy
+    from aqg.objectives.closed_form import cross_entropy
 
     random = np.random.default_rng(3)
     logits, labels = random.standard_normal((3, 10, 77)) * 9, random.integers(0, 10, (3, 77))

@@ -368,7 +368,10 @@ def test_command_line_has_every_option(tmp_path, capsys):
             lambda: make_optimizer("sgd:beta=1"),
             "optimizer 'sgd' has no option 'beta'; it has: none",
         ),
-        (lambda: make_optimizer("adam:b1=x"), "option b1 of optimizer 'adam' is 'x', not a number"),
+        (
+            lambda: make_optimizer("adam:b1=x"),
+            "option b1 of optimizer 'adam' is 'x'; it must be a number",
+        ),
         (lambda: resolve({"batch_size": 2.5}), "batch_size is 2.5; it must be a whole number"),
         (lambda: resolve({"local_steps": 0}), "local_steps is 0; it must be at least 1"),
         (lambda: resolve({"optimizer": 3}), "optimizer is 3; it must be a text"),

@@ -12,8 +12,8 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
-from aqg.runs.code import Code
 from aqg.runs.config import resolve
+from aqg.spec import Code
 from aqg.studies.own import call_study
 from aqg.studies.sweep import expand
 

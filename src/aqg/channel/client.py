@@ -36,7 +36,7 @@ from aqg.protocol.store import ArrayStore
 
 if TYPE_CHECKING:
     from aqg.channel.tensors import Values
-    from aqg.objectives.tensors import TensorSpec
+    from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Order, Reply
     from aqg.protocol.store import ClientStore, Vault
 

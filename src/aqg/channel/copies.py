@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aqg.channel.tensors import Schema, Tensor, Values
     from aqg.core.messages import AnyUpload
     from aqg.core.types import FloatArray
-    from aqg.objectives.tensors import TensorSpec
+    from aqg.objectives.layout import TensorSpec
 
 _LAYOUT, _VECTOR, _KEPT = 1, 2, 4
 

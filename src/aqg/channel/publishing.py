@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aqg.core.downlink import Condensed
     from aqg.core.messages import AnyUpload
     from aqg.core.types import FloatArray, IntArray
-    from aqg.objectives.tensors import TensorSpec
+    from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.objectives.tensors import TensorSpec
+    from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
 
 INCARNATION = 1

@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from dataclasses import dataclass, field, fields
-from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer

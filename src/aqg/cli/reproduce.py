@@ -117,7 +117,7 @@ def run_plan(
     where: Where,
 ) -> int:
     """Do what is unfinished; return the exit code."""
-    from aqg.cli.overview import Overview
+    from aqg.cli.display import Overview
     from aqg.cli.study import lock, report_failures, run_study
     from aqg.runs.cost import add_bytes
     from aqg.runs.directory import read_summary

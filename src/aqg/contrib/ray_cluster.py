@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from aqg.errors import ConfigError, RunError
 from aqg.runs.config import load_plugins
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.runs.executor import Contact, Failed, Reported, attempt
+from aqg.runs.executor import ONE_THREAD, Contact, Failed, Reported, attempt
 from aqg.runs.files import append_at, write_atomically
-from aqg.runs.processes import ONE_THREAD
-from aqg.runs.tasks import Train, load, problem_key
+from aqg.runs.plan import Train, load, problem_key
 from aqg.weights import BEST, FINAL
 
 if TYPE_CHECKING:

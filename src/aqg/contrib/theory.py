@@ -68,8 +68,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from aqg.errors import ConfigError
-from aqg.objectives.logistic import Logistic
-from aqg.objectives.softmax import Softmax
+from aqg.objectives.closed_form import Logistic, Softmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

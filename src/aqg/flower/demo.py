@@ -16,8 +16,8 @@ from flwr.simulation import run_simulation
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.settings import read_settings
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
 from aqg.runs.config import RunConfig, resolve
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import SUMMARY, create_directory
 from aqg.runs.loop import slug
 from aqg.runs.setup import build_problem
@@ -34,7 +34,7 @@ DIGITS = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax",
 """What is learned: digits, split unevenly among the clients."""
 
 _FLOAT_BYTES = 4
-_TAKEN = ("rounds", "alpha", "seed", "recipe", "downlink")
+_TAKEN = ("alpha", "seed", "recipe", "downlink")
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,11 +47,13 @@ _QUIET = {
 def digits_config(settings: Mapping[str, bool | int | float | str]) -> RunConfig:
     """Return the config with which the simulator trains what Flower's settings describe.
 
-    >>> config = digits_config({"num-clients": 3, "rounds": 5, "seed": 1, "run-dir": "x"})
+    >>> config = digits_config({"num-clients": 3, "num-server-rounds": 5, "seed": 1})
     >>> config.clients, config.rounds, config.seed, round(config.alpha, 3)
     (3, 5, 1, 0.333)
     """
     taken = {name: settings[name] for name in _TAKEN if name in settings}
+    if "num-server-rounds" in settings:
+        taken["rounds"] = settings["num-server-rounds"]
     return resolve({"recipe": "auto", **DIGITS, "clients": settings["num-clients"], **taken})[0]
 
 
@@ -91,7 +93,7 @@ class Demo:
         """Flower's settings for the server."""
         settings: dict[str, bool | int | float | str] = {
             "num-clients": self.nodes,
-            "rounds": self.rounds,
+            "num-server-rounds": self.rounds,
             "recipe": self.recipe,
             "seed": self.seed,
             "exact": True,

@@ -15,8 +15,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from aqg.errors import ConfigError, MessageError
-from aqg.objectives.layout import DIGEST_BYTES, Buffers, ModelLayout
-from aqg.objectives.tensors import read_specs
+from aqg.objectives.layout import DIGEST_BYTES, Buffers, ModelLayout, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,10 +30,10 @@ from aqg.flower.settings import Settings, describe_step
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.mirrors import fingerprint
-from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import Line, finite_or_none, read_rows
 from aqg.runs.files import locked
-from aqg.runs.models import ModelFiles
+from aqg.runs.loop import ModelFiles
 from aqg.runs.summary import summarize
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ import numpy as np
 
 from aqg.errors import RunError
 from aqg.objectives.metrics import named_metric
-from aqg.report.curves import run_points
+from aqg.report.curves import metric_names, result_of, run_points
 from aqg.report.groups import setting_text
-from aqg.report.results import metric_names, result_of
 from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU
 from aqg.studies.contest.table import RESULTS
 

@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from aqg.errors import ConfigError
 from aqg.runs.cost import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.sim.record import RoundRecord
+from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
 Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "beyond"]

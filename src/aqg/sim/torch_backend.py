@@ -14,8 +14,7 @@ from aqg.core.innovation import Innovation
 from aqg.core.links import Memory
 from aqg.core.quantizers import GridQuantizer
 from aqg.core.space import NumpySpace, as_index, map_messages
-from aqg.objectives.mlp import Perceptron
-from aqg.objectives.softmax import Softmax
+from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.pieces import Pieces, cut
 
 if TYPE_CHECKING:

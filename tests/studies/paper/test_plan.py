@@ -11,8 +11,7 @@ from aqg.errors import ConfigError
 from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.directory import read_lines, read_summary
-from aqg.runs.perturbation import perturb
-from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.setup import build_problem, find_minimum, perturb
 from aqg.studies.paper.outcomes import Perturbed, Results, key_of, read_results, write_results
 from aqg.studies.paper.plan import BLOCKS, FULL, QUICK, TABLE_2, make_plan, parse_sections
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aqg.data import data_directory
 from aqg.errors import ConfigError, DataError
-from aqg.runs.code import Code
 from aqg.runs.config import OWN, RunConfig, check_files, read_stored, refuse_unnamed_code, resolve
 from aqg.runs.stopping import Target
+from aqg.spec import Code
 from aqg.studies.contest.measure import MOST_DELAY, Goal
 
 if TYPE_CHECKING:
