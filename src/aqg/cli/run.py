@@ -38,7 +38,7 @@ from aqg.runs.executor import Contact, Event, Interrupted, Reported, ThisProcess
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
 from aqg.runs.setup import find_minimum, load_problem, try_out
-from aqg.runs.summary import draw_comparison
+from aqg.runs.summary import Result, draw_comparison
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
 from aqg.weights import BEST
@@ -79,7 +79,7 @@ class _Run:
     minimum: loop.Minimum
     directory: Path
 
-    def __call__(self, contact: Contact) -> loop.Result:
+    def __call__(self, contact: Contact) -> Result:
         try:
             return loop.run(self.config, self.problem, self.minimum, self.directory, contact)
         except (AqgError, Interrupted):
@@ -136,10 +136,9 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
         try_out(config, problem)
-    if problem.objective.convex:
-        minimum: Minimum | None = Minimum(config, problem, console)
-    else:
-        minimum = find_minimum(config, problem)  # none, or an error where one is needed
+    minimum = Minimum(config, problem, console) if problem.objective.convex else None
+    if minimum is None:
+        find_minimum(config, problem)  # an error where one is needed
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
