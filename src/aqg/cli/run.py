@@ -99,7 +99,7 @@ class Minimum:
     """
 
     def __init__(self, config: RunConfig, problem: Problem, console: Console) -> None:
-        self._find = lambda: find_minimum(config, problem, self._progress)
+        self._config, self._problem = config, problem
         self._console = console
         self._next_percent = 10
         self._found: float | None = None
@@ -107,7 +107,7 @@ class Minimum:
 
     def __call__(self) -> float | None:
         if self._found is None:
-            self._found = self._find()
+            self._found = find_minimum(self._config, self._problem, self._progress)
         return self._found
 
     def _progress(self, share: float) -> None:
@@ -163,7 +163,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
             ) from None
 
     summaries = [result.summary for result in results]
-    write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum and minimum()))
+    write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum() if minimum else None))
     text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
