@@ -163,7 +163,9 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
             ) from None
 
     summaries = [result.summary for result in results]
-    write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum() if minimum else None))
+    write_atomically(
+        plan.directory / FIGURE, draw_comparison(results, minimum() if minimum else None)
+    )
     text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
