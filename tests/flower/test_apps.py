@@ -59,6 +59,9 @@ def task_of(context: Context) -> FlowerTask:
     return FlowerTask.from_objective(PROBLEM.objective, *samples, start=PROBLEM.initial_params)
 
 
+_KEYS = {"rounds": "num-server-rounds", "participation": "fraction-train"}
+
+
 class Federation:
     """Three nodes, a run directory, and a state directory for each node."""
 
@@ -77,7 +80,7 @@ class Federation:
             "start-timeout": 2.0,
             "run-dir": str(path / "run"),
             "client-state-dir": str(path / "nodes"),
-        } | {key.replace("_", "-"): value for key, value in config.items()}
+        } | {_KEYS.get(key, key).replace("_", "-"): value for key, value in config.items()}
         nodes = {11 + 7 * index: {"partition-id": index} for index in (2, 0, 1)}
         self.grid = MemoryGrid(make_client_app(task_of), nodes, self.config)
         self.finals: list[np.ndarray] = []

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.objectives.base import Scaling
-from aqg.objectives.optimum import Optimum
 from aqg.runs.config import RunConfig, check_files, make_own_problem
 from aqg.runs.cost import count_every_byte
 from aqg.runs.directory import Line, finite_or_none
@@ -41,6 +40,9 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.weights import check_names, fill_module, read_tensors
+
+if TYPE_CHECKING:
+    from aqg.objectives.optimum import Optimum  # scipy is missing on some machines
 
 _TRIED_SAMPLES = 8
 _NUM_SAMPLES = {"mnist": 60_000}
