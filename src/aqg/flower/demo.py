@@ -34,6 +34,8 @@ DIGITS = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax",
 """What is learned: digits, split unevenly among the clients."""
 
 _FLOAT_BYTES = 4
+_PATIENCE_SECONDS = 900.0
+"""All clients share one machine, which may be busy with other things."""
 _TAKEN = ("alpha", "seed", "recipe", "downlink")
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -100,6 +102,8 @@ class Demo:
             "weighting": "equal",
             "run-dir": str(self.run_directory.resolve()),
             "trust-partition-id": True,
+            "round-timeout": _PATIENCE_SECONDS,
+            "start-timeout": _PATIENCE_SECONDS,
         }
         return {**settings, "alpha": digits_config(settings).alpha}
 
