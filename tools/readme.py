@@ -152,7 +152,7 @@ def _default(cell: Cell | None) -> str:
 
 def _tuned(cell: Cell | None) -> str:
     if cell is None:
-        return "not reached"
+        return "no run that far"
     return f"`{cell.recipe}`: {_reached(cell)}, {cell.num_settings} tried"
 
 
