@@ -419,7 +419,7 @@ def _is_cuda(array: Array) -> bool:
 def _fused_kernels() -> Any:
     """Return the module with kernels for CUDA, or None where Triton is missing."""
     try:
-        from aqg.objectives import triton_kernels
+        from aqg.contrib import triton_kernels
     except ImportError:
         return None
     return triton_kernels
