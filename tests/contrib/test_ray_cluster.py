@@ -31,7 +31,7 @@ from aqg.core.recipes import make_recipe, register
 
 class Slow(Tolerance):
     def decide(self, case):
-        time.sleep(0.005)
+        time.sleep(0.015)
         return super().decide(case)
 
 @register("slow", "like lean, but slower")
