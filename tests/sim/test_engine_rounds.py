@@ -24,7 +24,9 @@ def test_rounds_in_one_go_are_the_rounds_one_by_one(device):
     records = list(together.run_rounds(25))
     assert records == [alone.run_round() for _ in range(25)]
     assert together.next_round == 26
-    assert np.array_equal(together.state().clients.link.mirror, alone.state().clients.link.mirror)
+    assert np.array_equal(
+        together.state().clients.track.position, alone.state().clients.track.position
+    )
     assert together.state().model.history == alone.state().model.history
 
 

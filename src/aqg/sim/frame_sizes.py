@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future, ThreadPoolExecutor
 
-    from aqg.core.links import Link
     from aqg.core.space import Space
+    from aqg.core.track import Track
     from aqg.core.types import IntArray
 
 SKIP_BYTES = encoded_size(Skip())
@@ -37,7 +37,7 @@ FrameSize = int | ClientFrame
 
 def frame_sizes(
     space: Space,
-    link: Link,
+    track: Track,
     clients: IntArray,
     uploads: Sequence[AnyUpload],
     pool: ThreadPoolExecutor | None,
@@ -47,9 +47,9 @@ def frame_sizes(
     With a ``pool`` they are sized in the background.
     """
     contexts: list[Known | None] = [None] * len(uploads)
-    if link.mirror.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
-        mirrors = space.rows(link.mirror, clients)
-        directions = link.direction[clients] if pool else [link.direction[m] for m in clients]
+    if track.position.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
+        mirrors = space.rows(track.position, clients)
+        directions = track.direction[clients] if pool else [track.direction[m] for m in clients]
         contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
     if pool is not None:
         pairs = zip(uploads, contexts, strict=True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.links import Memory, advance
 from aqg.core.messages import Skip
+from aqg.core.track import Memory, advance
 from aqg.errors import MessageError, WireError
 from aqg.flower.dropin.tensors import decode_kept, flatten, rounded, unflatten
 from aqg.protocol.digests import DIGEST_BYTES

@@ -9,16 +9,14 @@ model. What is left out stays in the difference.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.links import Link
-from aqg.core.round import Clients, News, speak
 from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.track import Terms, correct
 from aqg.flower.dropin.tensors import PIECE
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
-_NO_LOSS = np.full(1, math.nan)
 _STEPS = 10
 """How many past steps the tolerance looks at."""
 
@@ -114,12 +111,10 @@ def condense(
         if not len(kept):
             return None
         sparse = ternary(gap, kept, TERNARY_WIDTH)
-        gap -= sparse.values(gap.dtype)
+        gap -= sparse.values(gap.dtype.type)
         if squared_norm(gap) <= FARTHEST * steps.mean:
             return sparse
         del gap
-    link = Link(copy[None], np.zeros((1, 0), np.int8), np.ones(1, np.bool_))
-    holder = Clients(len(copy), link, np.zeros(1, np.int64), {})
-    news = News(version, downlink.tolerance * steps.mean, _NO_LOSS)
-    spoken = speak(_SPACE, downlink.lasting, holder, _FIRST, model[None], news)
-    return spoken.uploads[0] if spoken.uploads else None
+    terms = Terms(downlink.tolerance * steps.mean, np.zeros(1, np.int64), (0, 0, version))
+    uploads, _ = correct(_SPACE, downlink.of_velocity, copy[None], _FIRST, model[None], terms)
+    return uploads[0] if uploads else None
