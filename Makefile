@@ -2,30 +2,36 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := conftest.py src tests benchmarks examples fuzz tools
+SOURCES := conftest.py src tests benchmarks examples fuzz papers tools
 
 # Every install, build tools included, takes the tested versions.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test quick check compiled format docs clean
+.PHONY: run test soak quick check compiled format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
 
-# One thread each: tests run side by side. One more of them than cores, as many wait for processes.
-test: $(VENV)/.ready-test  ## every check: format, lint, types, tests
+# One thread each: tests run side by side, a file in one process. One process more than cores, as
+# tests of deployments, which come first, wait for others.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
+
+test: $(VENV)/.ready-test  ## what a push needs, within five minutes: format, lint, types, tests
 	$(MAKE) --no-print-directory --jobs=2 check compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
+	$(PYTEST) --dist=loadfile --no-loadscope-reorder -m "not soak"
+
+soak: $(VENV)/.ready-test compiled  ## the rest, within half an hour: faults, installs, many examples
+	$(PYTEST) --dist=worksteal -m "soak or hypothesis" --hypothesis-profile=soak
 
 # What most changes break first: the algorithm, the frames, both simulators, and their examples.
 QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine_rounds.py \
 	tests/objectives/test_gradients.py tests/runs/test_config.py tests/runs/test_directory.py \
 	tests/test_public_names.py src/aqg/core src/aqg/wire src/aqg/runs \
-	--ignore=tests/wire/test_hostile.py --ignore=tests/wire/test_warm_up.py
+	--ignore=tests/wire/test_hostile.py
 
-quick: check  ## an answer within two minutes: format, lint, types and the tests of the core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal -q $(QUICK)
+quick: check  ## an answer within about a minute: format, lint, types and the tests of the core
+	$(PYTEST) --dist=worksteal -m "not soak" -q $(QUICK)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)

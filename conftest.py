@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 collect_ignore = []
-if (
-    find_spec("triton") is None
-):  # kernels for GPUs; torch brings Triton along where it supports them
-    collect_ignore += ["src/aqg/objectives/triton_kernels.py", "src/aqg/sim/triton_statistics.py"]
+if find_spec("triton") is None:  # torch brings Triton along where it supports the machine
+    collect_ignore += ["src/aqg/contrib/triton_kernels.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@
 A row is the default with one number removed: set to 0, 1 or infinity, whichever means that it is
 not there. For each task and seed it is run for all of federated averaging's rounds. Printed are its
 rounds and bytes until federated averaging's plateau less one point (every byte counted, as in
-``aqg compare --swap-in``), over those of the default, and the difference of the plateaus in points.
+``aqg compare``), over those of the default, and the difference of the plateaus in points.
 A number stays in the default if removing it costs more than 5 % of rounds or bytes on two tasks.
 
-A task named ``digits-local@60`` begins with the model of 60 rounds of federated averaging, as one does
-that was trained before.
+A task named ``digits-local@60`` begins with the model of 60 rounds of federated averaging, as one
+does that was trained before.
 
 Targets come from the stored runs of federated averaging in ``results/``. FILE gets a line per run,
 and runs that are there already are not run again.
@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.core import auto, budget, downlink
 from aqg.runs.cost import count_every_byte, first_model_bytes
-from aqg.runs.setup import build_problem, make_simulation
-from aqg.runs.validation import Validator
-from aqg.studies.swap_in.measure import PLATEAU, Curve, make_reference, plateau_of
-from aqg.studies.swap_in.plan import read_outcomes
-from aqg.studies.swap_in.tasks import SWAP_TASKS
+from aqg.runs.setup import Validator, build_problem, make_simulation
+from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
+from aqg.studies.contest.plan import read_outcomes
+from aqg.studies.contest.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +93,7 @@ def patched(row: Row) -> Iterator[None]:
 def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> Curve:
     """Train for all rounds of a task, and return the curve on its validation set."""
     task, _, before = task.partition("@")
-    config = SWAP_TASKS[task].config
+    config = TASKS[task].config
     step = ":".join(["dog", *(f"{name}={value}" for name, value in {**STEP, **row.step}.items())])
     is_auto = row.recipe.startswith("auto")
     config = replace(
@@ -107,7 +106,7 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
     )
     problem = build_problem(config, data_dir)
     if before:
-        averaging = make_simulation(replace(SWAP_TASKS[task].config, seed=seed), problem)
+        averaging = make_simulation(replace(TASKS[task].config, seed=seed), problem)
         for _ in range(int(before)):
             averaging.run_round(evaluate=False)
         problem = replace(problem, initial_params=averaging.parameters)
@@ -125,17 +124,16 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
 def goal_of(task: str, seed: int) -> tuple[Any, float]:
     """Return federated averaging's target on a task and seed, and its plateau."""
     task = task.partition("@")[0]
-    found = SWAP_TASKS[task]
     curves = [
         outcome.curve
         for folder in STORED
         for trial, outcome in read_outcomes(RESULTS / folder).items()
         if (trial.task, trial.recipe, trial.seed) == (task, "fedavg", seed)
     ]
-    reference = make_reference(found.kind, found.config.rounds, curves)
-    if reference is None:
+    reference = make_reference(TASKS[task].goal, curves)
+    if reference is None or reference.plateau is None:
         raise SystemExit(f"no run of federated averaging on {task} with seed {seed} is stored")
-    return reference.goals[PLATEAU], reference.plateau
+    return reference.targets[PLATEAU], reference.plateau
 
 
 def ratio(ours: float | None, theirs: float | None) -> str:
@@ -175,7 +173,7 @@ def main() -> None:
                         file.write(json.dumps(row) + "\n")
                 goal, plateau = goal_of(task, seed)
                 ours, base = (stored[task, n, seed].reach(goal) for n in (name, "default"))
-                rounds = SWAP_TASKS[task.partition("@")[0]].config.rounds
+                rounds = TASKS[task.partition("@")[0]].config.rounds
                 cells.append(
                     f"{ratio(ours and ours.rounds, base and base.rounds)} "
                     f"{ratio(ours and ours.total_bytes, base and base.total_bytes)} "

@@ -281,11 +281,11 @@ def main() -> None:
     if arguments.device == "cuda":
         from engine_cuda import measure_cuda
 
-        from aqg.sim import cuda_backend
+        from aqg.contrib import cuda
 
         result["gpu"] = torch.cuda.get_device_name()
         if arguments.no_guess:
-            cuda_backend.MOSTLY_SILENT = 1.0
+            cuda.MOSTLY_SILENT = 1.0
         result["guess"] = not arguments.no_guess
         result.update(measure_cuda(arguments.rounds))
         print(json.dumps(result))

@@ -44,11 +44,6 @@ def measure_cuda(rounds: int) -> dict[str, Any]:
             "first_loss": records[0].loss,
             "last_loss": records[-1].loss,
         }
-        start = time.perf_counter()
-        for _ in range(rounds // 4):
-            simulation.run_round()
-        seconds = time.perf_counter() - start
-        results[name]["rounds_per_second_one_by_one_later"] = rounds // 4 / seconds
         print(name, results[name], flush=True)
         del simulation
     results["W1"] = measure_cuda_against_bare(WORKLOADS["W1"])
@@ -57,18 +52,14 @@ def measure_cuda(rounds: int) -> dict[str, Any]:
 
 
 def measure_cuda_against_bare(workload: Workload, window: int = 100) -> dict[str, float]:
-    """Seconds per round, turn by turn: bare, ``lean`` in one go, ``lean`` round by round."""
+    """Seconds per round, turn by turn: bare, and ``lean``."""
     data = make_data(workload)
     problem = make_problem(workload, data)
     bare = bare_gradient(workload, problem, data, "cuda")
     simulation = FastSimulation(problem, make_recipe("lean"), workload.step_size, device="cuda")
     uploads = 0
 
-    def one_by_one() -> None:
-        for _ in range(window):
-            simulation.run_round()
-
-    def in_one_go() -> None:
+    def lean_rounds() -> None:
         nonlocal uploads
         uploads += sum(record.num_uploads for record in simulation.run_rounds(window))
 
@@ -76,8 +67,9 @@ def measure_cuda_against_bare(workload: Workload, window: int = 100) -> dict[str
         for _ in range(window):
             bare()
 
-    one_by_one()
-    contestants = {"bare": bare_rounds, "lean": in_one_go, "lean, one by one": one_by_one}
+    for _ in simulation.run_rounds(window):
+        pass
+    contestants = {"bare": bare_rounds, "lean": lean_rounds}
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(workload.repetitions):
         for key, run in contestants.items():

@@ -33,17 +33,19 @@ import numpy as np
 from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
-from aqg.flower.demo import APP, PRELOAD
-from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
+from tests.lab.deployment import Deployment, DeploymentOptions
+from tests.lab.watch import APP, PRELOAD
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aqg.flower.deploy.deployment import ConfigValue
+    from tests.lab.deployment import ConfigValue
+
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower-pytorch"
 LARGE_APP = Path(__file__).parent / "flower_large"

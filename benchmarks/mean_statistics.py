@@ -2,7 +2,7 @@
 
     python benchmarks/mean_statistics.py [TASK] [--rounds 60] [--every 6] [--seed 0] [--halves]
 
-TASK is one of ``aqg compare --swap-in`` with batch normalization: ``watch`` or
+TASK is one of ``aqg compare`` with batch normalization: ``watch`` or
 ``cifar10-batchnorm``. It is run with nothing set. Printed are validation accuracies: of the last
 model; of the mean over the models with the statistics of the last round; of that mean with the mean
 of their statistics, which is what a run reports; and of that mean with statistics measured anew on
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from aqg.runs.setup import build_problem, make_simulation
-from aqg.studies.swap_in.tasks import SWAP_TASKS
+from aqg.studies.contest.tasks import TASKS
 
 if TYPE_CHECKING:
     from aqg.objectives.layout import Buffers
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     options = parser.parse_args()
     config = replace(
-        SWAP_TASKS[options.task].config,
+        TASKS[options.task].config,
         recipe="auto",
         seed=options.seed,
         step="auto",

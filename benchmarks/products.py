@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 PYTHONPATH=src python benchmarks/products.py
 
 It needs NumPy and torch alone. ``forward`` is all clients' ``inputs @ weight``, ``backward`` their
-``inputsᵀ @ slopes``, client by client, both through `aqg.objectives.products`; ``bare`` is what the
-benchmark of the engine takes for the limit: one forward product over all clients in torch, and one
-``mm`` per client backward. Milliseconds; the libraries take turns, and the smallest time counts.
+``inputsᵀ @ slopes``, client by client, both through `aqg.objectives.closed_form`; ``bare`` is what
+the benchmark of the engine takes for the limit: one forward product over all clients in torch, and
+one ``mm`` per client backward. Milliseconds; the libraries take turns, the smallest time counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import_seconds = time.perf_counter() - start
 
-from aqg.objectives import products  # noqa: E402
+from aqg.objectives import closed_form as products  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from aqg.report.write import Outputs, write_report
-from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.config import RunConfig
+from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import SUMMARY, Line, rewrite_lines
 from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run, slug

@@ -3,7 +3,7 @@
     python benchmarks/steps.py TASK RECIPE [--step dog:widest=8] [--downlink condensed:keep=0.003]
                                [--rounds 150] [--every 5] [--seed 0] [--device cpu] [--out FILE.csv]
 
-TASK is one of ``aqg compare --swap-in``. A step is a rule's, as ``aqg run --step`` names it, or
+TASK is one of ``aqg compare``. A step is a rule's, as ``aqg run --step`` names it, or
 ``xN``: N times that of federated averaging, in every round (``x4:average=8``: with a mean over the
 last models). Accuracy is that on the validation
 set of the mean over the last models (with ``--step dog:average=0``, of the model itself); the step
@@ -21,7 +21,7 @@ from pathlib import Path
 from aqg.core.recipes import make_recipe
 from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
-from aqg.studies.swap_in.tasks import SWAP_TASKS
+from aqg.studies.contest.tasks import TASKS
 
 COLUMNS = (
     "task",
@@ -40,7 +40,7 @@ COLUMNS = (
 def main() -> None:
     """Run, print, and write down."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("task", choices=sorted(SWAP_TASKS))
+    parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("recipe")
     parser.add_argument("--step", default="auto")
     parser.add_argument("--downlink", default="auto")
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    task = SWAP_TASKS[options.task].config
+    task = TASKS[options.task].config
     step, multiple = options.step, 1.0
     if step.startswith("x"):
         number, *rest = step[1:].split(":")

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from shakespeare import LENGTH, alphabet_of, read_roles, windows
 from torch import nn
 
-from aqg.models.losses import token_cross_entropy
-from aqg.models.nets import Transformer
+from aqg.models.nets import Transformer, token_cross_entropy
 from aqg.sim.problem import Problem
+from aqg.studies.contest.natural import LENGTH, alphabet_of, read_roles, text_windows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +80,7 @@ def problem(data_dir: Path, dtype: str = "float32", fraction: float = 1.0) -> Pr
     roles = read_roles(data_dir)
     alphabet = alphabet_of(roles)
     is_tragic = {role: role.split("__")[0] in TRAGEDIES for role in roles}
-    texts = [windows(roles[role], alphabet) for role in roles if not is_tragic[role]]
+    texts = [text_windows(roles[role], alphabet) for role in roles if not is_tragic[role]]
     base = Transformer(len(alphabet), LENGTH)
     inputs, targets = (np.concatenate(part) for part in zip(*texts, strict=True))
     train_base(base, (inputs, targets), max(10, round(fraction * BASE_STEPS)))
@@ -91,8 +90,8 @@ def problem(data_dir: Path, dtype: str = "float32", fraction: float = 1.0) -> Pr
     clients, tests = [], []
     for role in tragic[: max(2, round(fraction * NUM_ROLES))]:
         last = len(roles[role]) - len(roles[role]) // 10
-        clients.append(windows(roles[role][:last], alphabet))
-        tests.append(windows(roles[role][last:], alphabet))
+        clients.append(text_windows(roles[role][:last], alphabet))
+        tests.append(text_windows(roles[role][last:], alphabet))
     return Problem.from_module(
         add_lora(base),
         clients=clients,

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+for profile, examples in (("push", 50), ("soak", 300)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("push")  # `make soak` gives --hypothesis-profile=soak
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start deployments first: they wait for processes while others compute."""
+    items.sort(key=lambda item: item.path.name != "test_deployment.py")
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import re
 import sys
 import tomllib
-from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +19,7 @@ from aqg.cli.app import app, run_app
 from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
-from aqg.runs.config import SETTINGS, resolve
-from aqg.studies.compare.comparison import open_comparison
-from aqg.studies.compare.plan import comparable, read_outcomes
-from aqg.studies.compare.results import _all_tables, _with_line
-from aqg.studies.compare.table import make_cells
+from aqg.runs.config import resolve
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -47,7 +42,6 @@ def test_the_reference_of_commands_and_settings_is_that_of_the_code():
     """Write both anew with ``python tools/reference.py``."""
     assert reference.CLI_PAGE.read_text(encoding="utf-8") == reference.cli_page()
     assert reference.CONFIG_PAGE.read_text(encoding="utf-8") == reference.config_page()
-    assert set(reference.described_settings()) == set(SETTINGS)
 
 
 def test_what_aqg_run_trains_is_what_pages_say():
@@ -78,6 +72,7 @@ def printed_rows(text):
     }
 
 
+@pytest.mark.soak
 def test_the_readme_shows_what_aqg_run_prints(tmp_path, capsys):
     assert run_app(["run", "--out", str(tmp_path / "out")]) == 0
     printed, shown = capsys.readouterr().out, TEXTS[ROOT / "README.md"]
@@ -221,7 +216,11 @@ def test_versions_agree():
 
 
 def test_the_comparison_says_what_its_data_say():
-    cells = json.loads((ROOT / "results/compare/results.json").read_text())["cells"]
+    with (ROOT / "results/compare/results.csv").open(newline="") as file:
+        cells = [
+            row | {"ratio": float(row["ratio"]) if row["ratio"] else None}
+            for row in csv.DictReader(file)
+        ]
     page = " ".join(TEXTS[ROOT / "docs/explanation/comparison.md"].split())
     tasks, recipes = {c["task"] for c in cells}, {c["recipe"] for c in cells}
     assert f"{len(recipes)} recipes on {len(tasks)} tasks" in page
@@ -243,14 +242,6 @@ def test_the_comparison_says_what_its_data_say():
         else:
             assert winner in ("auto", "stc", "qsgd", "fedpaq", "dadaquant")
     assert f"needs {min(best):.1f} to {max(best):.1f} times as many bytes" in page
-
-
-def test_the_comparisons_tables_are_those_of_its_trials():
-    directory = ROOT / "results/compare"
-    comparison = open_comparison(directory)
-    cells = make_cells(comparison, comparable(read_outcomes(directory)))
-    tables = "\n".join(_with_line(*pair) for pair in _all_tables(comparison, cells))
-    assert (directory / "tables.md").read_text(encoding="utf-8") == tables
 
 
 PRIVATE = re.compile(r"\b(trickl\w*|ow(?:es|ed|ing)|debts?|calm|knobs?|shouts?|dear(?:er|est)?)\b")
@@ -295,15 +286,6 @@ def test_the_equations_are_where_the_page_says():
     assert len(names) > 20
     missing = [n for n in names if not any(is_there(prefix + n) for prefix in _PREFIXES)]
     assert set(missing) <= {"losses_and_gradients", "largest_step_size"}  # named after a module
-
-
-def test_settings_of_a_deployment_are_in_the_reference():
-    settings = pytest.importorskip("aqg.flower.settings")
-    text = TEXTS[ROOT / "docs/reference/flower.md"]
-    section = text[text.index("## Settings") : text.index("## What is kept")]
-    listed = re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^- (.*?) \(", section, re.MULTILINE)))
-    names = [field.name.replace("_", "-") for field in fields(settings.Settings)]
-    assert sorted(listed) == sorted([*names, "client-state-dir"])  # the last is the clients'
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

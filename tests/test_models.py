@@ -8,7 +8,7 @@ from torch import nn
 
 from aqg.errors import ConfigError
 from aqg.models import DataShape, make_module
-from aqg.models.losses import default_loss, token_cross_entropy
+from aqg.models.nets import default_loss, token_cross_entropy
 
 
 def images(*shape, num_classes=10, target_shape=()):

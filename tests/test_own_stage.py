@@ -80,6 +80,7 @@ def test_torch(recipe):
 def test_command_line_and_resume(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    monkeypatch.setattr(loop, "_LARGEST_SHARE_OF_CHECKPOINTS", 1e9)
     Path("clipped.py").write_text(code)
     arguments = ["--recipe", "clipped:factor=0.9", "--set", 'plugins=["clipped.py"]']
     assert run_app(["run", *arguments, "--rounds", "9", "--out", "whole"]) == 0

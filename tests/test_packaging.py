@@ -57,6 +57,7 @@ def run(*command: str, fails: bool = False, **environment: str) -> str:
     return done.stderr if fails else done.stdout
 
 
+@pytest.mark.soak
 def test_the_source_archive_has_every_source_and_nothing_else(built):
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
@@ -68,6 +69,7 @@ def test_the_source_archive_has_every_source_and_nothing_else(built):
     assert sources - names == {name for name in sources if name.startswith(".ci/")}
 
 
+@pytest.mark.soak
 def test_the_wheel_has_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built / WHEEL) as archive:
         names = set(archive.namelist())
@@ -150,6 +152,7 @@ class Environment:
         return run(str(self.bin / "aqg"), *arguments, fails=fails, **self.settings)
 
 
+@pytest.mark.soak
 def test_the_plain_library_installs_and_works(built, tmp_path):
     environment = Environment(tmp_path / "env")
     done = environment.install("--retries=0", "--timeout=10", str(built / WHEEL))
@@ -188,6 +191,7 @@ def first_commands() -> list[list[str]]:
     ]
 
 
+@pytest.mark.soak
 def test_with_sim_the_first_commands_of_the_readme_run(environment, tmp_path):
     environment.link("sim")
     for number, words in enumerate(first_commands()):
@@ -200,6 +204,7 @@ def test_with_sim_the_first_commands_of_the_readme_run(environment, tmp_path):
     assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
+@pytest.mark.soak
 def test_with_everything_modules_and_flower_run(environment, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("flwr")

@@ -47,6 +47,7 @@ def site(tmp_path_factory):
     return place
 
 
+@pytest.mark.soak
 @needs_generator
 def test_every_page_is_built(site):
     for page in (ROOT / "docs").rglob("*.md"):
@@ -54,6 +55,7 @@ def test_every_page_is_built(site):
         assert built.is_file(), built
 
 
+@pytest.mark.soak
 @needs_generator
 def test_nothing_is_fetched_from_elsewhere(site):
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
@@ -64,6 +66,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
             assert not re.match(r"(https?:)?//", address), f"{file.relative_to(site)}: {address}"
 
 
+@pytest.mark.soak
 @needs_generator
 def test_pictures_are_in_the_site(site):
     for page in site.rglob("*.html"):
@@ -73,6 +76,7 @@ def test_pictures_are_in_the_site(site):
             assert (page.parent / source).exists() or source.startswith("data:"), (page, source)
 
 
+@pytest.mark.soak
 @needs_generator
 def test_the_public_names_are_in_the_reference(site):
     import aqg

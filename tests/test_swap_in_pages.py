@@ -10,12 +10,11 @@ import pytest
 from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.compare.trial import FORMER_STEP, Setting, Trial
-from aqg.studies.swap_in.headless import run_trial
-from aqg.studies.swap_in.plan import Outcome, read_outcomes
-from aqg.studies.swap_in.results import main
-from aqg.studies.swap_in.search import FEDAVG
-from aqg.studies.swap_in.tasks import SWAP_TASKS
+from aqg.studies.contest.headless import run_trial
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
+from aqg.studies.contest.search import FEDAVG, FORMER_STEP, Setting
+from aqg.studies.contest.table import main
+from aqg.studies.contest.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -43,13 +42,13 @@ def test_the_readme_has_one_table_with_every_task_that_was_run() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- table: ") == 1
     names = [row[0].partition(":")[0] for row in readme.field_table().rows]
-    tuning = [name for name, task in SWAP_TASKS.items() if not task.is_hold_out]
-    assert set(tuning) <= set(names)
-    assert set(readme.NUM_PARAMS) == set(SWAP_TASKS)
+    measured = [task for task in TASKS.values() if task.goal.target is None]
+    assert {task.name for task in measured if not task.is_hold_out} <= set(names)
+    assert set(readme.NUM_PARAMS) == {task.name for task in measured}
 
 
 def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show() -> None:
-    from tests.studies.swap_in.test_swap_plan import averaging, cells_of, outcome
+    from tests.studies.contest.test_plan import averaging, cells_of, outcome
 
     found = averaging()
     for recipe, size, seeds in (("stc", 2, 1), ("qsgd", 3, 3), ("topk", 5, 3), ("auto", 1, 3)):
@@ -63,7 +62,7 @@ def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show() -> None
 @pytest.mark.parametrize("name", ["digits-local", "heart", "watch", "unseen-synthetic"])
 def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> None:
     try:
-        problem = build_problem(SWAP_TASKS[name].config, data_dir)
+        problem = build_problem(TASKS[name].config, data_dir)
     except DataError as error:
         pytest.skip(str(error))
     assert len(problem.initial_params) == readme.NUM_PARAMS[name]

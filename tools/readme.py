@@ -1,6 +1,6 @@
 """Write the tables of README.md and docs/explanation/swap-in.md anew: ``python tools/readme.py``.
 
-They come from the runs of ``aqg compare --swap-in`` in ``results/swap-in-*``, and stand between
+They come from the runs of ``aqg compare`` in ``results/swap-in-*``, and stand between
 ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
 
@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aqg.runs.table import Table, format_bytes
-from aqg.studies.document import refresh
-from aqg.studies.swap_in.comparison import open_swap_in
-from aqg.studies.swap_in.measure import PLATEAU
-from aqg.studies.swap_in.plan import FEWER_SEEDS, read_outcomes
-from aqg.studies.swap_in.table import (
+from aqg.studies.contest.plan import FEWER_SEEDS, Comparison, read_outcomes
+from aqg.studies.contest.table import (
     Cell,
-    as_tables,
     format_points,
     format_saving,
     make_cells,
     plateau_text,
+    read_tables,
     versus_text,
 )
+from aqg.studies.document import refresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aqg.studies.swap_in.tasks import SwapTask
+    from aqg.studies.contest.tasks import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
@@ -84,8 +82,8 @@ def field_table() -> Table:
     for folder in FOLDERS.values():
         if not folder.is_dir():
             continue
-        comparison = open_swap_in(folder)
-        cells = [c for c in make_cells(comparison, read_outcomes(folder)) if c.goal == PLATEAU]
+        comparison = Comparison.open(folder)
+        cells = [cell for cell in make_cells(comparison, read_outcomes(folder)) if cell.is_main]
         for task in comparison.tasks:
             found = {cell.recipe: cell for cell in cells if cell.task == task.name}
             if not found:
@@ -126,11 +124,11 @@ def _rank(cell: Cell) -> tuple[bool, bool, float]:
     return cell.is_swap_in, cell.num_seeds >= FEWER_SEEDS, value
 
 
-def _averaging(cell: Cell, task: SwapTask) -> str:
+def _averaging(cell: Cell, task: Task) -> str:
     if cell.cost is None or cell.rounds is None:
         return "not reached"
     size = format_bytes(round(cell.cost.value))
-    return f"{plateau_text(cell, task)}, {cell.rounds:.0f}, {size}"
+    return f"{plateau_text(cell, task.goal)}, {cell.rounds:.0f}, {size}"
 
 
 def _reached(cell: Cell) -> str:
@@ -163,9 +161,8 @@ def refreshed(page: Path) -> str:
     tables = [field_table()]
     for suffix, folder in FOLDERS.items():
         if folder.is_dir():
-            comparison = open_swap_in(folder)
-            written = as_tables(comparison, make_cells(comparison, read_outcomes(folder)))
-            tables += [replace(table, name=f"{table.name}-{suffix}") for table in written[:1]]
+            overview = read_tables(folder)[0]
+            tables.append(replace(overview, name=f"{overview.name}-{suffix}"))
     return refresh(page.read_text(encoding="utf-8"), tables)
 
 

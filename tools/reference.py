@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,14 @@ import typer
 
 from aqg.cli.app import app
 from aqg.core.recipes import RECIPES
-from aqg.runs.config import DATASET_DEFAULTS, SETTINGS, STEP_SIZES, RunConfig, resolve
+from aqg.flower.settings import KEYS
+from aqg.runs.config import DATASET_DEFAULTS, SETTINGS, STEP_SIZES
+from aqg.settings import CommonSettings, FlowerSettings, RunSettings, Setting, table
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 CONFIG_PAGE = ROOT / "docs/reference/configuration.md"
 
-WITHOUT_FLAG = {
-    "absences": "Scripted dropouts: lists of client, first round and first round back.",
-    "target_kind": "What `target` is: `residual` (loss above its minimum), `loss` or `accuracy`.",
-    "hold": "End the run once the target is met for so many rounds in a row; 0: never.",
-    "dtype": "`float32` or `float64`; float32 for torch modules and files.",
-    "eval_every": "Compute the loss in every so many rounds.",
-    "plugins": "Python files that register recipes.",
-    "files": "SHA-256 of the files that the settings name; noted by the run itself.",
-    "perturbation": "Change the last bit of the data at random; 0: leave it.",
-    "samples": "Use so many training samples only.",
-    "reset": "Let a torch module draw its first parameters again from the seed.",
-    "validation": "Share of its samples that every client holds out for targets.",
-}
-"""Settings that `aqg run` takes by ``--set`` and in files only."""
 _BY_DATASET = ("partition", "model", "clients", "rounds", "alpha")
 
 
@@ -105,33 +94,43 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def described_settings() -> dict[str, str]:
-    """Return what every setting is, from the options of `aqg run` or from the list above."""
-    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    helped = {p.name: _help(p) for p in command.params}
-    return {name: helped.get(name) or WITHOUT_FLAG[name] for name in SETTINGS}
-
-
 def config_page() -> str:
     """Return the page of all settings."""
-    (config,) = resolve({"recipe": "auto"})
-    types = {field.name: str(field.type) for field in fields(RunConfig)}
     lines = [
         "# Configuration",
         "",
-        "Written by `python tools/reference.py`. Every setting of a run: a key in a TOML file for",
-        "`aqg run --config` and `aqg sweep`, `--set KEY=VALUE` on the command line and, where",
-        "there is one, an option of `aqg run` with `-` for `_`. Later sources win: the dataset's",
-        "defaults, the file, `--set`, options. `config.toml` of every run has them all.",
+        "Written by `python tools/reference.py` from the table in `aqg.settings`.",
         "",
-        "| setting | type | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    for name, text in described_settings().items():
-        lines.append(f"| `{name}` | `{_type(types[name])}` | {_default(name, config)} | {text} |")
-    lines += [
+        "## Settings of a run",
+        "",
+        "A key in a TOML file for `aqg run --config` and `aqg sweep`, `--set KEY=VALUE` on the",
+        "command line and, where there is one, an option of `aqg run` with `-` for `_`. Later",
+        "sources win: the dataset's defaults, the file, `--set`, options. `config.toml` of every",
+        "run has them all.",
+        "",
+        *_settings(RunSettings, {name: name for name in SETTINGS}),
         "",
         "Steps are fixed in sweeps and comparisons unless they name `step`.",
+        "",
+        "## Settings of a deployment with Flower",
+        "",
+        "Keys under `[tool.flwr.app.config]`, for `make_server_app` and `AQG.from_run_config`;",
+        "`flwr run --run-config` overrides them (Flower accepts only keys that the app's",
+        "`pyproject.toml` has). Arguments of `AQG` are the same with `_` for `-`, but `rounds` for",
+        "`num-server-rounds` and `participation` for `fraction-train`. The clients have one of",
+        "their own: below `client-state-dir` nodes keep their state, each in its own directory.",
+        "",
+        *_settings(FlowerSettings, KEYS),
+        "",
+        "## Variables of the environment",
+        "",
+        "| variable | meaning |",
+        "|---|---|",
+        "| `AQG_DATA_DIR` | Where datasets are kept; `--data-dir` comes first. |",
+        "| `AQG_CACHE_DIR` | Where minima of losses are kept, once found; by default the user's "
+        "cache directory. |",
+        "| `OMP_NUM_THREADS`, `NUMBA_NUM_THREADS` | How many threads compute; all cores by "
+        "default, and one in every process of a sweep. |",
         "",
         "## Defaults of the datasets",
         "",
@@ -160,27 +159,35 @@ def config_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _type(text: str) -> str:
-    return text.replace(" | None", "").replace(
-        "tuple[tuple[int, int, int], ...]", "lists of 3 ints"
-    )
+def _settings(kind: type[CommonSettings], names: Mapping[str, str]) -> list[str]:
+    """Return the table of settings, by the names that they have there."""
+    lines = ["| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    for field in fields(kind):
+        row = table(kind)[field.name]
+        what = str(field.type).replace(" | None", "")
+        what = what.replace("tuple[tuple[int, int, int], ...]", "lists of 3 ints")
+        lines.append(
+            f"| `{names[field.name]}` | `{what}` | {_default(kind, field, row)} | {_allowed(row)} "
+            f"| {_escape(row.help)} |"
+        )
+    return lines
 
 
-def _default(name: str, config: RunConfig) -> str:
-    if name == "recipe":
-        (first, *others) = resolve({})
-        return f"`{','.join(c.recipe for c in (first, *others))}`"
-    if name == "step":
-        return "`auto`, or `fixed` with `alpha`"
-    if name == "dataset":
-        return "`digits`"
-    if name == "alpha":
-        return "the dataset's; federated averaging's with local steps or batches"
-    if name in _BY_DATASET:
-        return "the dataset's"
-    value: Any = getattr(config, name)
-    if value is None or value == ():
+def _allowed(row: Setting) -> str:
+    if isinstance(row.bound, tuple) or (row.metavar and "|" in row.metavar):
+        choices = row.bound if isinstance(row.bound, tuple) else (row.metavar or "").split("|")
+        return ", ".join(f"`{choice}`" for choice in choices)
+    return str(row.bound or "")
+
+
+def _default(kind: type[CommonSettings], field: Field[Any], row: Setting) -> str:
+    if row.shown and kind is RunSettings:
+        return row.shown
+    if field.default is MISSING:
+        return "required"
+    if field.default is None or field.default in ((), ""):
         return "none"
+    value = field.default
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,17 +12,18 @@ import time
 
 import pytest
 
+from aqg.cli import run as run_module
 from aqg.cli.app import run_app
 from aqg.core.recipes import RECIPES
 
 QUICK = ("--rounds", "25")
 
 
-def aqg(*arguments, cwd, env=None, check=True):
+def aqg(*arguments, cwd, check=True):
     done = subprocess.run(
         [sys.executable, "-m", "aqg", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "COLUMNS": "100", **(env or {})},
+        env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
         check=False,
@@ -45,6 +47,7 @@ def here(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.soak
 def test_the_first_run(tmp_path, here):
     done = aqg("run", *QUICK, cwd=tmp_path)
     assert "Traceback" not in done.stderr
@@ -71,8 +74,7 @@ def test_the_first_run(tmp_path, here):
 
 def test_json_is_one_object_on_stdout(tmp_path, here):
     options = ("--recipe", "lean,gd", "--target", "0.6", "--dropout", "0.1", "--out", "x")
-    done = aqg("run", *QUICK, *options, "--json", cwd=tmp_path)
-    runs = json.loads(done.stdout)["runs"]
+    runs = json.loads(here("run", *QUICK, *options, "--json").out)["runs"]
     assert [run["recipe"] for run in runs] == ["lean", "gd"]
     for run in runs:
         assert run["rounds"] == 25
@@ -148,29 +150,24 @@ def test_bad_input_ends_the_process_with_2(tmp_path):
     assert done.stdout == ""
 
 
-def test_a_corrupted_cache_file_is_named(tmp_path):
+def test_a_corrupted_cache_file_is_named(tmp_path, here, monkeypatch):
     data = tmp_path / "data" / "mnist"
     data.mkdir(parents=True)
     (data / "train-images-idx3-ubyte.gz").write_bytes(b"not what it should be")
-    work = tmp_path / "work"
-    work.mkdir()
-    environment = {"AQG_DATA_DIR": str(tmp_path / "data")}
-    done = aqg("run", "--dataset", "mnist", cwd=work, env=environment, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path / "data"))
+    (line,) = here("run", "--dataset", "mnist", code=2).err.splitlines()
     assert "train-images-idx3-ubyte.gz" in line
-    assert list(work.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_an_occupied_directory_is_left_alone(tmp_path):
+def test_an_occupied_directory_is_left_alone(tmp_path, here):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    done = aqg("run", *QUICK, "--out", "out", cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert "'out' is not empty" in done.stderr
+    assert "'out' is not empty" in here("run", *QUICK, "--out", "out", code=2).err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.soak
 def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
     options = ("--recipe", "lean,laq", "--rounds", "300", "--dropout", "0.2")
     here("run", *options, "--out", "whole")
@@ -198,3 +195,35 @@ def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
         for name in ("rounds.jsonl", "summary.json"):
             expected = (tmp_path / "whole" / recipe / name).read_text()
             assert (tmp_path / "cut" / recipe / name).read_text() == expected
+
+
+def test_runs_that_diverge_at_once_have_a_picture(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--recipe", "gd,qsgd", "--alpha", "1e200", "--rounds", "3", "--out", str(out)]
+    assert run_app(["run", *arguments]) == 0
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    runs = json.loads((out / "summary.json").read_text())["runs"]
+    assert all(run["diverged"] for run in runs)
+
+
+def test_the_minimum_is_found_after_the_first_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    arguments = ["run", "--recipe", "lean", "--rounds", "4", "--seed", "3", "--out", str(out)]
+    trained = []
+    find = run_module.find_minimum
+
+    def watched(config, problem, progress):
+        trained.append(len((out / "lean/rounds.jsonl").read_text().splitlines()))
+        return find(config, problem, progress)
+
+    monkeypatch.setattr(run_module, "find_minimum", watched)
+    assert run_app(arguments) == 0
+    assert trained == [4]
+    said = re.findall(r"minimum of the loss .*: (\d+) %", capsys.readouterr().out)
+    assert len(said) >= 5
+    assert said == sorted(said, key=int)
+    residual = json.loads((out / "summary.json").read_text())["runs"][0]["residual"]
+    assert residual > 0
+    assert run_app([*arguments[:-1], str(tmp_path / "again")]) == 0  # from the cache
+    assert "minimum of the loss" not in capsys.readouterr().out

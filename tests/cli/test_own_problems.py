@@ -12,7 +12,7 @@ from torch import nn
 
 import aqg
 from aqg.cli.app import run_app
-from aqg.runs import own
+from aqg.runs import config as own
 from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY
 from aqg.weights import read_notes, to_bytes
 

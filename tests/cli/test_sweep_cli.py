@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from aqg.cli.run import RunOptions, run_command
-from aqg.cli.sweep import SweepOptions, sweep_command
-from aqg.cli.sweep_table import sweep_table
+from aqg.cli.sweep import SweepOptions, sweep_command, sweep_table
 from aqg.errors import AqgError, RunError
 from aqg.runs import loop
 from aqg.runs.files import locked
@@ -123,6 +122,7 @@ def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
     assert (whole / "whole" / NAMES[1] / "rounds.jsonl").read_text() == lines
 
 
+@pytest.mark.soak
 def test_interrupted_then_killed_then_resumed_ends_the_same(whole):
     directory = whole / "cut"
     process = start("grid.toml", "--out", "cut", "--jobs", "1", cwd=whole)

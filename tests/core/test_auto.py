@@ -196,7 +196,7 @@ def test_a_budget_is_always_a_number(rounds, nu):
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan])
 def test_a_bad_noise_is_named(noise):
-    with pytest.raises(ConfigError, match="noise is .*; it must be above 0 and finite"):
+    with pytest.raises(ConfigError, match=r"noise is .*; it must be above 0 and finite"):
         make_recipe(f"auto:noise={noise}")
 
 

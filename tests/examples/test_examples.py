@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.runs.code import Code
 from aqg.runs.directory import ROUNDS, SUMMARY
+from aqg.spec import Code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
@@ -32,7 +32,10 @@ def need(name, data_dir):
         pytest.skip(f"needs {FILES[name]} in the data directory; see examples/{name}.py")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.soak) if n in ("lora", "cifar10") else n for n in FILES],
+)
 def test_an_example_is_one_command(name, data_dir, tmp_path):
     need(name, data_dir)
     problem = spec(name, fraction=0.1)

@@ -66,7 +66,7 @@ class Federation:
         self.path = path
         self.config: dict[str, Any] = {
             "num-clients": 3,
-            "rounds": 8,
+            "num-server-rounds": 8,
             "alpha": ALPHA,
             "recipe": "qgd",
             "downlink": "exact",
@@ -148,7 +148,7 @@ def reference(recipe: str, rounds: int, **training: Any) -> ReferenceSimulation:
     [
         ("lean", {}, {}),
         ("laq", {"weighting": "samples"}, {"weighting": "samples"}),
-        ("qsgd", {"participation": 0.67}, {"participation": 0.67}),
+        ("qsgd", {"fraction-train": 0.67}, {"participation": 0.67}),
         ("onebit", {"optimizer": "momentum"}, {"optimizer": make_optimizer("momentum")}),
         ("lean", {"optimizer": "adam"}, {"optimizer": make_optimizer("adam")}),
     ],
@@ -174,10 +174,10 @@ def test_without_faults_the_model_is_the_simulators(
         assert [tuple(row[name]) for row in rows] == [getattr(record, name) for record in records]
         assert summary[name] == np.sum([row[name] for row in rows], axis=0).tolist()
     # Once more at the end: all three get the model of a round more, and measure the final loss.
-    if downlink == "full" or "participation" not in config:
+    if downlink == "full" or "fraction-train" not in config:
         order_bytes = max(again.run_round().client_download_bytes)
         assert summary["deployment"]["evaluation_download_bytes"] == 3 * order_bytes
-    if "participation" not in config:
+    if "fraction-train" not in config:
         assert [row["loss"] for row in rows] == [record.loss for record in records]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["final_loss"] == simulation.loss()
@@ -733,13 +733,13 @@ def test_a_node_with_impossible_samples_is_refused_and_named(
 def test_a_node_that_comes_back_with_impossible_samples_costs_its_place(tmp_path: Path) -> None:
     federation = Federation(tmp_path, weighting="samples", rounds=3)
     federation.run()
-    federation.config["rounds"] = 6
+    federation.config["num-server-rounds"] = 6
     federation.grid.restart_node(18, new_id=19)
     claim(federation, 19, -1)
     federation.config["start-timeout"] = 0.3
     federation.run()
     assert federation.total("refused") == 1
-    federation.config["rounds"] = 8
+    federation.config["num-server-rounds"] = 8
     claim(federation, 19, 10)
     federation.run()
     assert federation.rows()[-1]["widths"][1] != DROPPED
@@ -759,7 +759,7 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path: Path) -> N
     with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
         assert saved["weights"][1] / saved["weights"].sum() == pytest.approx(0.6)
         assert saved["weights"].mean() == pytest.approx(1)
-    federation.config |= {"rounds": 4, "max-share": 0.4}
+    federation.config |= {"num-server-rounds": 4, "max-share": 0.4}
     with pytest.raises(ConfigError, match=r"max-share 0.6, and max-share is 0.4"):
         federation.run()
 
@@ -769,7 +769,7 @@ def test_two_servers_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
     class Second:
         def start(self, config: Any, next_round: int) -> None:
-            with pytest.raises(RunError, match="in use by another server"):
+            with pytest.raises(RunError, match="in use by another process"):
                 Federation(tmp_path).run()
 
         def round(self, report: RoundReport) -> None: ...
@@ -991,11 +991,11 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"rounds": 0}, "rounds is 0; it must be at least 1"),
-        ({"rounds": "many"}, "rounds is 'many'; it must be a whole number"),
-        ({"rounds": True}, "rounds is True; it must be a whole number"),
-        ({"min-clients": 4}, "min-clients is 4; it must be 0 to 3"),
-        ({"min-clients": 2, "participation": 0.34}, "only 1 of 3 clients are asked"),
+        ({"num-server-rounds": 0}, "num-server-rounds is 0; it must be at least 1"),
+        ({"num-server-rounds": "many"}, "num-server-rounds is 'many'; it must be a whole number"),
+        ({"num-server-rounds": True}, "num-server-rounds is True; it must be a whole number"),
+        ({"min-clients": 4}, "min-clients is 4; it must be at most 3"),
+        ({"min-clients": 2, "fraction-train": 0.34}, "only 1 of 3 clients are asked"),
         ({"recipe": "magic"}, "unknown recipe 'magic'"),
         ({"optimizer": "magic"}, "unknown optimizer 'magic'"),
         ({"weighting": "age"}, "unknown weighting 'age'"),
@@ -1081,7 +1081,7 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path: Path, downlink: s
 def test_steps_that_set_themselves_are_the_simulators(
     tmp_path: Path, recipe: str, participation: float
 ) -> None:
-    config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "participation": participation}
+    config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "fraction-train": participation}
     federation = local_federation(tmp_path, **config)
     with pytest.raises(Killed):
         federation.run(loggers=[Killer(7)])

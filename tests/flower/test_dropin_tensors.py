@@ -9,9 +9,11 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array
 
+from aqg.channel.publishing import largest_of, measure_change
+from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
+from aqg.core.selection import largest
 from aqg.errors import MessageError
-from aqg.flower.dropin.publishing import measure_change
-from aqg.flower.dropin.tensors import PIECE, Spec, array_of, flatten, is_same, shifted, tensor_of
+from aqg.flower.arrays import array_of, tensor_of
 
 TENSORS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -65,18 +67,30 @@ def test_a_change_is_measured_piece_by_piece():
     after = before.copy()
     after[::7] += 0.25
     after[1] *= 1 + 2e-7  # rounding
-    spec = Spec("w", "float32", before.shape)
+    (spec,) = Schema.of({"w": before}).specs
     square, count = measure_change({"w": after}, {"w": before}, [spec], "float32")
     assert count == len(before[::7])
     assert square == pytest.approx(float(np.square(after.astype(np.float64) - before).sum()))
 
 
 def test_an_update_is_taken_off_in_the_tensors_own_precision():
-    specs = [Spec("a", "float16", (2, 2)), Spec("b", "float32", (3,))]
     values = {"a": np.ones((2, 2), np.float16), "b": np.arange(3, dtype=np.float32)}
+    specs = Schema.of(values).specs
     update = np.linspace(0, 0.1, 7).astype(np.float32)
-    shown = shifted(values, update, specs)
+    shown = dict(shifted(values, Update(update, "float32"), specs))
     assert [shown[s.name].dtype.name for s in specs] == ["float16", "float32"]
     difference = flatten(values, specs) - update
     assert np.array_equal(shown["b"], difference[4:])
     assert np.array_equal(shown["a"].reshape(-1), difference[:4].astype(np.float16))
+
+
+@pytest.mark.parametrize("piece", [100, PIECE])
+def test_the_largest_are_found_in_little_memory(piece, monkeypatch):
+    monkeypatch.setattr("aqg.channel.publishing.PIECE", piece)
+    rng = np.random.default_rng(0)
+    for draw in range(60):
+        vector = rng.standard_normal(int(rng.integers(2, 2000))).astype(np.float32)
+        if draw % 2:  # many are equal, and many are zero
+            vector = np.round(2 * vector).astype(np.float32) / 2
+        count = int(rng.integers(0, len(vector) + 2))
+        assert np.array_equal(largest_of(vector, count), largest(vector, count))

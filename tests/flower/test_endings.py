@@ -69,4 +69,4 @@ def test_the_round_is_told():
 @pytest.mark.parametrize("key", ["metrics-every", "max-bytes", "patience"])
 def test_bad_settings(key):
     with pytest.raises(ConfigError, match=f"{key} is -1; it must be at least 0"):
-        read_settings({"num-clients": 2, "rounds": 3, key: -1})
+        read_settings({"num-clients": 2, "num-server-rounds": 3, key: -1})

@@ -289,7 +289,10 @@ def quantized(recipe: Any, vector: np.ndarray) -> Any:
     return respond(recipe, state, vector, 0.0, (0, 0, 1), float("nan"))[1]
 
 
-@pytest.mark.parametrize(("recipe", "downlink"), [("laq", Exact()), ("stc", Condensed())])
+@pytest.mark.parametrize(
+    ("recipe", "downlink"),
+    [pytest.param("laq", Exact(), marks=pytest.mark.soak), ("stc", Condensed())],
+)
 def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe: str, downlink: Downlink) -> None:
     book = Book(recipe, downlink, "momentum")
     held = [first_held(book.terms, lambda: book.start)] * 3

@@ -58,7 +58,7 @@ def run(
 ) -> list[Any]:
     config: dict[str, Any] = {
         "num-clients": 3,
-        "rounds": rounds,
+        "num-server-rounds": rounds,
         "alpha": 1 / 3,
         "recipe": "lean",
         "trust-partition-id": True,

@@ -245,7 +245,7 @@ def test_frozen_statistics_are_the_same_in_every_round(tmp_path: Path) -> None:
     assert final[1].num_batches_tracked == 0
 
 
-@pytest.mark.parametrize("step", ["fixed", "dog"])
+@pytest.mark.parametrize("step", [pytest.param("fixed", marks=pytest.mark.soak), "dog"])
 def test_a_server_that_is_started_again_goes_on_with_its_statistics(
     tmp_path: Path, step: str
 ) -> None:
@@ -253,7 +253,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_statistics(
     expected = run(whole, normalized(), own_training(normalized)).state_dict()
     halved = Federation(tmp_path / "halved", recipe="lean", rounds=3, step=step)
     run(halved, normalized(), own_training(normalized))
-    halved.config["rounds"] = 6
+    halved.config["num-server-rounds"] = 6
     found = run(halved, normalized(), own_training(normalized)).state_dict()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from aqg.core.public import Public
     from aqg.core.recipe import Recipe
 
-NUM_SCHEDULES = int(os.environ.get("AQG_SCHEDULES", "500"))
 SIZE = 8
 
 
@@ -65,6 +63,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
     return seen
 
 
+@pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
@@ -75,8 +74,10 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
         ("auto", 0.2),
     ],
 )
-def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe: str, share: float) -> None:
-    seen = play(int(NUM_SCHEDULES * share), recipe)
+def test_no_schedule_makes_a_mismatch_go_unnoticed(
+    recipe: str, share: float, schedules: int
+) -> None:
+    seen = play(int(schedules * share), recipe)
     # The schedules are worth something only if all of this happened in them.
     kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
     kinds += " away damaged rotten twin snapshot entries"

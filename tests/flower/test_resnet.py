@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from aqg.flower.demo import PRELOAD
-from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
-
-from tests.flower.resnet_app.resnet import task
+from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.flower.resnet_app.resnet import client_app, server_app, task
 from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
 from tests.flower.resnet_simulation import accuracy, make_simulation
 
-APP = Path(__file__).parent / "resnet_app"
+if TYPE_CHECKING:
+    from pathlib import Path
+
 ROUNDS = 10
 TWO_POINTS = 0.02
 
@@ -45,13 +44,16 @@ def federated_averaging() -> float:
     return task.accuracy(net)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux does")
-def test_with_real_processes(tmp_path: Path) -> None:
-    options = DeploymentOptions(preload=(*PRELOAD, "torch._dynamo"))  # slow to import
-    with Deployment(tmp_path / "deployment", options) as deployment:
-        deployment.start()
-        run = deployment.run(APP, {"rounds": ROUNDS, "run-dir": str(tmp_path / "run")})
-        assert deployment.wait_for_run(run, 300) == "finished:completed"
+def test_in_flower(tmp_path: Path) -> None:
+    config = {
+        "num-clients": task.NUM_CLIENTS,
+        "num-server-rounds": ROUNDS,
+        "run-dir": str(tmp_path / "run"),
+    }
+    config |= {"recipe": "auto", "step": "fixed", "trust-partition-id": True, "alpha": 0.0}
+    config |= {"client-state-dir": str(tmp_path / "state")}
+    nodes = {11 + client: {"partition-id": client} for client in range(task.NUM_CLIENTS)}
+    server_app.app(MemoryGrid(client_app.app, nodes, config), server_context(config))
     text = (tmp_path / "run" / "rounds.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert all(np.isfinite(row["test_accuracy"]) for row in rows)
@@ -78,6 +80,7 @@ def simulated(recipe: str) -> float:
     return accuracy(simulation)
 
 
+@pytest.mark.soak
 def test_in_the_simulator() -> None:
     accuracies = {recipe: simulated(recipe) for recipe in ("gd", "auto", "lean", "eden", "qsgd")}
     assert accuracies["gd"] > 0.9

@@ -99,7 +99,14 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("downlink", "most_vectors"), [(Full(), 5.3), (Exact(), 8.8), (Condensed(), 7.9)]
+    ("downlink", "most_vectors"),
+    [
+        *(
+            pytest.param(d, most, marks=pytest.mark.soak)
+            for d, most in [(Full(), 5.3), (Exact(), 8.8)]
+        ),
+        (Condensed(), 7.9),
+    ],
 )
 def test_a_client_holds_few_vectors_of_a_large_model(
     tmp_path: Path, downlink: Downlink, most_vectors: float

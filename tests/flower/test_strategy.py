@@ -152,7 +152,12 @@ def test_in_a_server_app():
         strategy = AQG.from_run_config(context.run_config)
         found.append(strategy.start(grid, first_arrays()))
 
-    config = {"num-clients": NUM_CLIENTS, "rounds": 10, "recipe": "lean", "batch-size": 3}
+    config = {
+        "num-clients": NUM_CLIENTS,
+        "num-server-rounds": 10,
+        "recipe": "lean",
+        "batch-size": 3,
+    }
     app(make_grid(), server_context(config))
     assert distance(found[0].arrays) < 0.5
 
@@ -401,7 +406,9 @@ def test_bad_arguments_are_named():
     with pytest.raises(ConfigError, match="the model to start from is a list"):
         make_strategy().start(make_grid(), [1.0])
     with pytest.raises(ConfigError, match=r"a strategy, FedAvg: to keep that, write Compressed"):
-        make_server_app(FedAvg())(make_grid(), server_context({"num-clients": 2, "rounds": 3}))
+        make_server_app(FedAvg())(
+            make_grid(), server_context({"num-clients": 2, "num-server-rounds": 3})
+        )
     with pytest.raises(ConfigError, match="give one of them"):
         make_strategy(evaluate=lambda _: 1.0).start(
             make_grid(), first_arrays(), evaluate_fn=lambda number, arrays: None
@@ -488,7 +495,7 @@ def test_compressed_does_not_go_around_it():
         Compressed(make_strategy()).start(make_grid(), first_arrays())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2))])
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])
 def test_after_any_faults_both_sides_agree_again(tmp_path, seed, downlink):
     """Orders and replies are lost, states wiped and restored; then two rounds go well."""

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aqg.objectives import make_objective, products
+from aqg.objectives import closed_form as products
+from aqg.objectives import make_objective
 
 from tests.objectives.test_stacking import assert_stacking_changes_nothing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.objectives import make_objective
@@ -30,7 +30,6 @@ def assert_stacking_changes_nothing(
         np.testing.assert_array_equal(gradient, gradients[client])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     model=st.sampled_from(["logistic", "softmax", "mlp:1", "mlp:17"]),
     num_clients=st.integers(1, 5),

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from aqg.runs.client_bytes import ClientBytes
 from aqg.runs.config import resolve
+from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import ROUNDS, SUMMARY, Line, rewrite_lines
 from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run

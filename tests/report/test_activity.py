@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from aqg.report.activity import bin_edges, count_widths, watch_clients
+from aqg.report.curves import bin_edges, count_widths, watch_clients
 
 widths_of_runs = hnp.arrays(
     np.int16,

@@ -10,6 +10,8 @@ import pytest
 from aqg.report.write import Outputs, write_report
 from aqg.runs.directory import ROUNDS
 
+pytestmark = pytest.mark.soak
+
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from aqg.core.recipes import RECIPES
+from aqg.report.curves import result_of
 from aqg.report.groups import COLORS, assign_colors, compare
-from aqg.report.results import result_of
 from aqg.report.runs import read_runs
-from aqg.report.words import facts, format_size, headline, title
+from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG
+from aqg.runs.table import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_the_headline_counts_uploads_where_downloads_are_not_on_record(
     forget_downloads(tmp_path / "gd")
     costs = [result_of(run).target_upload_bytes for run in read_runs([tmp_path])]
     sentence = headline(compare(read_runs([tmp_path])))
-    assert f"after {format_size(min(costs))} of uploads, " in sentence
+    assert f"after {format_bytes(min(costs))} of uploads, " in sentence
 
 
 def test_no_headline_without_a_target_or_a_rival(make_run, tmp_path):

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.report.packing import Packer
-from aqg.report.page import make_page
 from aqg.report.runs import read_run
+from aqg.report.write import Packer, make_page
 from aqg.runs.directory import CONFIG, ROUNDS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aqg.errors import ConfigError
-from aqg.runs.code import Code, file_digest, load_file
+from aqg.spec import Code, file_digest, load_file
 
 SOURCE = """
 from dataclasses import dataclass

@@ -18,6 +18,7 @@ from aqg.runs.executor import (
     Done,
     Failed,
     Interrupted,
+    Processes,
     Reported,
     Started,
     Stopped,
@@ -26,7 +27,6 @@ from aqg.runs.executor import (
     carry_out,
     run_tasks,
 )
-from aqg.runs.processes import Processes
 
 
 class Chain:
@@ -217,7 +217,7 @@ def test_workers_end_when_their_parent_is_gone(tmp_path):
     code = f"""
 from pathlib import Path
 from tests.runs.test_executor import Saver
-from aqg.runs.processes import Processes
+from aqg.runs.executor import Processes
 from aqg.runs.executor import run_tasks, Reported
 place = Processes(1)
 def show(event):

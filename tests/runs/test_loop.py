@@ -22,10 +22,9 @@ from aqg.runs.directory import (
     read_lines,
 )
 from aqg.runs.executor import Contact
-from aqg.runs.figure import draw_comparison
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
-from aqg.runs.summary import Trace, summarize
+from aqg.runs.summary import Trace, draw_comparison, summarize
 from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
@@ -84,6 +83,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     config = resolve({**SETTINGS, "engine": engine})[0]
     whole = run_whole(config, problem, tmp_path / "whole")
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    monkeypatch.setattr(loop, "_LARGEST_SHARE_OF_CHECKPOINTS", 1e9)
     directory = tmp_path / "broken"
     loop.create_run(directory, config)
     with pytest.raises(StopAfter):
@@ -189,3 +189,24 @@ def test_a_target_needs_a_known_minimum():
     config = resolve({"recipe": "lean", "model": "mlp:5", "target": 1e-3})[0]
     with pytest.raises(ConfigError, match=r"f\* is unknown for mlp:5"):
         find_minimum(config, build_problem(config))
+
+
+def test_checkpoints_take_a_tenth_of_the_time_at_most():
+    now = [0.0]
+    checkpoints = loop.Checkpoints(lambda: now[0])
+
+    def after(seconds):
+        now[0] += seconds
+        return checkpoints.is_due()
+
+    def save_for(seconds):
+        checkpoints.time(lambda: after(seconds))
+
+    assert not after(5)
+    assert after(0.1)
+    save_for(0.2)
+    assert not after(4.9)
+    assert after(0.2)
+    save_for(3)
+    assert not after(29)
+    assert after(2)

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from aqg.cli.display import result_table
 from aqg.objectives import Objective
-from aqg.report.results import curves_csv, result_of, summary_csv
+from aqg.report.curves import curves_csv, result_of, summary_csv
 from aqg.report.runs import read_run
 from aqg.runs.config import resolve
 from aqg.runs.directory import Line, read_lines
-from aqg.runs.figure import draw_comparison
 from aqg.runs.loop import create_run, run
+from aqg.runs.summary import draw_comparison
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import RoundRecord
 

@@ -79,12 +79,8 @@ def test_an_accuracy_of_zero_is_no_divergence():
 @pytest.mark.parametrize(
     ("limits", "ending"),
     [
-        (Limits(own=250), "costlier"),
         (Limits(ceiling=250), "beyond"),
-        (Limits(own=250, ceiling=250), "costlier"),
-        (Limits(own=900, ceiling=900), None),
-        (Limits(ceiling=75, uploads_only=True), "beyond"),
-        (Limits(ceiling=270, uploads_only=True), None),
+        (Limits(ceiling=900), None),
     ],
 )
 def test_costs_beyond_a_limit_are_of_no_interest(limits, ending):
@@ -186,8 +182,8 @@ class Noted(Contact):
 def test_limits_hold_from_the_start_or_come_while_it_runs(tmp_path):
     outcome = run(LOCAL, tmp_path / "late", Noted())
     assert (outcome["ending"], outcome["rounds"]) == ("beyond", 2)
-    outcome = run(LOCAL, tmp_path / "early", limits=Limits(own=1))
-    assert (outcome["ending"], outcome["rounds"]) == ("costlier", 1)
+    outcome = run(LOCAL, tmp_path / "early", limits=Limits(ceiling=1))
+    assert (outcome["ending"], outcome["rounds"]) == ("beyond", 1)
 
 
 def test_rounds_run_out(tmp_path):

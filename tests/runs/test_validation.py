@@ -12,9 +12,8 @@ from aqg.runs.config import resolve
 from aqg.runs.cost import head_bytes
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
-from aqg.runs.setup import build_problem, check_target, make_simulation
+from aqg.runs.setup import Validator, build_problem, check_target, make_simulation
 from aqg.runs.stopping import Judge, Target
-from aqg.runs.validation import Validator
 from aqg.sim.record import RoundRecord
 
 from tests.problems import tiny_problem
@@ -149,7 +148,7 @@ def test_what_cannot_be_validated():
 
 
 def test_loss_on_the_validation_set():
-    from aqg.runs.validation import hold_out
+    from aqg.runs.setup import hold_out
 
     problem = hold_out(tiny_problem(), 0.25, seed=0)
     start = problem.initial_params

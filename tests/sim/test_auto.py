@@ -33,7 +33,9 @@ def simulate(recipe: str, device: str = "cpu", factor: float = 1.0, **settings) 
     )
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "rate", [*(pytest.param(r, marks=pytest.mark.soak) for r in (0.1, 0.3, 1.0)), 3.0]
+)
 def test_one_label_per_client_is_learned_at_any_rate(rate):
     """The model itself, not the mean over the last ones; averaging is lost at the highest rate."""
     losses = {}
@@ -85,6 +87,7 @@ def play_with(threads: int, device: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.soak
 def test_no_branch_hangs_on_the_last_bit_of_a_sum():
     """Threads and libraries that add in another order, and a start that differs by rounding."""
     pytest.importorskip("torch")

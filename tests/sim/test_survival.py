@@ -47,12 +47,14 @@ def final_loss(problem, recipe, step_size, rounds, dropout=None) -> float:
     return simulation.loss()
 
 
+@pytest.mark.soak
 def test_nine_of_ten_rounds_missed_by_everyone():
     dropout = BernoulliDropout(0.9, seed=0)
     lost = final_loss(digits(), "auto", 0.02, 1500, dropout)
     assert lost < descend(digits(), 0.02, 1500) + 0.05
 
 
+@pytest.mark.soak
 def test_a_client_that_vanishes_for_500_rounds_and_returns():
     dropout = ScriptedDropout((Absence(3, 100, 600),))
     lost = final_loss(digits(), "auto", 0.05, 900, dropout)
@@ -70,7 +72,7 @@ def test_one_client_a_hundred_times_louder():
     assert final_loss(problem, "auto", step_size, 600) < expected + 0.05 * (start - expected)
 
 
-@pytest.mark.parametrize("recipe", ["auto", "lean"])
+@pytest.mark.parametrize("recipe", ["auto", pytest.param("lean", marks=pytest.mark.soak)])
 def test_a_network_on_which_the_published_rules_fail(recipe):
     problem = digits("mlp:64")
     lost = final_loss(problem, recipe, 0.05, 300)

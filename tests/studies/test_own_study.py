@@ -12,8 +12,8 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
-from aqg.runs.code import Code
 from aqg.runs.config import resolve
+from aqg.spec import Code
 from aqg.studies.own import call_study
 from aqg.studies.sweep import expand
 
@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.soak
 def test_the_study_of_the_page(folder, capsys):
     pytest.importorskip("torch")
     assert run_app(["sweep", "widths.py:study:rounds=3", "--out", "widths", "--jobs", "2"]) == 0

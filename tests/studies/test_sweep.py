@@ -14,11 +14,9 @@ from aqg.errors import AqgError, ConfigError, DataError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary
-from aqg.runs.executor import Done, Failed, Reported, Started, carry_out, run_tasks
-from aqg.runs.plan import Batch, unfinished
-from aqg.runs.processes import Processes
+from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
+from aqg.runs.plan import Batch, prepare, train, unfinished
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.tasks import prepare, train
 from aqg.studies.sweep import (
     GRID,
     TABLE,

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.track import direction_of
@@ -63,7 +63,6 @@ def messages(draw):
     return levels.astype(np.uint8 if num_symbols <= 256 else np.uint16), num_symbols
 
 
-@settings(deadline=None, max_examples=300)
 @given(messages(), st.booleans())
 def test_decodes_what_it_encodes(message, with_hints):
     levels, num_symbols = message

@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
@@ -70,7 +70,6 @@ def field_messages(draw: st.DrawFn) -> AnyUpload:
     return make(draw(st.sampled_from(MODES)), vector, share, draw(st.integers(0, 2**32 - 1)))
 
 
-@settings(deadline=None, max_examples=150)
 @given(field_messages())
 def test_messages_come_back_and_their_sizes_are_known(message: AnyUpload) -> None:
     frame = encode(message)
@@ -389,6 +388,7 @@ print("ok")
 """
 
 
+@pytest.mark.soak
 def test_warm_up_compiles_everything() -> None:
     pytest.importorskip("numba")
     result = subprocess.run(

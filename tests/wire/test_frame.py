@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, num_levels
@@ -46,7 +46,6 @@ def with_checksum(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-@settings(deadline=None, max_examples=300)
 @given(messages())
 def test_messages_come_back_and_sizes_are_exact(message: Message) -> None:
     frame = encode(message)
@@ -70,13 +69,11 @@ def test_every_width_and_grid(grid: Grid, width: int, length: int) -> None:
         assert decode(frame, length) == upload
 
 
-@settings(deadline=None, max_examples=100)
 @given(uploads(max_length=40), uploads(max_length=40))
 def test_different_uploads_have_different_bytes(one: Upload, other: Upload) -> None:
     assert (encode(one) == encode(other)) == (one == other)
 
 
-@settings(deadline=None, max_examples=100)
 @given(uploads(max_length=200), st.data())
 def test_one_changed_level_changes_the_bytes(upload: Upload, data: st.DataObject) -> None:
     if len(upload) == 0:
@@ -122,7 +119,6 @@ def test_large_uploads_are_coded_in_blocks(width: int, entropy_bits: float) -> N
         assert decode(frame, length, threads=threads) == upload
 
 
-@settings(deadline=None, max_examples=100)
 @given(uploads(), st.integers(0, 2**32 - 1), st.booleans())
 def test_what_both_ends_know_makes_no_difference_to_the_message(
     upload: Upload, seed: int, keeps_direction: bool

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid
@@ -29,7 +29,6 @@ def ternary(length: int, count: int, seed: int = 0) -> Upload:
     return Upload(levels, 0.5, 2, Grid.MIDTREAD)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 99))
 def test_round_trip(length, share, seed):
     upload = ternary(length, int(share * length / 32), seed)
@@ -87,7 +86,6 @@ def test_refusals_say_why(data, message):
         decode_gaps(np.frombuffer(data, np.uint8), 1000)
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=40), st.integers(0, 300))
 def test_any_bytes_are_read_or_refused(data, length):
     try:

@@ -32,7 +32,7 @@ from tests.wire.hostile import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_hundred_thousand_damaged_frames(seed: int) -> None:
     outcomes = attack(50_000, seed)
     assert outcomes.total() == 50_000
@@ -40,6 +40,7 @@ def test_a_hundred_thousand_damaged_frames(seed: int) -> None:
     assert 500 < outcomes["accepted"] < 10_000
 
 
+@pytest.mark.soak
 def test_with_bounds_checks_and_resident_memory(pytestconfig: pytest.Config) -> None:
     cache = pytestconfig.cache
     assert cache is not None
@@ -95,7 +96,9 @@ def test_memory_is_bounded_by_the_expected_length() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("length", "every"), [(1 << 20, 1), (5_000_000, 3)])
+@pytest.mark.parametrize(
+    ("length", "every"), [(1 << 20, 1), pytest.param(5_000_000, 3, marks=pytest.mark.soak)]
+)
 def test_a_short_frame_is_little_work_however_much_it_claims(length: int, every: int) -> None:
     known = known_for(length)
     frames = starved_frames(length)[::every]

@@ -52,6 +52,7 @@ print("ok")
 """
 
 
+@pytest.mark.soak
 def test_warm_up_compiles_everything() -> None:
     pytest.importorskip("numba")
     result = subprocess.run(

@@ -1,25 +1,32 @@
-"""The commands and their options; what they do is in the modules beside this one."""
+"""The commands and their options; longer ones do their work in the modules beside this one."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
 import click
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from aqg import __version__
 from aqg.cli.compare import compare
 from aqg.cli.flower import flower_app
-from aqg.cli.listing import list_datasets, list_recipes
-from aqg.cli.report import report
 from aqg.cli.reproduce import reproduce
 from aqg.cli.run import RunOptions, run_command
 from aqg.cli.theory import theory
+from aqg.core.recipes import RECIPES
+from aqg.data import DATASETS
 from aqg.errors import AqgError
 from aqg.runs.executor import Interrupted
+from aqg.settings import RunSettings, Setting, table, types
 
 app = typer.Typer(
     name="aqg",
@@ -30,10 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_PROBLEM = "What to learn"
-_ALGORITHM = "How to learn it"
-_TRAINING = "Practical federated training"
-_OUTPUT = "Where results go"
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def run_app(arguments: list[str]) -> int:
@@ -74,254 +78,81 @@ def _root(
     del version
 
 
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Give a command options for all settings, or for those named; its ``flags`` are those given.
+
+    What they are called, take and mean is in the table of `aqg.settings`.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def called(**arguments: Any) -> Any:
+            given = {name: arguments.pop(name) for name in chosen}
+            flags = {name: value for name, value in given.items() if value is not None}
+            return command(flags=flags, **arguments)
+
+        rows = table(RunSettings)
+        chosen = names or tuple(name for name, row in rows.items() if row.group)
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "flags"]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        options = [
+            inspect.Parameter(name, kind, default=None, annotation=_option(name, rows[name]))
+            for name in chosen
+        ]
+        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *options], return_annotation=int | None
+        )
+        called.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        return called  # type: ignore[return-value]
+
+    return decorate
+
+
+def _option(name: str, row: Setting) -> Any:
+    hint = types(RunSettings)[name]
+    choices = "|".join(row.bound) if isinstance(row.bound, tuple) else None
+    option = typer.Option(
+        metavar=row.metavar or choices, help=row.help, rich_help_panel=row.group, show_default=False
+    )
+    return Annotated[hint if type(None) in get_args(hint) else hint | None, option]
+
+
+DataDir = Annotated[
+    Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Run Python files that only a file or --resume names."),
+]
+Out = Annotated[Path | None, typer.Option(help="Directory for the results (new or empty).")]
+
+
 @app.command()
+@with_settings()
 def run(
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="One or more, as in lean,laq,gd; see `aqg recipes`.", rich_help_panel=_ALGORITHM
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE.npz",
-            help="See `aqg datasets`; or a file with x_train, y_train, x_test, y_test and, if "
-            "clients are given, client.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            metavar="iid|label|source|source:shuffled|natural|dirichlet:A|shards:K",
-            help="How samples are split among clients.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE.py:FUNCTION",
-            help="What is trained: logistic, softmax, mlp:H; cnn, resnet8, transformer; or a "
-            "function that returns a torch module.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    problem: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="A function that makes clients, model and all; in place of dataset and model.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Start from this model: safetensors, or a saved state_dict.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(help="How many clients.", rich_help_panel=_PROBLEM)
-    ] = None,
-    l2: Annotated[
-        float | None, typer.Option(help="Weight of the regularizer.", rich_help_panel=_PROBLEM)
-    ] = None,
-    scaling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="mean|sum",
-            help="A client's loss is the mean or the sum over its samples.",
-            rich_help_panel=_PROBLEM,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="How many rounds.", rich_help_panel=_ALGORITHM)
-    ] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="Step size.", rich_help_panel=_ALGORITHM)
-    ] = None,
-    step: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|fixed|dog",
-            help="How long steps are: found where updates are noisy, unless --alpha is given.",
-            rich_help_panel=_ALGORITHM,
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(help="b_max, the most bits per parameter.", rich_help_panel=_ALGORITHM),
-    ] = None,
-    max_staleness: Annotated[
-        int | None,
-        typer.Option(
-            help="Force an upload after this many skipped rounds.", rich_help_panel=_ALGORITHM
-        ),
-    ] = None,
-    dropout: Annotated[
-        float | None,
-        typer.Option(
-            help="Probability that a client drops out of a round, from 0 to below 1.",
-            rich_help_panel=_ALGORITHM,
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Report the cost until the loss stays within this of its minimum.",
-            rich_help_panel=_ALGORITHM,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Makes a run repeatable.", rich_help_panel=_ALGORITHM)
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fast|reference",
-            help="The fast engine, or the plain one it is tested against.",
-            rich_help_panel=_ALGORITHM,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="Where to compute.", rich_help_panel=_ALGORITHM),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Samples per gradient; all of a client's by default.", rich_help_panel=_TRAINING
-        ),
-    ] = None,
-    local_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps a client takes in a round.", rich_help_panel=_TRAINING),
-    ] = None,
-    local_epochs: Annotated[
-        int | None,
-        typer.Option(
-            help="Passes over its samples instead, in a round.", rich_help_panel=_TRAINING
-        ),
-    ] = None,
-    local_rate: Annotated[
-        float | None,
-        typer.Option(help="Step size of local steps.", rich_help_panel=_TRAINING),
-    ] = None,
-    weighting: Annotated[
-        str | None,
-        typer.Option(
-            metavar="equal|samples",
-            help="Clients count alike, or by their number of samples.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = None,
-    participation: Annotated[
-        float | None,
-        typer.Option(
-            help="Fraction of clients sampled in a round, above 0 to 1.", rich_help_panel=_TRAINING
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="sgd|momentum|adam",
-            help="How the server takes its step.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = None,
-    downlink: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|full|exact|condensed",
-            help="How clients receive the model: whole, or what changed of it.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A TOML file with settings.", rich_help_panel=_OUTPUT),
-    ] = None,
+    *,
+    flags: Mapping[str, Any],
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any setting; repeatable.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting; repeatable."),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory for the results (new or empty).", rich_help_panel=_OUTPUT),
-    ] = None,
+    out: Out = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Go on with the run in this directory.", rich_help_panel=_OUTPUT),
+        Path | None, typer.Option(help="Go on with the run in this directory.")
     ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="AQG_DATA_DIR", help="Where datasets are kept.", rich_help_panel=_PROBLEM
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)
-    ] = False,
-    allow_code: Annotated[
-        bool,
-        typer.Option(
-            "--allow-code",
-            help="Run Python files that only --config or --resume names.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Train with one or more recipes and compare what they cost.
 
     Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
     """
-    given: dict[str, Any] = {
-        "recipe": recipe,
-        "dataset": dataset,
-        "partition": partition,
-        "model": model,
-        "problem": problem,
-        "init": init,
-        "clients": clients,
-        "l2": l2,
-        "scaling": scaling,
-        "rounds": rounds,
-        "alpha": alpha,
-        "step": step,
-        "bits": bits,
-        "max_staleness": max_staleness,
-        "dropout": dropout,
-        "target": target,
-        "seed": seed,
-        "engine": engine,
-        "device": device,
-        "batch_size": batch_size,
-        "local_steps": local_steps,
-        "local_epochs": local_epochs,
-        "local_rate": local_rate,
-        "weighting": weighting,
-        "participation": participation,
-        "optimizer": optimizer,
-        "downlink": downlink,
-    }
-    run_command(
-        RunOptions(
-            flags={name: value for name, value in given.items() if value is not None},
-            config=config,
-            assignments=tuple(assignments or ()),
-            out=out,
-            resume=resume,
-            data_dir=data_dir,
-            as_json=as_json,
-            allow_code=allow_code,
-        )
-    )
+    assigned = tuple(assignments or ())
+    run_command(RunOptions(flags, config, assigned, out, resume, data_dir, as_json, allow_code))
 
 
 @app.command()
@@ -337,6 +168,7 @@ def datasets() -> None:
 
 
 @app.command()
+@with_settings("dataset", "model", "problem", "init")
 def sweep(
     grid: Annotated[
         Path | None,
@@ -346,48 +178,95 @@ def sweep(
             "settings of runs.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for the results (new or empty).")
-    ] = None,
+    *,
+    flags: Mapping[str, Any],
+    out: Out = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the sweep in this directory.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs at a time; one per core by default.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.npz", help="For all runs, as in `aqg run`.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.py:FUNCTION", help="For all runs.")
-    ] = None,
-    problem: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="For all runs.")
-    ] = None,
-    init: Annotated[str | None, typer.Option(metavar="FILE", help="For all runs.")] = None,
-    allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", help="Run Python files that only the grid or --resume names."),
-    ] = False,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+    allow_code: AllowCode = False,
     cluster: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
     ] = None,
 ) -> int:
     """Run every combination of the settings in a grid file, or a study of your own, across cores.
 
-    Ctrl-C saves everything; --resume goes on and repeats nothing that is finished.
+    Settings that are given as options hold for all runs. Ctrl-C saves everything; --resume goes on
+    and repeats nothing that is finished.
     """
     from aqg.cli.sweep import SweepOptions, sweep_command  # needs Linux or macOS
 
-    given = {"dataset": dataset, "model": model, "problem": problem, "init": init}
-    flags = {name: value for name, value in given.items() if value is not None}
     return sweep_command(
         SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code, cluster)
     )
+
+
+def list_recipes() -> None:
+    """Print name, summary and options of every recipe."""
+    _print_lines(
+        (
+            entry.name,
+            entry.summary
+            + "".join(f" [{name}={value:g}]" for name, value in entry.options.items()),
+        )
+        for entry in RECIPES.values()
+    )
+
+
+def list_datasets() -> None:
+    """Print name and summary of every dataset."""
+    _print_lines((info.name, info.summary) for info in DATASETS.values())
+
+
+def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    console = Console()
+    for name, summary in rows:
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
+
+
+def report(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Runs, comparisons or sweeps; any number, mixed."),
+    ],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write the plots here, as PNG.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here."),
+    ] = None,
+) -> None:
+    """Make one HTML file to look at runs with: it needs no network and opens from disk.
+
+    Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
+    as far as they came.
+    """
+    from rich.console import Console
+
+    from aqg.report.write import Outputs, check_outputs, write_report
+    from aqg.runs.table import format_bytes
+
+    outputs = Outputs(out, png, csv)
+    check_outputs(outputs)
+    begun = time.perf_counter()
+    console = Console()
+    with console.status("Reading runs ..."):
+        written = write_report(directories, outputs)
+    seconds = time.perf_counter() - begun
+    for path in written.files:
+        size = format_bytes(path.stat().st_size)
+        console.print(f"{path} ({size})", highlight=False, soft_wrap=True)
+    runs = "1 run" if written.num_runs == 1 else f"{written.num_runs} runs"
+    console.print(f"{runs} in {seconds:.1f} s", style="dim", highlight=False)
 
 
 app.add_typer(flower_app)

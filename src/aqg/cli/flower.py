@@ -1,9 +1,9 @@
-"""``aqg flower``: deployments with Flower."""
+"""``aqg flower``: what the recipes cost on Flower."""
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 flower_app = typer.Typer(
     name="flower",
-    help="Deploy on Flower: real processes, real connections.",
+    help="Run on Flower.",
     no_args_is_help=True,
 )
 
@@ -31,15 +31,10 @@ def demo(
     rounds: Annotated[int, typer.Option(help="How many rounds.")] = 20,
     recipe: Annotated[str, typer.Option(help="See `aqg recipes`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Makes a run repeatable.")] = 0,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt, and let only registered nodes in.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for results and logs (new or empty).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results (new or empty).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Start a SuperLink and SuperNodes on this machine, train on digits, and count every byte.
+    """Train on digits in Flower's own simulation on this machine, and count every byte.
 
     All processes end with the command, also on Ctrl-C.
     """
@@ -50,17 +45,14 @@ def demo(
     from rich.console import Console
 
     _require_flower()
-    from aqg.flower.demo import Demo, DemoOptions
+    from aqg.flower.demo import Demo
     from aqg.runs.directory import output_directory
 
     console = Console(stderr=as_json)
     with output_directory(out, "flower") as directory:
-        options = DemoOptions(
-            directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed, tls=tls
-        )
-        with Demo(options) as running:
-            _train(console, running)
-            table, summary = running.byte_table(), running.summary()
+        running = Demo(directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed)
+        table = running.byte_table(_train(console, running))
+        summary = running.summary()
     if as_json:
         rows = [asdict(row) for row in table]
         result = {**summary, "nodes": rows, "directory": str(directory)}
@@ -76,13 +68,11 @@ def demo(
     )
     console.print(_byte_table(table))
     console.print(
-        "up, down: frames and models, and both (total); sent, received: bytes on the node's "
-        "connection, with all that Flower adds and its polling; as float32: what plain gradients "
-        "and models would take in total, without either.",
+        "up, down: frames and models, and both (total); as float32: what plain gradients and "
+        "models would take in total.",
         style="dim",
     )
-    for name, path in (("Results", options.run_directory), ("Logs", running.deployment.logs)):
-        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+    console.print(f"Results: {running.run_directory}", highlight=False, soft_wrap=True)
 
 
 def _require_flower() -> None:
@@ -94,14 +84,12 @@ def _require_flower() -> None:
         raise ConfigError("aqg flower needs the package flwr: pip install 'aqg[flower,sim]'")
 
 
-def _train(console: Console, running: Demo) -> None:
-    """Show the rounds as they go."""
+def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
+    """Show the rounds as they go, and return them."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from aqg.runs.table import format_bytes
 
-    options = running.options
-    security = " with TLS and node keys" if options.tls else ""
     sent = received = 0
     with Progress(
         TextColumn("{task.description}", style="bold"),
@@ -111,15 +99,19 @@ def _train(console: Console, running: Demo) -> None:
         TimeElapsedColumn(),
         console=console,
     ) as bars:
-        state = f"starting a SuperLink and {options.nodes} SuperNodes{security}"
-        bar = bars.add_task(options.recipe, total=options.rounds, state=state)
-        for line in running.run():
+        state = f"starting Flower's simulation of {running.nodes} nodes"
+        bar = bars.add_task(running.recipe, total=running.rounds, state=state)
+
+        def show(line: dict[str, Any]) -> None:
+            nonlocal sent, received
             sent += line["upload_bytes"]
             received += line["download_bytes"]
             loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
             state = f"loss {loss}  {format_bytes(sent)} up, {format_bytes(received)} down  "
             state += f"{line['round_seconds']:.1f} s/round"
             bars.update(bar, completed=line["round"], state=state)
+
+        return running.run(show)
 
 
 def _byte_table(nodes: list[NodeBytes]) -> Table:
@@ -130,7 +122,7 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("node", style="bold")
-    for column in ("uploads", "up", "down", "total", "sent", "received", "as float32", "smaller"):
+    for column in ("uploads", "up", "down", "total", "as float32", "smaller"):
         table.add_column(column, justify="right", no_wrap=True)
     cells = [
         (
@@ -139,8 +131,6 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
             node.upload_bytes,
             node.download_bytes,
             node.total_bytes,
-            node.transport.up_bytes,
-            node.transport.down_bytes,
             node.plain_bytes,
         )
         for node in nodes
@@ -148,7 +138,7 @@ def _byte_table(nodes: list[NodeBytes]) -> Table:
     _, *counts = zip(*cells, strict=True)
     sums = [sum(count) for count in counts]
     for name, uploads, *sizes in [*cells, ("all", *sums)]:
-        _, _, total, _, _, plain = sizes
+        *_, total, plain = sizes
         ratio = f"{plain / total:.3g}×" if total else "-"
         table.add_row(name, str(uploads), *map(format_bytes, sizes), ratio)
     return table

@@ -73,8 +73,7 @@ def reproduce(
 
     from aqg.cli.study import Where
     from aqg.errors import ConfigError
-    from aqg.studies.paper.execute import keep_results
-    from aqg.studies.paper.merge import keep_beside, missing_from
+    from aqg.studies.paper.execute import keep_beside, keep_results, missing_from
     from aqg.studies.paper.outcomes import read_results
     from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
 
@@ -118,7 +117,7 @@ def run_plan(
     where: Where,
 ) -> int:
     """Do what is unfinished; return the exit code."""
-    from aqg.cli.overview import Overview
+    from aqg.cli.display import Overview
     from aqg.cli.study import lock, report_failures, run_study
     from aqg.runs.cost import add_bytes
     from aqg.runs.directory import read_summary

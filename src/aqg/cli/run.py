@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -32,26 +33,15 @@ from aqg.runs.config import (
     resolve,
     to_toml,
 )
-from aqg.runs.directory import (
-    CONFIG,
-    ROUNDS,
-    SUMMARY,
-    create_directory,
-    output_directory,
-)
-from aqg.runs.executor import Interrupted, Reported, ThisProcess, run_tasks
-from aqg.runs.figure import draw_comparison
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, create_directory, output_directory
+from aqg.runs.executor import Contact, Event, Interrupted, Reported, ThisProcess, run_tasks
 from aqg.runs.files import locked, write_atomically
+from aqg.runs.plan import Compiling
 from aqg.runs.setup import find_minimum, load_problem, try_out
-from aqg.runs.tasks import Compiling
+from aqg.runs.summary import Result, draw_comparison
 from aqg.sim.backends import check_device
+from aqg.sim.problem import Problem
 from aqg.weights import BEST
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from aqg.runs.executor import Contact, Event
-    from aqg.sim.problem import Problem
 
 FIGURE = "comparison.png"
 CLIENTS = "clients.txt"
@@ -86,10 +76,10 @@ class _Run:
 
     config: RunConfig
     problem: Problem
-    minimum: float | None
+    minimum: loop.Minimum
     directory: Path
 
-    def __call__(self, contact: Contact) -> loop.Result:
+    def __call__(self, contact: Contact) -> Result:
         try:
             return loop.run(self.config, self.problem, self.minimum, self.directory, contact)
         except (AqgError, Interrupted):
@@ -100,6 +90,33 @@ class _Run:
                 f"{self.config.recipe} on {self.config.title} failed: {text}; what it did so far "
                 f"is in {self.directory}"
             ) from error
+
+
+class Minimum:
+    """Finds the minimum of the loss when it is first asked for, and says how far it is.
+
+    That is when the first run has been trained, unless the minimum decides when runs end.
+    """
+
+    def __init__(self, config: RunConfig, problem: Problem, console: Console) -> None:
+        self._config, self._problem = config, problem
+        self._console = console
+        self._next_percent = 10
+        self._found: float | None = None
+        self.is_stop_asked: Callable[[], bool] = lambda: False
+
+    def __call__(self) -> float | None:
+        if self._found is None:
+            self._found = find_minimum(self._config, self._problem, self._progress)
+        return self._found
+
+    def _progress(self, share: float) -> None:
+        if self.is_stop_asked():
+            raise Interrupted
+        while 100 * share >= self._next_percent:
+            text = f"Finding the minimum of the loss (once, then cached): {self._next_percent} %"
+            self._console.print(text, highlight=False, soft_wrap=True)
+            self._next_percent += 10
 
 
 def run_command(options: RunOptions) -> None:
@@ -119,8 +136,9 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
         try_out(config, problem)
-    with console.status("Finding the minimum of the loss (once, then cached) ..."):
-        minimum = find_minimum(config, problem)
+    minimum = Minimum(config, problem, console) if problem.objective.convex else None
+    if minimum is None:
+        find_minimum(config, problem)  # an error where one is needed
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
@@ -128,6 +146,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     tasks = [_Run(run_config, problem, minimum, place) for run_config, place in plan.runs]
     # A single run's directory is locked by the run itself.
     lock = locked(plan.directory) if plan.is_batch else nullcontext()
+    place = ThisProcess()
     with lock, progress_bars(console, names, config.rounds) as watcher:
 
         def show(event: Event) -> None:
@@ -135,14 +154,18 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
                 watcher(names[event.index])(event.value)
 
         try:
-            results = run_tasks(tasks, ThisProcess(), show)
+            if minimum is not None:
+                minimum.is_stop_asked = place.stop.is_set
+            results = run_tasks(tasks, place, show)
         except Interrupted:
             raise Interrupted(
                 f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
             ) from None
 
     summaries = [result.summary for result in results]
-    write_atomically(plan.directory / FIGURE, draw_comparison(results, minimum))
+    write_atomically(
+        plan.directory / FIGURE, draw_comparison(results, minimum() if minimum else None)
+    )
     text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from aqg.errors import ConfigError
-from aqg.runs.executor import Interrupted, Plan, carry_out
+from rich.console import Console
+
+from aqg.cli.display import Overview
+from aqg.errors import AqgError, ConfigError
+from aqg.runs.config import RunConfig
+from aqg.runs.executor import (
+    Interrupted,
+    Place,
+    Plan,
+    Processes,
+    carry_out,
+    default_jobs,
+    visible_gpus,
+)
 from aqg.runs.files import locked
-from aqg.runs.plan import Job
-from aqg.runs.processes import Processes, default_jobs, visible_gpus
-from aqg.runs.tasks import Train, prepare, train
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from aqg.cli.overview import Overview
-    from aqg.errors import AqgError
-    from aqg.runs.config import RunConfig
-    from aqg.runs.executor import Place
-    from aqg.studies.trials import TrialPlan
+from aqg.runs.plan import Job, Train, prepare, train
+from aqg.studies.contest.plan import ContestPlan
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def run_study(
             if is_new:
                 stack.enter_context(lock(directory))
             if where.cluster is not None:
-                from aqg.runs.cluster import RayCluster
+                from aqg.contrib.ray_cluster import RayCluster
 
                 uses_gpus = any(config.device.startswith("cuda") for config in problems)
                 cluster = RayCluster(where.cluster, where.jobs, uses_gpus)
@@ -147,7 +148,7 @@ def run_study(
 
 def run_comparison(
     console: Console,
-    plan: TrialPlan[Any],
+    plan: ContestPlan,
     directory: Path,
     where: Where,
     size: str,
@@ -164,8 +165,7 @@ def run_comparison(
         create: makes the directory, or writes down what was added to the comparison.
 
     """
-    from aqg.cli.overview import Overview
-    from aqg.studies.compare.comparison import PLAN
+    from aqg.studies.contest.plan import PLAN
 
     num_before, most = plan.num_finished, plan.most_left()
     console.print(

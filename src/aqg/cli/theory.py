@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path  # noqa: TC003  (typer reads the annotations at run time)
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -13,10 +13,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from aqg.contrib.theory import Curvature, LyapunovTrace
     from aqg.runs.config import RunConfig
     from aqg.sim.problem import Problem
-    from aqg.studies.theory.constants import Curvature
-    from aqg.studies.theory.lyapunov import LyapunovTrace
 
 
 def theory(
@@ -64,6 +63,7 @@ def theory(
     """
     from rich.console import Console
 
+    from aqg.contrib.advice import advise, sentences, survey
     from aqg.runs.config import (
         parse_assignment,
         read_settings,
@@ -73,7 +73,6 @@ def theory(
     from aqg.runs.directory import CONFIG
     from aqg.runs.loop import read_configs
     from aqg.runs.setup import build_problem
-    from aqg.studies.theory.advice import advise, sentences, survey
 
     given = {
         "recipe": recipe,
@@ -123,11 +122,10 @@ def _follow(
     """Repeat the run, whose directory holds losses but no models; return V, and where it ended."""
     from rich.progress import Progress
 
+    from aqg.contrib.theory import local_curvature, watch_run
     from aqg.core.recipes import make_recipe
     from aqg.core.stages.wider_tolerance import widest_weights
     from aqg.runs.setup import find_minimum, make_simulation
-    from aqg.studies.theory.constants import local_curvature
-    from aqg.studies.theory.lyapunov import watch_run
 
     minimum = find_minimum(config, problem)
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)

@@ -107,7 +107,9 @@ class Draws(NormOnly):
         largest = max(int(levels.max(initial=0)), -int(levels.min(initial=0)))
         width = max(2, largest.bit_length() + 1)
         middle = (1 << (width - 1)) - 1
-        return Upload((levels + np.int16(middle)).astype(np.uint8), step, width, Grid.MIDTREAD)
+        unsigned = levels.view(np.uint8)
+        unsigned += np.uint8(middle)  # modulo 256, so that the sum is right
+        return Upload(unsigned, step, width, Grid.MIDTREAD)
 
     def step_of(self, vector: FloatArray, request: Request) -> float:
         """Return ``τ`` as a bfloat16 number, not below it; 0 for a vector of zeros.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.policies import Always, Tolerance
@@ -21,6 +21,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.selection import largest, num_kept
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
 from aqg.errors import ConfigError
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
     from aqg.core.messages import Upload
@@ -138,23 +139,8 @@ def make_downlink(spec: str) -> Downlink:
     >>> make_downlink("condensed:tolerance=0.03")
     Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
-    name, *settings = spec.split(":")
-    if name not in DOWNLINKS:
-        raise ConfigError(f"unknown downlink {name!r}; choose from {', '.join(DOWNLINKS)}")
-    options = [field.name for field in fields(DOWNLINKS[name])]
-    chosen: dict[str, Any] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in options:
-            known = ", ".join(options) or "none"
-            raise ConfigError(f"downlink {name!r} has no option {key!r}; it has: {known}")
-        try:
-            chosen[key] = float(value)
-        except ValueError:
-            raise ConfigError(
-                f"option {key} of downlink {name!r} is {value!r}, not a number"
-            ) from None
-    return DOWNLINKS[name](**chosen)
+    made: Downlink = make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
+    return made
 
 
 def describe_downlink(downlink: Downlink) -> str:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray, Levels
 
 
+_PIECE = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """What the server sends to every client at the start of round ``k``.
@@ -174,7 +177,10 @@ def energy_of(upload: AnyUpload) -> float:
     """
     if isinstance(upload, Upload):
         values = value_table(upload.grid, upload.width, upload.step, np.float64)
-        counts = np.bincount(upload.levels, minlength=len(values))[: len(values)]
+        counts = np.zeros(len(values), np.int64)
+        for start in range(0, len(upload), _PIECE):  # what is counted is first made wider
+            piece = upload.levels[start : start + _PIECE]
+            counts += np.bincount(piece, minlength=len(values))[: len(values)]
         return float(counts @ np.square(values))
     values = upload.values(np.float64)
     return float(np.vdot(values, values))

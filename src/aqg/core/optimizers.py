@@ -8,12 +8,13 @@ that NumPy and torch spell alike; roots, which they round differently, come from
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.errors import ConfigError
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,23 +165,8 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     >>> make_optimizer("momentum:beta=0.8")
     Momentum(beta=0.8)
     """
-    name, *settings = spec.split(":")
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
-    options = [field.name for field in fields(OPTIMIZERS[name])]
-    chosen: dict[str, float] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in options:
-            known = ", ".join(options) or "none"
-            raise ConfigError(f"optimizer {name!r} has no option {key!r}; it has: {known}")
-        try:
-            chosen[key] = float(value)
-        except ValueError:
-            raise ConfigError(
-                f"option {key} of optimizer {name!r} is {value!r}, not a number"
-            ) from None
-    return OPTIMIZERS[name](**chosen)
+    made: SGD | Momentum | Adam = make_named("optimizer", spec, OPTIMIZERS)
+    return made
 
 
 def _require_decay(name: str, value: float) -> None:

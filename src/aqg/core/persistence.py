@@ -83,7 +83,6 @@ def model_from_arrays(arrays: Arrays) -> Model:
         direction=np.array(arrays["velocity_direction"]),
         total=np.array(arrays["total"]),
         history=tuple(arrays["history"].tolist()),
-        last_step=None,
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         truth=np.array(arrays["truth"]),
         gap=float(arrays["gap"]),

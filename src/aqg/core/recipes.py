@@ -22,6 +22,7 @@ from aqg.core.recipe import DEPTH, Recipe
 from aqg.core.stages import ErrorFeedback, StoredErrors, WiderTolerance
 from aqg.core.track import Memory
 from aqg.errors import ConfigError
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,28 +72,12 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     >>> make_recipe("lean:eta=0.3").policy
     Tolerance(eta=0.3)
     """
-    name, *settings = spec.split(":")
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}; choose from {', '.join(sorted(RECIPES))}")
     if not 1 <= bits <= MAX_WIDTH:
         raise ConfigError(f"bits is {bits}; it must be in 1..{MAX_WIDTH}")
-    entry = RECIPES[name]
-    options: dict[str, float] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in entry.options:
-            known = ", ".join(entry.options) or "none"
-            raise ConfigError(f"recipe {name!r} has no option {key!r}; it has: {known}")
-        try:
-            options[key] = float(value)
-        except ValueError:
-            raise ConfigError(
-                f"option {key} of recipe {name!r} is {value!r}, not a number"
-            ) from None
-    if "bits" in inspect.signature(entry.make).parameters:
-        recipe = entry.make(bits, **options)
-    else:
-        recipe = entry.make(**options)
+    entry = RECIPES.get(spec.partition(":")[0])
+    given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
+    makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
+    recipe: Recipe = make_named("recipe", spec, makers, *given)
     exact = recipe.exact
     if exact is not None:
         exact = replace(exact, max_staleness=max_staleness)

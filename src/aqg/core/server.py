@@ -107,7 +107,6 @@ class Model(NamedTuple):
             sum of this round's uploads.
         history: the newest numbers of `Entry.movement`, newest first: ``‖direction‖²/M²`` of the
             steps that were taken, times the optimizer's `fresh_share`.
-        last_step: ``‖step‖²`` and its factor, while that is on its way into the history.
         optimizer: what the server optimizer remembers.
         truth: where the parameters would be if everything were said, ``(n,)`` in float64; ``(0,)``
             where nothing is left out, or what is left out is forgotten.
@@ -127,7 +126,6 @@ class Model(NamedTuple):
     direction: NDArray[np.int8]
     total: Array
     history: tuple[float, ...]
-    last_step: tuple[Array, float] | None
     optimizer: OptimizerState
     truth: Array
     gap: float = 0.0
@@ -163,7 +161,6 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
         direction=np.zeros(length if moves else 0, np.int8),
         total=np.zeros(length),
         history=(),
-        last_step=None,
         optimizer=step.optimizer.init(length),
         truth=parameters.astype(np.float64) if waits else np.zeros(0),
         step=step.rule.init(parameters),
@@ -227,23 +224,21 @@ def take_step(
     wanted = _Wanted(direction, update, size)
     model = model._replace(optimizer=optimizer, step=rule)
     if not isinstance(step.downlink, Condensed):
-        moved, entry = _say_all(space, recipe, model, step, wanted)
+        moved, entry, length = _say_all(space, recipe, model, step, wanted)
     elif recipe.memory.keeps_mirror:
-        moved, entry = _steer(space, recipe, model, step, wanted, num_clients)
+        moved, entry, length = _steer(space, recipe, model, step, wanted, num_clients)
     else:
-        moved, entry = _catch_up(space, model, step, wanted, num_clients)
-    if moved.last_step is None:  # the model moved as it did before
-        last = model.history[0] if model.history else 0.0
-        moved = moved._replace(history=recipe.movement.extend(model.history, last))
-    elif space.is_asynchronous:
-        entry = entry._replace(movement=0.0)  # on its way
-    else:
-        moved = arrived(space, recipe, step, moved, num_clients)
-        is_news = moved.history[0] != (model.history[0] if model.history else 0.0)
-        entry = entry._replace(movement=moved.history[0] if is_news else None)
-    entry = entry._replace(is_rounded=isinstance(step.downlink, Condensed))
+        moved, entry, length = _catch_up(space, model, step, wanted, num_clients)
+    is_rounded = isinstance(step.downlink, Condensed)
+    movement = last = model.history[0] if model.history else 0.0
+    if length is not None:  # else the model moved as it did before
+        movement = length.squared / num_clients**2 * length.factor
+        movement = rounded_up(movement) if is_rounded else movement
+    is_news = length is not None and movement != last
+    entry = entry._replace(movement=movement if is_news else None, is_rounded=is_rounded)
     moved = moved._replace(
         round=model.round + 1,
+        history=recipe.movement.extend(model.history, movement),
         total=model.total if recipe.memory.keeps_mirror else space.zeros_like(model.total),
         is_moved=False,
         num_sent=0,
@@ -260,9 +255,16 @@ class _Wanted(NamedTuple):
     size: float
 
 
+class _Length(NamedTuple):
+    """``‖step‖²``, and the factor that makes it one of clients' vectors."""
+
+    squared: float
+    factor: float
+
+
 def _say_all(
     space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted
-) -> tuple[Model, Entry]:
+) -> tuple[Model, Entry, _Length | None]:
     """Take the whole step; with `Exact`, say it to the bit."""
     params, entry = model.parameters, Entry(model.round)
     is_exact = isinstance(step.downlink, Exact)
@@ -281,19 +283,19 @@ def _say_all(
         )
         if before is not None:
             entry = entry._replace(position=_change(space.host, before, space.get(stepped)))
-    last_step = squared_norm, step.optimizer.fresh_share
-    return model._replace(parameters=stepped, last_step=last_step), entry
+    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    return model._replace(parameters=stepped), entry, length
 
 
 def _steer(
     space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted, num_clients: int
-) -> tuple[Model, Entry]:
+) -> tuple[Model, Entry, _Length | None]:
     """Correct the velocity if it has to be, and move by it."""
     assert isinstance(step.downlink, Condensed)
     velocity, entry, scale = model.velocity, Entry(model.round), wanted.size**2
     if not isinstance(step.optimizer, SGD):
-        length = space.squared_norm(wanted.direction)
-        scale *= space.squared_norm(wanted.update) / length if length else 1.0
+        before = space.squared_norm(wanted.direction)
+        scale *= space.squared_norm(wanted.update) / before if before else 1.0
     movement = recipe.movement.of(model.history)
     tolerance = step.downlink.tolerance * num_clients**2 * movement * scale
     if model.is_moved or not step.is_steady or model.gap > tolerance:
@@ -313,13 +315,13 @@ def _steer(
             entry = entry._replace(velocity=upload)
     stepped, squared_norm = space.take_step(model.parameters, velocity, velocity, -1.0)
     share = step.optimizer.fresh_share / scale if scale else 0.0
-    last_step = None if entry.velocity is None else (squared_norm, share)
-    return model._replace(parameters=stepped, last_step=last_step), entry
+    length = None if entry.velocity is None else _Length(space.number(squared_norm), share)
+    return model._replace(parameters=stepped), entry, length
 
 
 def _catch_up(
     space: Space, model: Model, step: Step, wanted: _Wanted, num_clients: int
-) -> tuple[Model, Entry]:
+) -> tuple[Model, Entry, _Length | None]:
     """Move the truth, and bring the model nearer to it where the model is furthest from it."""
     assert isinstance(step.downlink, Condensed)
     params, truth = model.parameters, model.truth - wanted.update * wanted.size
@@ -333,15 +335,15 @@ def _catch_up(
             truth = model.truth
     model = model._replace(truth=truth)
     if not uploads:
-        return model._replace(last_step=None), Entry(model.round)
+        return model, Entry(model.round), None
     said = energy_of(uploads[0]) / wanted.size**2 if wanted.size else 0.0
     rule = step.rule.note(model.step, space.squared_norm(wanted.update), said)
     model = model._replace(step=rule)
     values = space.put(uploads[0].values(np.float64))
     stepped, squared_norm = space.take_step(params, values, wanted.direction, -1.0)
-    last_step = squared_norm, step.optimizer.fresh_share
     entry = Entry(model.round, position=uploads[0])
-    return model._replace(parameters=stepped, last_step=last_step), entry
+    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    return model._replace(parameters=stepped), entry, length
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
@@ -353,17 +355,6 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
         of_sum = space.squared_norm(model.total)
         budget = budget.after(recipe.noise, of_sum, energy, senders)
     return model._replace(budget=budget, upload_energy=0.0)
-
-
-def arrived(space: Space, recipe: Recipe, step: Step, model: Model, num_clients: int) -> Model:
-    """Wait for the length of the last step if it is on its way, and put it into the history."""
-    if model.last_step is None:
-        return model
-    squared_norm, share = model.last_step
-    newest = space.number(squared_norm) / num_clients**2 * share
-    if isinstance(step.downlink, Condensed):
-        newest = rounded_up(newest)
-    return model._replace(history=recipe.movement.extend(model.history, newest), last_step=None)
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:

@@ -47,9 +47,6 @@ _THREAD_LENGTH = 1 << 15
 class Space(Protocol):
     """Vectors on one device. ``clients`` are always increasing indices of rows."""
 
-    is_asynchronous: bool
-    """Whether the device works on its own while Python goes on."""
-
     @property
     def host(self) -> NumpySpace:
         """Return the space of the small numbers that stay with Python."""
@@ -158,8 +155,6 @@ class NumpySpace:
             every input is left as it is.
 
     """
-
-    is_asynchronous = False
 
     def __init__(self, in_place: bool = False) -> None:
         self.in_place = in_place

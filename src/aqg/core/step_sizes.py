@@ -15,7 +15,7 @@ statistics of batch normalization (`aqg.objectives.statistics`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD
 from aqg.errors import ConfigError
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
     from aqg.core.optimizers import ServerOptimizer
@@ -249,21 +250,8 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     >>> make_step("dog:first=0.1").first
     0.1
     """
-    name, *settings = spec.split(":")
-    if name not in STEPS:
-        raise ConfigError(f"unknown step {name!r}; choose from {', '.join((AUTO, *STEPS))}")
-    options = [field.name for field in fields(STEPS[name])]
-    chosen: dict[str, float] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in options:
-            known = ", ".join(options) or "none"
-            raise ConfigError(f"step {name!r} has no option {key!r}; it has: {known}")
-        try:
-            chosen[key] = float(value)
-        except ValueError:
-            raise ConfigError(f"option {key} of step {name!r} is {value!r}, not a number") from None
-    return STEPS[name](**chosen)
+    made: Fixed | DistanceOverGradients = make_named("step", spec, STEPS, also=(AUTO,))
+    return made
 
 
 def resolve_step(

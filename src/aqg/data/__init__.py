@@ -9,7 +9,7 @@ from aqg.data.datasets import (
     load_dataset,
 )
 from aqg.data.partitions import (
-    PARTITION_FORMS,
+    PARTITIONS,
     Partition,
     PartitionRow,
     format_partition_table,
@@ -19,7 +19,7 @@ from aqg.data.partitions import (
 
 __all__ = [
     "DATASETS",
-    "PARTITION_FORMS",
+    "PARTITIONS",
     "Dataset",
     "DatasetInfo",
     "Partition",

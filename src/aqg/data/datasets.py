@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.data.cache import RemoteFile, data_directory, read_content
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import NDArray
 
 __all__ = [
     "DATASETS",
@@ -106,7 +103,6 @@ class Dataset:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Return the shape of one sample."""
         return self.features.shape[1:]
 
 
@@ -354,7 +350,6 @@ DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
 
 
 def is_dataset_file(name: str) -> bool:
-    """Tell whether a dataset is named by its file."""
     return name.endswith(".npz")
 
 

@@ -18,20 +18,17 @@ integers, such as token ids, stay integers.
 from __future__ import annotations
 
 import zipfile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.data.datasets import Dataset
 from aqg.errors import DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
 
 _MAX_CLASSES = 1 << 17
 """Whole numbers above this are taken as amounts, not classes."""

@@ -19,29 +19,17 @@ empty, and all but ``source`` use every sample. The same seed gives the same par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.data.datasets import Dataset
 from aqg.errors import ConfigError, DataError
+from aqg.spec import make_named
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.data.datasets import Dataset
-
-PARTITION_FORMS = (
-    "iid",
-    "label",
-    "source",
-    "source:shuffled",
-    "natural",
-    "dirichlet:A",
-    "shards:K",
-)
 MAX_CONCENTRATION = 1e9
 """Largest Dirichlet concentration: far beyond where proportions can be told from equal ones."""
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
@@ -220,13 +208,12 @@ class DirichletPartition(Partition):
     def __post_init__(self) -> None:
         if not 0 < self.concentration <= MAX_CONCENTRATION:
             raise ConfigError(
-                f"Dirichlet concentration is {self.concentration}, "
-                f"0 < A <= {MAX_CONCENTRATION:g} is needed"
+                f"partition is {self.spec!r}; the number must be above 0 and at most "
+                f"{MAX_CONCENTRATION:g}"
             )
 
     @property
     def spec(self) -> str:
-        """Return ``dirichlet:A``."""
         return f"dirichlet:{self.concentration}"
 
     def _split(
@@ -280,9 +267,7 @@ class ShardsPartition(Partition):
 
     def __post_init__(self) -> None:
         if self.shards_per_client < 1:
-            raise ConfigError(
-                f"number of shards per client is {self.shards_per_client}, at least 1 is needed"
-            )
+            raise ConfigError(f"partition is {self.spec!r}; the number must be at least 1")
 
     @property
     def spec(self) -> str:
@@ -304,6 +289,16 @@ class ShardsPartition(Partition):
         return [np.concatenate([shards[shard] for shard in hand]) for hand in dealt]
 
 
+PARTITIONS: dict[str, type[Partition]] = {
+    "iid": IidPartition,
+    "label": LabelPartition,
+    "source": SourcePartition,
+    "natural": NaturalPartition,
+    "dirichlet": DirichletPartition,
+    "shards": ShardsPartition,
+}
+
+
 def parse_partition(spec: str) -> Partition:
     """Return the partition that ``spec`` names.
 
@@ -312,32 +307,8 @@ def parse_partition(spec: str) -> Partition:
     >>> parse_partition("shards:2").spec
     'shards:2'
     """
-    plain: dict[str, Partition] = {
-        partition.spec: partition
-        for partition in (
-            IidPartition(),
-            LabelPartition(),
-            SourcePartition(),
-            SourcePartition(shuffled=True),
-            NaturalPartition(),
-        )
-    }
-    if spec in plain:
-        return plain[spec]
-    kind, _, parameter = spec.partition(":")
-    if kind == "dirichlet":
-        try:
-            return DirichletPartition(float(parameter))
-        except (ValueError, ConfigError):
-            raise ConfigError(
-                f"partition {spec!r} needs a number 0 < A <= {MAX_CONCENTRATION:g} in dirichlet:A"
-            ) from None
-    if kind == "shards":
-        try:
-            return ShardsPartition(int(parameter))
-        except (ValueError, ConfigError):
-            raise ConfigError(f"partition {spec!r} needs an integer K >= 1 in shards:K") from None
-    raise ConfigError(f"unknown partition {spec!r}; choose one of {', '.join(PARTITION_FORMS)}")
+    made: Partition = make_named("partition", spec, PARTITIONS)
+    return made
 
 
 class PartitionRow(TypedDict):

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aqg.flower.client_app import make_client_app
-    from aqg.flower.dropin.mod import aqg_mod, make_mod
-    from aqg.flower.dropin.strategy import Compressed
+    from aqg.flower.compressed import Compressed
+    from aqg.flower.mod import aqg_mod, make_mod
     from aqg.flower.server_app import make_server_app
     from aqg.flower.strategy import AQG
     from aqg.flower.task import FlowerTask, flatten, load_flat
 
 _HOMES = {
     "AQG": "aqg.flower.strategy",
-    "Compressed": "aqg.flower.dropin.strategy",
+    "Compressed": "aqg.flower.compressed",
     "FlowerTask": "aqg.flower.task",
-    "aqg_mod": "aqg.flower.dropin.mod",
+    "aqg_mod": "aqg.flower.mod",
     "flatten": "aqg.flower.task",
     "load_flat": "aqg.flower.task",
     "make_client_app": "aqg.flower.client_app",
-    "make_mod": "aqg.flower.dropin.mod",
+    "make_mod": "aqg.flower.mod",
     "make_server_app": "aqg.flower.server_app",
 }
 

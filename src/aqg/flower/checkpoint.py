@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from aqg.protocol.files import read_arrays, write_arrays
 from aqg.runs.directory import CHECKPOINT, ROUNDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -127,26 +125,3 @@ def _checkpoint_of(
         num_samples=arrays["num_samples"],
         terms=json.loads(str(arrays["terms"])),
     )
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Make sure that no other server writes into a run directory."""
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
-        yield
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("w")
-    except OSError as error:
-        raise RunError(f"run-dir {str(directory)!r} cannot be used: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"run-dir {str(directory)!r} is in use by another server; wait, or name another"
-            ) from None
-        yield

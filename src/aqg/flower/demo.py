@@ -1,47 +1,79 @@
-"""A whole deployment on this machine: start it, train on digits, count every byte, stop it."""
+"""Flower's own simulation on this machine: train on digits, and count every client's bytes."""
 
 from __future__ import annotations
 
 import json
-import time
+import logging
+import os
+import threading
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import aqg.flower.app
+from flwr.simulation import run_simulation
+
 from aqg.errors import RunError
-from aqg.flower.app.aqg_digits.task import make_problem, simulator_config
-from aqg.flower.deploy.deployment import Deployment, DeploymentOptions
+from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.settings import read_settings
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
-from aqg.runs.directory import ROUNDS, SUMMARY, create_directory
+from aqg.runs.config import RunConfig, resolve
+from aqg.runs.cost import DOWNLOADS, UPLOADS
+from aqg.runs.directory import SUMMARY, create_directory
 from aqg.runs.loop import slug
+from aqg.runs.setup import build_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
-    from aqg.flower.deploy.deployment import ConfigValue
-    from aqg.flower.deploy.meter import Traffic
+    from flwr.app import Context
 
-APP = Path(aqg.flower.app.__file__).parent
-PRELOAD = ("aqg.flower", "aqg.runs.setup", "sklearn.datasets")
+    from aqg.flower.reports import RoundReport
+
+DIGITS = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax", "l2": 0.01}
+"""What is learned: digits, split unevenly among the clients."""
 
 _FLOAT_BYTES = 4
-_SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_BETWEEN_QUESTIONS = 3.0
+_TAKEN = ("alpha", "seed", "recipe", "downlink")
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ADDRESS": "local",  # not a cluster that happens to run here
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Without these, Flower and Ray look for the Internet and other machines, and print a warning."""
+
+
+def digits_config(settings: Mapping[str, bool | int | float | str]) -> RunConfig:
+    """Return the config with which the simulator trains what Flower's settings describe.
+
+    >>> config = digits_config({"num-clients": 3, "num-server-rounds": 5, "seed": 1})
+    >>> config.clients, config.rounds, config.seed, round(config.alpha, 3)
+    (3, 5, 1, 0.333)
+    """
+    taken = {name: settings[name] for name in _TAKEN if name in settings}
+    if "num-server-rounds" in settings:
+        taken["rounds"] = settings["num-server-rounds"]
+    return resolve({"recipe": "auto", **DIGITS, "clients": settings["num-clients"], **taken})[0]
+
+
+def digits_task(settings: Mapping[str, bool | int | float | str], context: Context) -> FlowerTask:
+    """Return the training on one node's share of the digits."""
+    problem = build_problem(digits_config(settings))
+    samples = problem.clients[int(context.node_config["partition-id"])]
+    return FlowerTask.from_objective(problem.objective, *samples, start=problem.initial_params)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class Demo:
     """What ``aqg flower demo`` runs.
 
     Attributes:
-        directory: where results and logs go; new or empty.
+        directory: where results go; new or empty.
         nodes: how many SuperNodes.
         rounds: how many rounds.
         recipe: the compressor.
         seed: makes the run repeatable.
-        tls: encrypt, and let in only nodes with a registered key.
 
     """
 
@@ -50,12 +82,78 @@ class DemoOptions:
     rounds: int = 20
     recipe: str = "auto"
     seed: int = 0
-    tls: bool = False
 
     @property
     def run_directory(self) -> Path:
         """Where the training is written, as the simulator writes it."""
         return self.directory / slug(self.recipe)
+
+    @property
+    def settings(self) -> dict[str, bool | int | float | str]:
+        """Flower's settings for the server."""
+        settings: dict[str, bool | int | float | str] = {
+            "num-clients": self.nodes,
+            "num-server-rounds": self.rounds,
+            "recipe": self.recipe,
+            "seed": self.seed,
+            "exact": True,
+            "weighting": "equal",
+            "run-dir": str(self.run_directory.resolve()),
+            "trust-partition-id": True,
+        }
+        return {**settings, "alpha": digits_config(settings).alpha}
+
+    def run(self, on_round: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+        """Train, and return the lines of all rounds; ``on_round`` is given each as it ends.
+
+        Also when interrupted, returns after Flower and Ray have ended.
+        """
+        settings = self.settings
+        read_settings(settings)
+        create_directory(self.directory)
+        reporter = _Reporter()
+
+        def simulate() -> None:
+            try:
+                _simulate(settings, reporter)
+            except BaseException as error:
+                reporter.rounds.put(error)
+            reporter.rounds.put(None)
+
+        # Interrupts end the clients of a simulation in the main thread, and its server waits on.
+        thread = threading.Thread(target=simulate)
+        thread.start()
+        rows = []
+        try:
+            while (found := reporter.rounds.get()) is not None:
+                if isinstance(found, BaseException):
+                    raise found
+                rows.append(found)
+                on_round(found)
+        finally:
+            reporter.is_stopped = True
+            thread.join()
+        return rows
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's results."""
+        summary: dict[str, Any] = json.loads((self.run_directory / SUMMARY).read_text())
+        return summary
+
+    def byte_table(self, rows: list[dict[str, Any]]) -> list[NodeBytes]:
+        """Return what every node has sent and received in these rounds."""
+        num_params = build_problem(digits_config(self.settings)).objective.num_params
+        return [
+            NodeBytes(
+                node=node,
+                uploads=sum(row["widths"][node] > 0 for row in rows),
+                upload_bytes=(sent := sum(row[UPLOADS][node] for row in rows)),
+                download_bytes=(received := sum(row[DOWNLOADS][node] for row in rows)),
+                total_bytes=sent + received,
+                plain_bytes=2 * _FLOAT_BYTES * num_params * len(rows),
+            )
+            for node in range(self.nodes)
+        ]
 
 
 @dataclass(frozen=True)
@@ -68,7 +166,6 @@ class NodeBytes:
         upload_bytes: length of its frames.
         download_bytes: length of what its orders carried.
         total_bytes: both.
-        transport: bytes on its connection, with everything that Flower adds.
         plain_bytes: length of a gradient and a model as float32, in every round.
 
     """
@@ -78,94 +175,50 @@ class NodeBytes:
     upload_bytes: int
     download_bytes: int
     total_bytes: int
-    transport: Traffic
     plain_bytes: int
 
 
-class Demo:
-    """Runs the digits app on a deployment of its own; a context manager around its processes."""
+class _Reporter:
+    """A logger that passes every round on, and ends the run when it is told to."""
 
-    def __init__(self, options: DemoOptions) -> None:
-        self.options = options
-        self.run_config = self._run_config()
-        read_settings(self.run_config)
-        self.num_params = make_problem(self.run_config).objective.num_params
-        deployment_options = DeploymentOptions(
-            num_nodes=options.nodes, tls=options.tls, preload=PRELOAD
-        )
-        create_directory(options.directory)
-        self.deployment = Deployment(options.directory / "deployment", deployment_options)
+    def __init__(self) -> None:
+        self.rounds: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
+        self.is_stopped = False
 
-    def __enter__(self) -> Demo:
-        return self
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Do nothing."""
 
-    def __exit__(self, *_: object) -> None:
-        self.deployment.close()
+    def round(self, report: RoundReport) -> None:
+        """Pass a round on."""
+        if self.is_stopped:
+            raise RunError("the run was interrupted")
+        self.rounds.put(json.loads(report.to_json()))
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Start everything and train; yields the line of every round, as it is written."""
-        self.deployment.start()
-        self._before = [self.deployment.traffic(node) for node in range(self.options.nodes)]
-        run = self.deployment.run(APP, self.run_config)
-        yield from self._follow(run)
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
-    def summary(self) -> dict[str, Any]:
-        """Return the run's results."""
-        summary: dict[str, Any] = json.loads((self.options.run_directory / SUMMARY).read_text())
-        return summary
+    def close(self) -> None:
+        """Do nothing."""
 
-    def byte_table(self) -> list[NodeBytes]:
-        """Return what every node has sent and received since the run began."""
-        rows = self._lines()
-        table = []
-        for node in range(self.options.nodes):
-            sent = sum(row[UPLOADS][node] for row in rows)
-            received = sum(row[DOWNLOADS][node] for row in rows)
-            table.append(
-                NodeBytes(
-                    node=node,
-                    uploads=sum(row["widths"][node] > 0 for row in rows),
-                    upload_bytes=sent,
-                    download_bytes=received,
-                    total_bytes=sent + received,
-                    transport=self.deployment.traffic(node) - self._before[node],
-                    plain_bytes=2 * _FLOAT_BYTES * self.num_params * len(rows),
-                )
-            )
-        return table
 
-    def _run_config(self) -> dict[str, ConfigValue]:
-        options = self.options
-        config: dict[str, ConfigValue] = {
-            "num-clients": options.nodes,
-            "rounds": options.rounds,
-            "recipe": options.recipe,
-            "seed": options.seed,
-            "run-dir": str(options.run_directory.resolve()),
-            "trust-partition-id": not options.tls,
-        }
-        return {**config, "alpha": simulator_config(config).alpha}
-
-    def _follow(self, run: int) -> Iterator[dict[str, Any]]:
-        """Yield lines until the summary is there; ask Flower now and then whether all is well."""
-        num_seen, asked = 0, time.monotonic()
-        while True:
-            is_complete = (self.options.run_directory / SUMMARY).exists()
-            lines = self._lines()
-            yield from lines[num_seen:]
-            num_seen = len(lines)
-            if is_complete:
-                return
-            if time.monotonic() - asked > _SECONDS_BETWEEN_QUESTIONS:
-                status = self.deployment.status(run)
-                asked = time.monotonic()
-                if status.startswith("finished") and status != "finished:completed":
-                    log = self.deployment.processes.log_of("superlink-worker")
-                    raise RunError(f"the run is {status}; see {log}")
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-    def _lines(self) -> list[dict[str, Any]]:
-        """Return the complete lines that the server has written so far."""
-        path = self.options.run_directory / ROUNDS
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def _simulate(settings: Mapping[str, Any], reporter: _Reporter) -> None:
+    """Run both apps in Flower's simulation, one client at a time."""
+    os.environ.update(_QUIET)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    problem = build_problem(digits_config(settings))
+    server = make_server_app(
+        problem.initial_params,
+        evaluate=lambda params: problem.test_accuracy(params),
+        settings=settings,
+        describe=DIGITS,
+        loggers=[reporter],
+    )
+    run_simulation(
+        server,
+        make_client_app(partial(digits_task, settings)),
+        num_supernodes=int(settings["num-clients"]),
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": 1, "include_dashboard": False, "logging_level": "ERROR"},
+        },
+    )

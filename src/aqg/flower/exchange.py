@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 
-from aqg.flower.private import bounded_pulls
+from aqg.flower.private import bounded_pulls, pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +15,8 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.serverapp import Grid
 
-_SHORTEST_PAUSE = 0.01
-_LONGEST_PAUSE = 0.25
-_PAUSE_SHARE = 0.08
-"""Pauses between polls are this share of the time waited so far: they add no more than that."""
 _LATE_SECONDS = 600.0
 """For how long replies that came too late are still fetched, and thrown away."""
-
-
-def pause_after(waited: float, seconds: float) -> float:
-    """Return how long to pause before the next poll: the longer, the longer one has waited.
-
-    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
-    [0.01, 0.08, 0.25, 0.0]
-    """
-    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-    return max(0.0, min(pause, seconds - waited))
 
 
 class Sent(NamedTuple):

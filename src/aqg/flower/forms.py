@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from aqg.errors import ConfigError, MessageError
-from aqg.objectives.layout import DIGEST_BYTES, POLICIES, Buffers, ModelLayout
-from aqg.objectives.tensors import read_specs
+from aqg.objectives.layout import DIGEST_BYTES, Buffers, ModelLayout, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,8 +30,6 @@ Tensor = TypeVar("Tensor")
 
 VECTOR = "parameters"
 """The name of the one tensor of a model that is nothing but a flat vector."""
-_FLOATS = ("float16", "float32", "float64")
-_TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 _NUMPY = "numpy.ndarray"
 
 
@@ -68,43 +64,11 @@ class Form(NamedTuple):
         >>> [spec.name for spec in form.layout.parameters], form.layout.statistics[0].name
         (['conv.weight'], 'bn.running_mean')
         """
-        if statistics not in POLICIES:
-            raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
         for name, array in record.items():
             if array.stype != _NUMPY:
                 raise ConfigError(f"array {name!r} is {array.stype}; it must be {_NUMPY}")
-        wanted, unwanted = _patterns(include), _patterns(exclude)
-        for option, patterns in (("include", wanted), ("exclude", unwanted)):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in record):
-                    raise ConfigError(
-                        f"{option} pattern {pattern!r} matches none of the {len(record)} arrays"
-                    )
-        theta, values, counts = [], [], []
-        for name, array in record.items():
-            row = name, list(array.shape), array.dtype
-            is_left_out = any(fnmatchcase(name, pattern) for pattern in unwanted)
-            if array.dtype in _FLOATS and name.rpartition(".")[2] not in _TRACKED:
-                if not is_left_out and (not wanted or any(fnmatchcase(name, p) for p in wanted)):
-                    theta.append(row)
-            elif array.dtype in _FLOATS and not is_left_out:
-                values.append(row)
-            elif array.dtype.startswith(("int", "uint", "bool")) and not is_left_out:
-                counts.append(row)
-        if not theta:
-            raise ConfigError(
-                f"none of the {len(record)} arrays is left to train; include is {list(wanted)}, "
-                f"exclude is {list(unwanted)}"
-            )
-        buffers = [*values, *counts]
-        layout = ModelLayout(
-            model="the model",
-            parameters=read_specs(theta),
-            statistics=read_specs(values),
-            counters=read_specs(counts),
-            tracked=tuple(name.rpartition(".")[2] in _TRACKED for name, _, _ in buffers),
-            policy=statistics,
-        )
+        rows = ((name, array.shape, array.dtype) for name, array in record.items())
+        layout = ModelLayout.of_arrays(rows, include, exclude, statistics)
         return Form(layout, tuple(record), {})
 
     @staticmethod
@@ -208,9 +172,3 @@ def values_of(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 def _as_numpy(dtype: str) -> str:
     """Return a type that NumPy has: it has no bfloat16."""
     return "float32" if dtype == "bfloat16" else dtype
-
-
-def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)

@@ -7,26 +7,22 @@ to be in step with anything else.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aqg.errors import ConfigError, RunError
-from aqg.flower.dropin.copies import PublicCopy
-from aqg.flower.dropin.tensors import Schema, Spec
+from aqg.channel.client import CopyStore
+from aqg.errors import ConfigError
 from aqg.flower.store import ContextVault
 from aqg.protocol.digests import DIGEST_BYTES
-from aqg.protocol.store import ArrayStore, ClientStore, DirectoryVault, forget_old_runs
+from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from flwr.app import Context
 
     from aqg.protocol.store import Vault
-
-_logger = logging.getLogger("flwr.aqg")
 
 STATE_DIR = "aqg-state-dir"
 """Key of a node's own configuration: the directory in which it remembers."""
@@ -38,7 +34,6 @@ ENVIRONMENT = "AQG_STATE_DIR"
 IN_CONTEXT = "context"
 """In place of a directory: remember in Flower's context, for as long as the node lives."""
 _DAYS = 30
-_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Memory:
@@ -95,6 +90,12 @@ class Memory:
         key = f"{run}-{choice.hexdigest()}"
         return ClientStore(self._vault(key), key)
 
+    def forget(self, run: str) -> None:
+        """Delete what is kept on disk of a run of the drop-in, which has ended."""
+        if self.directory is not None and run.isalnum():
+            for found in self.directory.glob(f"{run}*"):
+                shutil.rmtree(found, ignore_errors=True)
+
     def _vault(self, name: str, prefix: str = "") -> Vault:
         if self.directory is None:
             return ContextVault(self._context.state, prefix or f"aqg-{name}")
@@ -139,57 +140,3 @@ def days_to_keep(context: Context) -> float:
 def _name(context: Context, follows_node: bool) -> str:
     partition = None if follows_node else partition_of(context)
     return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
-
-
-class CopyStore:
-    """Keeps a `PublicCopy` in a vault.
-
-    Args:
-        vault: where it lies.
-        key: names the model; a copy under another key is not found.
-
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._arrays = ArrayStore(vault)
-
-    def load(self) -> tuple[PublicCopy, Schema] | None:
-        """Return the copy and its tensors; None where there is none, or none that can be read."""
-        try:
-            text = self._vault.read_index()
-            index: dict[str, Any] = json.loads(text) if text else {}
-            if index.get("key") != self._key:
-                return None
-            self._arrays.reserve(_numbers_in(index))
-            schema = Schema(Spec(n, d, tuple(shape)) for n, d, shape in index["schema"])
-            copy = PublicCopy(
-                int(index["version"]),
-                bytes.fromhex(index["layout"]),
-                self._arrays.read(index["vector"]),
-                {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
-                {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
-            )
-            return copy, schema
-        except _UNREADABLE as error:
-            _logger.warning("the saved model cannot be used: %r", error)
-            return None
-
-    def save(self, copy: PublicCopy, schema: Schema) -> None:
-        """Write the copy, whole or not at all."""
-        index = {
-            "key": self._key,
-            "version": copy.version,
-            "schema": schema.specs,
-            "layout": copy.layout.hex(),
-            "vector": self._arrays.write(copy.vector),
-            "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
-            "digests": {name: digest.hex() for name, digest in copy.digests.items()},
-        }
-        self._arrays.commit(json.dumps(index), _numbers_in(index))
-
-
-def _numbers_in(index: dict[str, Any]) -> set[int]:
-    cells = [index["vector"], *index["kept"].values()]
-    return {int(cell["number"]) for cell in cells if "number" in cell}

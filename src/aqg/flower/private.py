@@ -1,112 +1,39 @@
-"""All that touches private parts of Flower: waits, two repairs, names of messages, a task queue.
+"""All that touches private parts of Flower: how long it waits for content, and names of messages.
 
-Waits and repairs are switched on only in versions of Flower in which they were tried, and only
-where the parts look as expected; everything else works without. Names of messages are set in any
-version, and the task queue, which only our persistent worker uses, says which version it fails in.
-Without waits and repairs, rounds take some seconds longer, and a node can get stuck as follows.
-
-When a run is stopped in the moment in which a node confirms one of its orders, Flower's SuperNode
-lets go of the order, but not of the ClientApp that works on it. The reply is left over and is sent
-in the place of the next one, and so on: from then on every reply leaves only when the next order
-arrives, after its own round is over, until somebody restarts the node. And when a ClientApp ends
-without a reply, or before it has handed over all of one that it announced, the SuperNode waits for
-it for ever. `repair_node` repairs both.
+The wait is bounded only where Flower's functions look as expected; elsewhere a node that dies while
+it sends its reply can hold up a round for three minutes. Names of messages are set in any version.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-import os
 import sys
 import time
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
-from flwr import __version__
-from flwr.common.constant import Status, SubStatus
-
-from aqg.errors import ConfigError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from flwr.app import Message
 
-SWITCH = "AQG_FLOWER_QUICK"
-"""The environment variable that asks for shorter waits: ``"1"``."""
-LEASE = "AQG_FLOWER_LEASE_SECONDS"
-"""The environment variable for how long a silent node counts as online (Flower: 60 s)."""
-
-TRIED = ("1.41.", "1.42.")
-"""Versions of Flower whose private parts are known."""
-_LOOP = "flwr.supernode.start_client_internal"
-_PULL, _PUSH = "_pull_and_store_message", "_push_messages"
-_PARTS = {_PULL: {"state", "object_store", "receive"}, _PUSH: {"state", "object_store"}}
-"""Flower's functions, and their arguments that the repairs use."""
-_REPAIRED = "_repaired_by_aqg"
-_UNFINISHED = (Status.PENDING, Status.STARTING, Status.RUNNING)
-_LOCAL_SECONDS = 0.05
-"""Between two looks into the node's own memory."""
-_REMOTE_SECONDS = 0.2
-"""Between two questions to the SuperLink, which costs it CPU and the line some 700 bytes."""
-_BEATS_PER_LEASE = 2
-_CALL_SECONDS = 5.0
-"""Flower subtracts this from the time between two heartbeats."""
-
+_FIRST_PAUSE_SECONDS = 0.05
 _PULL_CAP_SECONDS = 0.5
 """The longest pause between two questions for an object that a node is still sending."""
 
-_log = logging.getLogger("aqg.flower")
+_SHORTEST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.25
+_PAUSE_SHARE = 0.08
+"""Pauses between polls are this share of the time waited so far: they add no more than that."""
 
 
-def apply_tuning() -> None:
-    """Shorten Flower's waits in this process, as far as the environment asks for it."""
-    quick, lease = os.environ.get(SWITCH) == "1", os.environ.get(LEASE)
-    if not (quick or lease):
-        return
-    if not __version__.startswith(TRIED):
-        _log.warning("flwr %s is untried: its waits stay as they are", __version__)
-        return
-    if quick:
-        _poll_often()
-    if lease:
-        _shorten_lease(float(lease))
+def pause_after(waited: float, seconds: float) -> float:
+    """Return how long to pause before the next poll: the longer, the longer one has waited.
 
-
-def _poll_often() -> None:
-    """Cap the SuperNode's sleeps of 0.5 and 3 s, and the back-off of 1 s for missing objects."""
-    node = import_module("flwr.supernode.start_client_internal")
-    if getattr(node, "time", None) is time:
-        node.time = SimpleNamespace(  # type: ignore[attr-defined]
-            sleep=lambda seconds: time.sleep(_REMOTE_SECONDS if seconds > 1 else _LOCAL_SECONDS),
-            time=time.time,
-            monotonic=time.monotonic,
-        )
-    utilities = import_module("flwr.supercore.inflatable.inflatable_utils")
-    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
-        defaults: dict[str, Any] | None = getattr(
-            getattr(utilities, name, None), "__kwdefaults__", None
-        )
-        if defaults and "initial_backoff" in defaults:
-            defaults["initial_backoff"] = _LOCAL_SECONDS
-
-
-def _shorten_lease(seconds: float) -> None:
-    """Let a node announce, and the SuperLink accept, a shorter interval between heartbeats."""
-    interval = seconds / _BEATS_PER_LEASE
-    changes = {
-        "flwr.superlink.servicer.fleet.fleet_handlers": ("HEARTBEAT_MIN_INTERVAL", 0.5),
-        "flwr.supernode.fleet_http_connection": ("HEARTBEAT_DEFAULT_INTERVAL", interval),
-        "flwr.supercore.heartbeat": ("HEARTBEAT_DEFAULT_INTERVAL", interval + _CALL_SECONDS),
-    }
-    for module_name, (name, value) in changes.items():
-        module = import_module(module_name)
-        if hasattr(module, name):
-            setattr(module, name, value)
+    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
+    [0.01, 0.08, 0.25, 0.0]
+    """
+    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    return max(0.0, min(pause, seconds - waited))
 
 
 @contextmanager
@@ -126,7 +53,7 @@ def bounded_pulls(seconds: float) -> Iterator[None]:
 
     def pull_in_time(*arguments: Any, **options: Any) -> Any:
         options["max_time"] = max(0.0, end - time.monotonic())
-        options["initial_backoff"] = _LOCAL_SECONDS
+        options["initial_backoff"] = _FIRST_PAUSE_SECONDS
         options["backoff_cap"] = _PULL_CAP_SECONDS
         return pull(*arguments, **options)
 
@@ -137,119 +64,6 @@ def bounded_pulls(seconds: float) -> Iterator[None]:
         grid.pull_objects = pull  # type: ignore[attr-defined]
 
 
-def repair_node() -> bool:
-    """Repair the SuperNode that this process, or one forked from it, runs; return whether it is."""
-    loop = import_module(_LOOP)
-    if hasattr(loop, _REPAIRED):
-        return True
-    found = {name: getattr(loop, name, None) for name in _PARTS}
-    if not __version__.startswith(TRIED) or not all(
-        _parameters(found[name]) >= parts for name, parts in _PARTS.items()
-    ):
-        _log.warning("flwr %s is untried: its SuperNode runs as it is", __version__)
-        return False
-    setattr(loop, _PULL, _repaired_pull(found[_PULL]))
-    setattr(loop, _PUSH, _repaired_push(found[_PUSH]))
-    setattr(loop, _REPAIRED, True)
-    return True
-
-
-def _parameters(function: object) -> set[str]:
-    return set(inspect.signature(function).parameters) if callable(function) else set()
-
-
-def _repaired_pull(pull: Any) -> Callable[..., int | None]:
-    """Return Flower's function that receives an order, so that it leaves nothing behind."""
-
-    def pull_alone(**parts: Any) -> int | None:
-        state, receive = parts["state"], parts["receive"]
-        before: set[int] = set()
-
-        def receive_alone() -> Any:
-            found = receive()
-            if found is not None:
-                _forget_replies(state, parts["object_store"])
-                before.update(_unfinished(state))
-            return found
-
-        run: int | None = pull(**{**parts, "receive": receive_alone})
-        if run is None:
-            for task in _unfinished(state) - before:  # its token ends: it cannot reply any more
-                state.finish_task(task, SubStatus.FAILED, "the order was not received as a whole")
-                _forget_replies(state, parts["object_store"])
-        return run
-
-    return pull_alone
-
-
-def _repaired_push(push: Any) -> Callable[..., None]:
-    """Return Flower's function that waits for a reply and sends it, so that it always ends."""
-
-    def push_if_any(**parts: Any) -> None:
-        state, store = parts["state"], parts["object_store"]
-        parts = {**parts, "state": _LivingState(state), "object_store": _LivingStore(state, store)}
-        try:
-            push(**parts)
-        except _NoReplyError:
-            _log.error("a ClientApp ended without a reply")
-            state.delete_messages()
-
-    return push_if_any
-
-
-class _NoReplyError(Exception):
-    """No ClientApp is left that could reply."""
-
-
-class _LivingState:
-    """Flower's state of a node; no reply is expected once all ClientApps have ended."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-    def get_messages_legacy(self, **filters: Any) -> Any:
-        """Return messages; raise where none is there or will come."""
-        has_ended = not _unfinished(self._state)  # asked first: the reply comes before the end
-        found = self._state.get_messages_legacy(**filters)
-        if has_ended and not found:
-            raise _NoReplyError
-        return found
-
-
-class _LivingStore:
-    """Flower's object store; no object is expected once all ClientApps have ended."""
-
-    def __init__(self, state: Any, store: Any) -> None:
-        self._state = state
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get(self, object_id: str) -> bytes | None:
-        """Return an object, empty where it is still to come; raise where it will not."""
-        has_ended = not _unfinished(self._state)
-        content: bytes | None = self._store.get(object_id)
-        if has_ended and content == b"":
-            raise ConnectionError("the ClientApp ended before it had handed over its reply")
-        return content
-
-
-def _unfinished(state: Any) -> set[int]:
-    return {task.task_id for task in state.get_tasks(statuses=_UNFINISHED)}
-
-
-def _forget_replies(state: Any, object_store: Any) -> None:
-    """Delete replies that nobody waits for: one order is answered before the next is received."""
-    for message in state.get_messages_legacy(is_reply=True):
-        metadata = message.metadata
-        state.delete_messages(message_ids=[metadata.message_id, metadata.reply_to_message_id])
-        object_store.delete(metadata.message_id)
-
-
 def name_message(message: Message, identifier: str) -> None:
     """Give a message the identifier of the one that was sent in its place."""
     message.metadata.__dict__["_message_id"] = identifier
@@ -258,43 +72,3 @@ def name_message(message: Message, identifier: str) -> None:
 def answer_to(reply: Message, identifier: str) -> None:
     """Let a reply answer another message than the one that was sent last."""
     reply.metadata.__dict__["_reply_to_message_id"] = identifier
-
-
-class TaskQueue:
-    """Asks a SuperNode or SuperLink that runs with ``--isolation process`` for tasks.
-
-    Args:
-        address: of its Runtime API, host and port.
-        root_certificates: where that has TLS.
-
-    """
-
-    _KINDS = ("flwr-clientapp", "flwr-serverapp")
-    """Flower names the kinds of task like the commands that run them."""
-
-    def __init__(self, address: str, root_certificates: bytes | None) -> None:
-        try:
-            from flwr.proto.runtime_pb2 import AcquireTaskRequest
-            from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-            from flwr.supercore.runtime import RuntimeHttpClient
-
-            self._client: Any = RuntimeHttpClient.from_server_address(
-                server_address=address,
-                insecure=root_certificates is None,
-                root_certificates=root_certificates,
-                interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
-            )
-            self._request: Any = AcquireTaskRequest(supported_task_types=self._KINDS)
-        except (ImportError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"flwr {__version__} has another Runtime API ({error}); the persistent worker was "
-                f"tried with {', '.join(f'{version}x' for version in TRIED)}"
-            ) from None
-
-    def next(self) -> tuple[str, str] | None:
-        """Return kind and token of a task; None where there is none, or nobody can be reached."""
-        with suppress(httpx.TransportError):
-            response = self._client.AcquireTask(self._request)
-            if response.HasField("task") and response.token:
-                return response.task.type, response.token
-        return None

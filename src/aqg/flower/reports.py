@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aqg.flower.client_metrics import EVALUATED, TRAINED
 from aqg.flower.client_metrics import metric_fields as client_fields
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import finite_or_none, metric_fields
 
 if TYPE_CHECKING:

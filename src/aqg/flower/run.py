@@ -15,7 +15,7 @@ import numpy as np
 
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.flower.checkpoint import Checkpoint, load_checkpoint, locked, save_checkpoint
+from aqg.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from aqg.flower.client_metrics import EVALUATED, TRAINED, metric_fields
 from aqg.flower.coordinator import Coordinator, Evaluation
 from aqg.flower.desk import Desk
@@ -30,9 +30,10 @@ from aqg.flower.settings import Settings, describe_step
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.mirrors import fingerprint
-from aqg.runs.client_bytes import ClientBytes
+from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import Line, finite_or_none, read_rows
-from aqg.runs.models import ModelFiles
+from aqg.runs.files import locked
+from aqg.runs.loop import ModelFiles
 from aqg.runs.summary import summarize
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ class Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
         settings = self.settings
         if self._directory is not None:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                path = str(self._directory)
+                raise RunError(f"run-dir {path!r} cannot be used: {error.strerror}") from None
             self._stack.enter_context(locked(self._directory))
         self._start()
         book = self._coordinator.book

@@ -18,10 +18,10 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.errors import ConfigError
 from aqg.flower.desk import EVALUATE, TRAIN
-from aqg.flower.dropin.grid import CompressedGrid
+from aqg.flower.grid import CompressedGrid
 from aqg.flower.models import ServerModel, make_model
 from aqg.flower.run import Run
-from aqg.flower.settings import Settings, read_settings
+from aqg.flower.settings import KEYS, Settings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -93,8 +93,8 @@ class AQG(Strategy):
                 raise ConfigError(f"AQG has no setting {name!r}{meant}")
         spec = recipe if isinstance(recipe, str) else ""
         chosen = {"num_clients": num_clients, "rounds": _ROUNDS, "recipe": spec, **settings}
-        hyphened = {name.replace("_", "-"): value for name, value in chosen.items()}
-        self.settings = read_settings(hyphened)
+        keyed = {KEYS[name]: value for name, value in chosen.items()}
+        self.settings = read_settings(keyed)
         self.final: Any = None
         self.results: dict[str, Any] = {}
         self._recipe = None if isinstance(recipe, str) else recipe
@@ -113,7 +113,7 @@ class AQG(Strategy):
     ) -> AQG:
         """Make the strategy that a run-config describes; keys that are not ours are left alone.
 
-        >>> AQG.from_run_config({"num-clients": 4, "rounds": 20, "batch-size": 8}).settings.rounds
+        >>> AQG.from_run_config({"num-clients": 4, "num-server-rounds": 20}).settings.rounds
         20
 
         Args:

@@ -236,7 +236,7 @@ def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
 
 
 class HeldBuffers:
-    """The buffers of a client's model, for an objective (see `aqg.objectives.session.Carrier`)."""
+    """The buffers of a client's model, for an objective (see `aqg.objectives.module.Carrier`)."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers

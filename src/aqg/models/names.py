@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aqg.data import Dataset
 from aqg.errors import ConfigError
-from aqg.runs.code import Code, parse_options, seeded
+from aqg.spec import Code, make_named, seeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
-    from aqg.data import Dataset
 
 MODULES: dict[str, str] = {
     "cnn": "two convolutions and a linear layer, for images [width=8]",
@@ -105,24 +103,10 @@ def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
 def _built_in(spec: str, shape: DataShape) -> nn.Module:
     from aqg.models import nets
 
-    name, _, rest = spec.partition(":")
-    if name not in MODULES:
-        raise ConfigError(f"model {spec!r} is not one of {', '.join(MODULES)}")
-    options = parse_options(f":{rest}" if rest else "")
-    make: dict[str, Callable[..., nn.Module]] = {
+    makers: dict[str, Callable[..., nn.Module]] = {
         "cnn": nets.make_cnn,
         "resnet8": nets.make_resnet8,
         "transformer": nets.make_transformer,
     }
-    known = inspect.signature(make[name]).parameters
-    for key, value in options.items():
-        if key not in known or key == "shape":
-            names = ", ".join(option for option in known if option != "shape")
-            raise ConfigError(f"model {name!r} has no option {key!r}; it has: {names}")
-        wanted = type(known[key].default)
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConfigError(
-                f"option {key} of model {name!r} is {value!r}; it must be like "
-                f"{known[key].default!r}"
-            )
-    return make[name](shape, **options)
+    module: nn.Module = make_named("model", spec, makers, shape)
+    return module

@@ -1,19 +1,20 @@
-"""The built-in modules: small ones that people know, for images and for sequences."""
+"""Models that are torch modules, and the loss that suits the targets, where nobody names one."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.models.names import DataShape
+from aqg.models.names import DataShape
 
 _MAX_CHANNELS = 4
 """An axis this short, first or last, is taken as the colors of an image."""
@@ -51,7 +52,6 @@ class Images(nn.Module):
                 )
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return the images."""
         if self.colors_last:
             return samples.movedim(-1, 1)
         return samples.reshape(len(samples), *self.shape)
@@ -231,3 +231,32 @@ def _head(model: str, width: int, shape: DataShape) -> list[tuple[str, nn.Module
     if shape.target_shape == ():
         return [("head", head), ("number", nn.Flatten(0))]  # (n, 1) becomes (n,)
     return [("head", head)]
+
+
+def default_loss(targets: NDArray[Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Return the mean loss of a batch as a function of outputs and targets.
+
+    Cross-entropy where targets are whole numbers: classes, or tokens at every place of a sequence.
+    Binary cross-entropy where they are only 0.0 and 1.0, such as several labels at once. The mean
+    squared error for other numbers.
+
+    >>> default_loss(np.array([0, 1, 2])).__name__, default_loss(np.array([0.5, 2.0])).__name__
+    ('token_cross_entropy', 'mse_loss')
+    """
+    if targets.dtype.kind in "iub":
+        return token_cross_entropy
+    if np.isin(targets, (0, 1)).all():
+        return functional.binary_cross_entropy_with_logits
+    return functional.mse_loss
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, with classes on the last axis of ``(n, ..., classes)``.
+
+    >>> import torch
+    >>> token_cross_entropy(torch.zeros(3, 20, 80), torch.zeros(3, 20, dtype=torch.int64)).item()
+    4.382026672363281
+    """
+    if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return functional.cross_entropy(outputs, targets)

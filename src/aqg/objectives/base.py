@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aqg.errors import ConfigError
+from aqg.models import MODULES
+from aqg.spec import make_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
+
 
 Array: TypeAlias = Any
 """A NumPy array, or a torch tensor on any device; results are of the kind that came in."""
@@ -24,8 +26,6 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of every tensor of a model, in the order they lie in the flat vector."""
 
 Scaling: TypeAlias = Literal["mean", "sum"]
-
-MODEL_FORMS = "logistic, softmax or mlp:HIDDEN, such as mlp:200"
 
 
 class Learner(Protocol):
@@ -176,23 +176,29 @@ def make_objective(
     (('weight1', (784, 200)), ('bias1', (200,)), ('weight2', (200, 10)), ('bias2', (10,)))
     """
     # Imported here because these modules import this one.
-    from aqg.objectives.logistic import Logistic
-    from aqg.objectives.mlp import Perceptron
-    from aqg.objectives.softmax import Softmax
+    from aqg.objectives.closed_form import Logistic, Perceptron, Softmax
 
     _check_settings(num_features, num_classes, l2, scaling)
-    match spec.split(":"):
-        case ["logistic"]:
-            if num_classes != 2:
-                raise ConfigError(
-                    f"model 'logistic' needs 2 classes, the data has {num_classes}; use softmax"
-                )
-            return Logistic(num_features, l2, scaling)
-        case ["softmax"]:
-            return Softmax(num_features, num_classes, l2, scaling)
-        case ["mlp", hidden] if hidden.isascii() and hidden.isdigit() and int(hidden) > 0:
-            return Perceptron(num_features, int(hidden), num_classes, l2, scaling)
-    raise ConfigError(f"model {spec!r} is not one of {MODEL_FORMS}")
+
+    def logistic() -> Objective:
+        if num_classes != 2:
+            raise ConfigError(
+                f"model 'logistic' needs 2 classes, the data has {num_classes}; use softmax"
+            )
+        return Logistic(num_features, l2, scaling)
+
+    def perceptron(hidden: int) -> Objective:
+        if hidden < 1:
+            raise ConfigError(f"model is {spec!r}; a layer has at least 1 unit")
+        return Perceptron(num_features, hidden, num_classes, l2, scaling)
+
+    makers: dict[str, Callable[..., Objective]] = {
+        "logistic": logistic,
+        "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
+        "mlp": perceptron,
+    }
+    objective: Objective = make_named("model", spec, makers, also=tuple(MODULES))
+    return objective
 
 
 def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:

@@ -15,29 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
-from aqg.objectives.tensors import (
-    TensorSpec,
-    dtype_name,
-    lay_out,
-    read_specs,
-    tensors_of,
-    to_numpy,
-    write_tensors,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch import Tensor, nn
 
-    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 POLICIES = ("average", "local", "frozen")
 """What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
@@ -47,6 +39,8 @@ DIGEST_BYTES = 16
 _VALUES_LOOKED_AT = 4096
 """Of a tensor that never travels, so many values make up its digest."""
 
+_TRACKED = ("running_mean", "running_var", "num_batches_tracked")
+"""How the buffers of normalization layers are called, where there is no module to look at."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -155,6 +149,55 @@ class ModelLayout:
             tracked=tuple(name in known for name, _ in (*floats, *integers)),
             policy=statistics,
             left_out=tuple(sorted({n for n, _ in trainable} - {n for n, _ in chosen})),
+        )
+
+    @classmethod
+    def of_arrays(
+        cls,
+        rows: Iterable[tuple[str, Sequence[int], str]],
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        statistics: str = "average",
+    ) -> Self:
+        """Describe a model that is given as names, shapes and dtypes of NumPy arrays.
+
+        Floating-point arrays are parameters, but for the running statistics of normalization
+        layers, which are known by their names; patterns choose among them as in `of`.
+        """
+        if statistics not in POLICIES:
+            raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
+        wanted, unwanted = _patterns(include), _patterns(exclude)
+        rows = list(rows)
+        for option, patterns in (("include", wanted), ("exclude", unwanted)):
+            for pattern in patterns:
+                if not any(_matches(name, [pattern]) for name, _, _ in rows):
+                    raise ConfigError(
+                        f"{option} pattern {pattern!r} matches none of the {len(rows)} arrays"
+                    )
+        theta, values, counts = [], [], []
+        for row in rows:
+            name, _, dtype = row
+            is_left_out = _matches(name, unwanted)
+            if dtype in _FLOATS and name.rpartition(".")[2] not in _TRACKED:
+                if not is_left_out and (not wanted or _matches(name, wanted)):
+                    theta.append(row)
+            elif dtype in _FLOATS and not is_left_out:
+                values.append(row)
+            elif dtype.startswith(("int", "uint", "bool")) and not is_left_out:
+                counts.append(row)
+        if not theta:
+            raise ConfigError(
+                f"none of the {len(rows)} arrays is left to train; include is {list(wanted)}, "
+                f"exclude is {list(unwanted)}"
+            )
+        names = [name.rpartition(".")[2] for name, _, _ in (*values, *counts)]
+        return cls(
+            model="the model",
+            parameters=read_specs(theta),
+            statistics=read_specs(values),
+            counters=read_specs(counts),
+            tracked=tuple(name in _TRACKED for name in names),
+            policy=statistics,
         )
 
     @property
@@ -403,3 +446,85 @@ def _normalization_buffers(module: nn.Module) -> set[str]:
             prefix = f"{path}." if path else ""
             names |= {prefix + name for name, _ in layer.named_buffers(recurse=False)}
     return names
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a module.
+
+    Attributes:
+        name: as in ``named_parameters`` or ``named_buffers``.
+        shape: of the tensor.
+        dtype: of the module's own tensor, such as ``"float32"``.
+        offset: where its first value lies in the flat vector.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> slice:
+        """Where its values lie in the flat vector."""
+        return slice(self.offset, self.offset + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.shape} {self.dtype}"
+
+
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
+    """Give tensors their places in the flat vector, one after the other."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors:
+        specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor), offset))
+        offset += specs[-1].size
+    return tuple(specs)
+
+
+def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
+    """Do what `lay_out` does from names, shapes and dtypes as they were stored."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape, dtype in rows:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"shape {shape!r} of {name!r}")
+        specs.append(TensorSpec(str(name), tuple(shape), str(dtype), offset))
+        offset += specs[-1].size
+    return tuple(specs)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return a tensor's dtype without the name of its library."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor's values; half precision becomes float32, which holds them all."""
+    found = tensor.detach().cpu()
+    if dtype_name(found) in ("float16", "bfloat16"):
+        found = found.float()
+    values: NDArray[Any] = found.numpy()
+    return values
+
+
+def write_tensors(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:
+    """Write parts of a flat vector into the tensors that they belong to."""
+    import torch
+
+    tensors = tensors_of(module)
+    with torch.no_grad():
+        for spec in specs:
+            part = np.array(flat[spec.place]).reshape(spec.shape)  # torch wants it writable
+            tensors[spec.name].copy_(torch.from_numpy(part))

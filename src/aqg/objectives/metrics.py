@@ -7,21 +7,17 @@ they make no sense, such as the accuracy of a regression, and say so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array
 from aqg.errors import AqgError, ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array
-
-    Function = Callable[[Any, Any], float]
+Function = Callable[[Any, Any], float]
 
 IGNORED = -100
 """Integer targets of this value do not count, as in ``torch.nn.functional.cross_entropy``."""

@@ -16,30 +16,22 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
+from torch.func import functional_call, grad_and_value, vmap
+from torch.overrides import TorchFunctionMode
 
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
-from aqg.objectives.calls import LOCK, ModuleCalls
-from aqg.objectives.layout import ModelLayout
+from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.objectives.metrics import main_output
-from aqg.objectives.session import Session, read_state
-from aqg.objectives.strictness import check_reset, freeze_statistics, require_repeatable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from aqg.objectives.layout import Buffers
-    from aqg.objectives.session import Carrier
 
 _STACK_BYTES = 1 << 24
 """The most features that are differentiated at once; activations take a multiple of it."""
@@ -422,3 +414,289 @@ def _reset_parameters(module: nn.Module, seed: int) -> None:
         for layer in reversed(list(module.modules())):
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()
+
+
+_STREAM = 0xD20F
+"""Keeps torch's random numbers apart from others of the same seed."""
+
+
+class Carrier(Protocol):
+    """Keeps a model's buffers between rounds."""
+
+    def start(self, client: int) -> Buffers:
+        """Return the buffers that a client's training starts from."""
+
+    def finish(self, client: int, buffers: Buffers) -> None:
+        """Take the buffers after a client's training."""
+
+    def evaluation(self) -> Buffers:
+        """Return the buffers with which a model is measured."""
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        """Return contexts, one for each model that is to be measured: one, or one per client."""
+
+
+class Session:
+    """Gradients on minibatches of one client, one after the other.
+
+    Args:
+        gradient: from this session, ``θ``, features and labels, makes loss and gradient.
+        key: (seed, client, round).
+
+    Attributes:
+        start: the buffers to start from; None: the module's own.
+        state: buffers as the last step left them, and frozen parameters; None before the first.
+
+    """
+
+    def __init__(
+        self, gradient: Callable[[Session, Any, Any, Any], tuple[Any, Any]], key: Sequence[int]
+    ) -> None:
+        self._gradient = gradient
+        seed, client, round_number = key
+        sequence = np.random.SeedSequence([seed, _STREAM, client, round_number])
+        self._seed = int(sequence.generate_state(1, np.uint64)[0])
+        self._random: tuple[Tensor, ...] = ()
+        self.start: Buffers | None = None
+        self.state: dict[str, Tensor] | None = None
+
+    def losses_and_gradients(self, params: Any, features: Any, labels: Any) -> tuple[Any, Any]:
+        """Return the loss of a batch and its gradient."""
+        return self._gradient(self, params, features, labels)
+
+    @contextmanager
+    def drawing(self, device: torch.device) -> Iterator[None]:
+        """Let torch's generators go on where this session left them, and put them back after."""
+        before = _get(device)
+        try:
+            if self._random:
+                _set(self._random, device)
+            else:
+                _seed(self._seed, device)
+            yield
+            self._random = _get(device)
+        finally:
+            _set(before, device)
+
+
+def _get(device: torch.device) -> tuple[Tensor, ...]:
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _set(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def read_state(layout: ModelLayout, state: dict[str, Tensor]) -> Buffers:
+    """Return the layout's buffers out of the state that calls left."""
+    values = np.empty(layout.num_statistics)
+    counts = np.empty(layout.num_counters, np.int64)
+    for target, specs in ((values, layout.statistics), (counts, layout.counters)):
+        for spec in specs:
+            target[spec.place] = state[spec.name].detach().cpu().reshape(-1).numpy()
+    return Buffers(values, counts)
+
+
+LOCK = threading.RLock()
+"""`functional_call` swaps the tensors of a module: a thread at a time."""
+
+
+class ModuleCalls:
+    """Outputs and losses of a module at any ``θ``.
+
+    Args:
+        module: a private copy of the user's.
+        layout: which of its tensors make up ``θ``.
+        loss: the mean loss of a batch, from outputs and targets.
+        name: for messages.
+
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        loss: Callable[[Any, Tensor], Tensor],
+        name: str,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.name = name
+        shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        self.evaluated = copy.deepcopy(module, shared).eval()
+        self._loss = loss
+        self._shapes_were_checked = False
+        self._sizes = [spec.size for spec in layout.parameters]
+        self._cache: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+
+    def with_module(self, module: nn.Module) -> ModuleCalls:
+        """Return the same with another module of the same layout."""
+        return ModuleCalls(module, self.layout, self._loss, self.name)
+
+    def state(self, flat: Tensor, buffers: Buffers | None = None) -> dict[str, Tensor]:
+        """Return buffers, fresh copies that a call may change, and frozen parameters.
+
+        They have the precision and the device of ``flat``. ``buffers`` replaces the module's own.
+        """
+        constants = self._constants(flat)
+        names = dict(self.module.named_buffers())
+        state = {
+            name: value.clone() if name in names else value for name, value in constants.items()
+        }
+        if buffers is not None:
+            groups = (self.layout.statistics, self.layout.counters)
+            for specs, values in zip(groups, buffers, strict=True):
+                for spec in specs:
+                    part = torch.from_numpy(values[spec.place].reshape(spec.shape).copy())
+                    state[spec.name] = part.to(state[spec.name])
+        return state
+
+    def outputs(
+        self, flat: Tensor, state: dict[str, Tensor], inputs: Tensor, *, training: bool
+    ) -> Any:
+        """Return the module's outputs at ``flat``; what it writes to buffers is in ``state``."""
+        pieces = zip(self.layout.parameters, torch.split(flat, self._sizes), strict=True)
+        tensors = {spec.name: piece.reshape(spec.shape) for spec, piece in pieces}
+        everything = {**tensors, **state}
+        module = self.module if training else self.evaluated
+        outputs = functional_call(module, everything, (inputs,))
+        state.update((name, everything[name].detach()) for name in state)
+        return outputs
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the mean loss over a batch."""
+        if self._shapes_were_checked or len(targets) < 2:
+            loss = self._loss(outputs, targets)
+        else:
+            loss = watched_loss(self._loss, outputs, targets, self.name)
+            self._shapes_were_checked = True
+        if loss.shape != ():
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; it must be one number, the mean over "
+                f"the {len(targets)} samples"
+            )
+        return loss
+
+    def _constants(self, flat: Tensor) -> dict[str, Tensor]:
+        kind = (flat.dtype, flat.device)
+        if kind not in self._cache:
+            trained = {spec.name for spec in self.layout.parameters}
+            fixed = {k: v for k, v in self.module.named_parameters() if k not in trained}
+            self._cache[kind] = {
+                name: value.detach().to(flat if value.is_floating_point() else flat.device)
+                for name, value in (fixed | dict(self.module.named_buffers())).items()
+            }
+        return self._cache[kind]
+
+
+_ELEMENTWISE = {"sub", "rsub", "add", "radd", "mul", "rmul", "div", "true_divide", "truediv"}
+_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "kl_div"}
+
+
+def watched_loss(
+    loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor, name: str
+) -> Tensor:
+    """Return ``loss(outputs, targets)``; raise `ConfigError` where shapes would broadcast."""
+    with _Watch(outputs, targets, name):
+        return loss(outputs, targets)
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, outputs: Any, targets: Tensor, name: str) -> None:
+        super().__init__()
+        self._ends = (outputs, targets)
+        self._name = name
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len(given) > 1:
+            self._check(getattr(func, "__name__", "").strip("_"), *given[:2])
+        return func(*args, **kwargs)
+
+    def _check(self, operation: str, first: Tensor, second: Tensor) -> None:
+        shapes = tuple(first.shape), tuple(second.shape)
+        if shapes[0] == shapes[1] or operation not in _ELEMENTWISE | _LOSSES:
+            return
+        try:
+            joint = np.broadcast_shapes(*shapes)
+        except ValueError:
+            return  # torch says so itself
+        both_grow = joint not in shapes and len(shapes[0]) != len(shapes[1])
+        are_ends = all(any(tensor is end for end in self._ends) for tensor in (first, second))
+        if operation in _LOSSES or both_grow or (are_ends and min(map(len, shapes)) > 0):
+            raise ConfigError(
+                f"the loss of {self._name} compares shapes {shapes[0]} and {shapes[1]}, which "
+                f"broadcast to {joint}; give the targets the shape of the outputs, or squeeze "
+                "the outputs"
+            )
+
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def require_repeatable(module: nn.Module) -> None:
+    """Refuse layers whose gradients are random or depend on what was computed before.
+
+    Where clients send exact gradients, on all their samples, such a layer would fill their memory
+    with noise. Where they train on minibatches, noise is the normal case.
+    """
+    for path, layer in module.named_modules():
+        if not layer.training:
+            continue
+        what = type(layer).__name__ if "\n" in repr(layer) else repr(layer)
+        where = f"layer {path!r}, {what}," if path else what
+        rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ConfigError(
+                f"{where} drops out at random; gradients on all samples must be repeatable: train "
+                "on minibatches (batch_size), call eval() on it, or set its rate to 0"
+            )
+        if getattr(layer, "track_running_stats", False):
+            raise ConfigError(
+                f"{where} updates running statistics, which no gradient on all samples carries: "
+                "train on minibatches (batch_size), use GroupNorm, set track_running_stats=False, "
+                "or call eval() on it to keep them fixed"
+            )
+
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Let normalization layers use the statistics they have, and leave them alone."""
+    for layer in module.modules():
+        if getattr(layer, "track_running_stats", False):
+            layer.eval()
+
+
+def check_reset(module: nn.Module) -> None:
+    """Refuse layers that cannot draw their parameters again."""
+    for path, layer in module.named_modules():
+        owns = any(value.requires_grad for value in layer.parameters(recurse=False))
+        if owns and not callable(getattr(layer, "reset_parameters", None)):
+            raise ConfigError(
+                f"reset needs reset_parameters() on every layer with parameters; "
+                f"{path or 'the module itself'} ({type(layer).__name__}) has none"
+            )

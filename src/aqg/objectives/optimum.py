@@ -16,21 +16,16 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.objectives.base import Array, Objective
+from aqg.objectives.base import Array, Objective
 
 CACHE_VARIABLE = "AQG_CACHE_DIR"
 """Environment variable that overrides the cache directory."""
@@ -51,12 +46,14 @@ def find_optimum(
     *,
     tolerance: float = 1e-12,
     max_passes: int = 20_000,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Optimum:
     """Minimize ``f(θ) = (1/M) Σ_m f_m(θ)`` over the features and labels of ``M`` clients.
 
     L-BFGS in double precision, started afresh from where it stopped for as long as that helps. It
     ends when the error bound is at most ``tolerance``, when rounding stops all progress, or after
-    ``max_passes`` passes over the data: read ``error_bound`` for what was reached.
+    ``max_passes`` passes over the data: read ``error_bound`` for what was reached. ``progress`` is
+    told after every step which share of the way lies behind, in the logarithm of the error bound.
 
     >>> from aqg.objectives import make_objective
     >>> features, labels = np.array([[1.0], [-2.0]]), np.array([1, 0])
@@ -75,14 +72,16 @@ def find_optimum(
     samples = [(np.asarray(x, dtype=np.float64), np.asarray(y)) for x, y in clients]
     best = Optimum(math.inf, math.inf, math.inf)
     best_params = np.zeros(objective.num_params)
-    num_passes = 0
+    num_passes, first_bound = 0, math.inf
 
     def evaluate(params: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        nonlocal best, best_params, num_passes
+        nonlocal best, best_params, first_bound, num_passes
         num_passes += 1
         value, gradient = _average(objective, samples, params)
         norm = float(np.linalg.norm(gradient))
         if norm < best.gradient_norm:
+            if not math.isfinite(best.error_bound):
+                first_bound = norm * norm / (2 * objective.l2)
             best = Optimum(value, norm, norm * norm / (2 * objective.l2))
             best_params = params.copy()
         return value, gradient
@@ -90,6 +89,8 @@ def find_optimum(
     def stop_when_certified(_: object) -> None:
         if best.error_bound <= tolerance:
             raise StopIteration
+        if math.isfinite(first_bound):
+            progress(math.log(first_bound / best.error_bound) / math.log(first_bound / tolerance))
 
     while best.error_bound > tolerance and num_passes < max_passes:
         previous = best.error_bound

@@ -20,29 +20,18 @@ with the weights of the updates and sends the result down with the model.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
 
 from aqg.core.step_sizes import share_of_newest
+from aqg.core.types import BoolArray, Float64Array
 from aqg.errors import GradientError, WireError
-from aqg.objectives.layout import Buffers
-from aqg.wire.statistics import (
-    Section,
-    StatisticsMessage,
-    decode_statistics,
-    encode_statistics,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.random import Generator
-    from numpy.typing import NDArray
-
-    from aqg.core.types import BoolArray, Float64Array
-    from aqg.objectives.layout import ModelLayout
-    from aqg.objectives.tensors import TensorSpec
+from aqg.objectives.layout import Buffers, ModelLayout, TensorSpec
+from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 
 Number = TypeVar("Number", np.float64, np.int64)
 

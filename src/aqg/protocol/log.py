@@ -11,7 +11,6 @@ bytes, and a simulator, which has their number.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from aqg.wire.entry import encode_log, log_overhead
@@ -19,8 +18,8 @@ from aqg.wire.entry import encode_log, log_overhead
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Content = bytes | int | Future[int]
-"""A frame, or its length, or a promise of that."""
+Content = bytes | int
+"""A frame, or its length."""
 
 
 class Delivery(NamedTuple):
@@ -125,6 +124,4 @@ class ModelLog:
 
 def length(content: Content) -> int:
     """Return the number of bytes."""
-    if isinstance(content, Future):
-        return content.result()
     return content if isinstance(content, int) else len(content)

@@ -1,23 +1,26 @@
-"""Curves of groups of runs: median and extremes over seeds, thinned to what a screen can show.
+"""Runs in numbers: curves of groups, who sent what and when, and results; and all of them as CSV.
 
 A point of a run's curve is the state after some rounds: what they cost and what they achieved.
+Curves of a group are the median and the extremes over seeds, thinned to what a screen can show.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from aqg.report.runs import Run
+from aqg.runs.cost import add_bytes
+from aqg.runs.table import write_csv
+from aqg.sim.record import DROPPED
 
-    from numpy.typing import NDArray
-
-    from aqg.report.runs import Run
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 LOSSES = ("residual", "loss")
@@ -176,3 +179,256 @@ def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
         kept.add(int(start + piece.argmin()))
         kept.add(int(start + piece.argmax()))
     return np.array(sorted(kept), np.intp)
+
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WidthHistogram:
+    """Uploads by width over time.
+
+    Attributes:
+        edges: bin ``i`` covers the rounds from index ``edges[i]`` up to, not including,
+            ``edges[i + 1]``.
+        widths: the widths that occur, ascending.
+        counts: uploads, widths × bins.
+
+    """
+
+    edges: Counts
+    widths: tuple[int, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What every client did over time; arrays are rows of clients × bins of rounds.
+
+    Attributes:
+        edges: bins of rounds, as in `WidthHistogram`.
+        client_edges: row ``i`` holds the clients from ``client_edges[i]`` up to, not including,
+            ``client_edges[i + 1]``; one client per row unless there are very many.
+        uploads: how many times they uploaded.
+        bits: the sum of the widths they sent.
+        away: how many times they had dropped out.
+
+    """
+
+    edges: Counts
+    client_edges: Counts
+    uploads: Counts
+    bits: Counts
+    away: Counts
+
+
+def bin_edges(length: int, max_bins: int) -> Counts:
+    """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size.
+
+    >>> bin_edges(3, 10), bin_edges(10, 4)
+    (array([0, 1, 2, 3]), array([ 0,  2,  5,  7, 10]))
+    """
+    num_bins = min(length, max_bins)
+    if num_bins == 0:
+        return np.zeros(1, np.int64)
+    return np.arange(num_bins + 1, dtype=np.int64) * length // num_bins
+
+
+def count_widths(widths: NDArray[np.int16], max_bins: int) -> WidthHistogram:
+    """Count uploads by width; ``widths`` is rounds × clients, as in a run.
+
+    >>> widths = np.array([[4, 4], [0, 2], [-1, 0], [2, 0]], np.int16)
+    >>> count_widths(widths, 2).counts
+    array([[1, 1],
+           [2, 0]])
+    """
+    edges = bin_edges(len(widths), max_bins)
+    present = tuple(int(width) for width in np.unique(widths[widths > 0]))
+    counts = np.zeros((len(present), len(edges) - 1), np.int64)
+    for row, width in zip(counts, present, strict=True):
+        row[:] = np.add.reduceat((widths == width).sum(axis=1), edges[:-1])
+    return WidthHistogram(edges, present, counts)
+
+
+def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Activity:
+    """Count what every client did; ``widths`` is rounds × clients, as in a run.
+
+    >>> activity = watch_clients(np.array([[4, -1], [2, 0]], np.int16), max_bins=1, max_rows=9)
+    >>> activity.bits.tolist(), activity.away.tolist()
+    ([[6], [0]], [[0], [1]])
+    """
+    num_rounds, num_clients = widths.shape
+    edges = bin_edges(num_rounds, max_bins)
+    client_edges = bin_edges(num_clients, max_rows)
+
+    def total(values: NDArray[np.int64]) -> Counts:
+        if values.size == 0:
+            return np.zeros((len(client_edges) - 1, len(edges) - 1), np.int64)
+        per_bin = np.add.reduceat(values, edges[:-1], axis=0)
+        return np.add.reduceat(per_bin, client_edges[:-1], axis=1).T
+
+    spoke = widths > 0
+    return Activity(
+        edges,
+        client_edges,
+        uploads=total(spoke.astype(np.int64)),
+        bits=total(np.where(spoke, widths, 0).astype(np.int64)),
+        away=total((widths == DROPPED).astype(np.int64)),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has spent and reached so far; None where a number is unknown.
+
+    ``target`` is the residual asked for, and the names that begin with it what it took to stay
+    within it.
+    """
+
+    finished: bool
+    diverged: bool
+    rounds: int
+    uploads: int
+    bits_per_param: int
+    upload_bytes: int
+    download_bytes: int | None
+    total_bytes: int | None
+    final_loss: float | None
+    residual: float | None
+    metrics: dict[str, float | None]
+    target: float | None
+    target_rounds: float | None
+    target_upload_bytes: float | None
+    target_download_bytes: float | None
+    target_total_bytes: float | None
+    faults: int
+
+
+def result_of(run: Run) -> Result:
+    """Sum up a run; one that is not finished counts as far as it came."""
+    target = (run.summary or {}).get("target")
+    target = target if isinstance(target, dict) else {}
+    return Result(
+        finished=run.summary is not None,
+        diverged=run.diverged,
+        rounds=len(run.rounds),
+        uploads=int(run.uploads.sum()),
+        bits_per_param=int(run.bits.sum()),
+        upload_bytes=int(run.upload_bytes.sum()),
+        download_bytes=_whole(run.download_bytes.sum()),
+        total_bytes=_whole(run.total_bytes.sum()),
+        final_loss=_last(run, "loss"),
+        residual=_last(run, "residual"),
+        metrics={name: _last(run, name) for name in run.metrics},
+        target=_finite(run.config.get("target")) if _is_residual(run) else None,
+        target_rounds=_finite(target.get("reached_round")),
+        target_upload_bytes=_finite(target.get("upload_bytes")),
+        target_download_bytes=_finite(target.get("download_bytes")),
+        target_total_bytes=_finite(target.get("total_bytes")),
+        faults=len(run.faults),
+    )
+
+
+def _is_residual(run: Run) -> bool:
+    """Tell whether the run's target is a distance from the minimum."""
+    return bool(run.config.get("target_kind", "residual") == "residual")
+
+
+def _last(run: Run, metric: str) -> float | None:
+    if run.diverged and metric in LOSSES:
+        return None
+    values = run_points(run, "rounds", metric).y
+    return float(values[-1]) if len(values) else None
+
+
+def _whole(total: float) -> int | None:
+    return None if math.isnan(total) else int(total)
+
+
+def _finite(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def summary_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run: its name, every setting, and its results."""
+    settings = list(dict.fromkeys(name for run in runs for name in run.config))
+    metrics = metric_names(runs)
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {"run": run.name}
+        row.update((name, _cell(run.config.get(name))) for name in settings)
+        results = asdict(result_of(run))
+        found = results.pop("metrics")
+        results |= {_column(name, results): found.get(name) for name in metrics}
+        row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
+        rows.append(row)
+    return write_csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
+
+
+_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+
+
+def curves_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run and round: what it had cost so far, and what it had reached.
+
+    Round 0 is the start.
+    """
+    metrics = metric_names(runs)
+    columns = ["run", "recipe", "seed", "round", "uploads", *_BYTES, "loss", "residual"]
+    columns += [_column(name, columns) for name in metrics]
+    return write_csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
+
+
+def metric_names(runs: Iterable[Run]) -> list[str]:
+    """Return the metrics that some run has, in order."""
+    return list(dict.fromkeys(name for run in runs for name in run.metrics))
+
+
+def _column(name: str, taken: Iterable[str]) -> str:
+    """Return the heading of a metric: its name, unless another column has it."""
+    return f"test_{name}" if name in taken else name
+
+
+def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
+    summary = run.summary or {}
+    uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
+    sent = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
+    received = np.concatenate(([0.0], np.cumsum(run.download_bytes))).tolist()
+    rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
+    losses = [*_known(run.losses), summary.get("final_loss")]
+    unknown = np.full(len(run.rounds), np.nan)
+    found = [
+        [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
+    ]
+    rows = zip(rounds, uploads, sent, received, losses, strict=False)
+    for index, (number, count, up, down, loss) in enumerate(rows):
+        residual = None if loss is None or run.minimum is None else loss - run.minimum
+        values = [column[index] for column in found]
+        sizes = (up, _whole(down), _whole(up + down))
+        yield run.name, run.recipe, run.seed, number, count, *sizes, loss, residual, *values
+
+
+def clients_csv(runs: Sequence[Run]) -> str:
+    """Return one row per run and client: what it sent and received in all rounds.
+
+    A number is missing where it is not on record.
+    """
+    columns = ["run", "recipe", "seed", "client", *_BYTES]
+    return write_csv(columns, (row for run in runs for row in _client_rows(run)))
+
+
+def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
+    unknown = [None] * run.widths.shape[1]
+    up, down = run.client_upload_bytes, run.client_download_bytes
+    sent = unknown if up is None else up.tolist()
+    received = unknown if down is None else down.tolist()
+    for client, sizes in enumerate(zip(sent, received, strict=True)):
+        yield run.name, run.recipe, run.seed, client, *sizes, add_bytes(*sizes)
+
+
+def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, list | dict) else value

@@ -1,7 +1,7 @@
 """Cost and delay: the bytes and the rounds that each recipe needs until it is good enough.
 
 Panels come from two places. Runs on the same problem are compared at a level that most of them
-reach. A directory that ``aqg compare --swap-in`` left has the cost and the delay of every recipe
+reach. A directory that ``aqg compare`` left has the cost and the delay of every recipe
 against federated averaging in its ``results.json``.
 """
 
@@ -16,9 +16,10 @@ import numpy as np
 
 from aqg.errors import RunError
 from aqg.objectives.metrics import named_metric
-from aqg.report.curves import run_points
+from aqg.report.curves import metric_names, result_of, run_points
 from aqg.report.groups import setting_text
-from aqg.report.results import metric_names, result_of
+from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU
+from aqg.studies.contest.table import RESULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     Spread = list[float]
     """The middle, the lower and the upper end."""
 
-RESULTS = "results.json"
-PLATEAU = "plateau"
-FEDAVG = "fedavg"
-MOST_DELAY = 1.25
-"""A recipe with more rounds than this, over those of federated averaging, is no swap-in."""
 _PROBLEM = ("dataset", "partition", "model", "clients", "target", "problem")
 _MOST_PANELS = 12
 _SHARE = 2 / 3
@@ -219,13 +215,17 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def find_studies(directories: Sequence[Path]) -> list[Path]:
-    """Return those directories that hold what ``aqg compare --swap-in`` found."""
+    """Return those directories that hold what ``aqg compare`` found."""
     return [directory for directory in directories if _cells(directory)]
 
 
 def of_study(directory: Path) -> list[Panel]:
-    """Return a panel for each task of a swap-in comparison."""
-    cells = [c for c in _cells(directory) if c.get("goal") == PLATEAU and not c.get("same_as")]
+    """Return a panel for each task of a comparison."""
+    cells = [
+        cell
+        for cell in _cells(directory)
+        if cell.get("goal") in (FIXED, PLATEAU) and not cell.get("same_as")
+    ]
     try:
         return [
             _task_panel(task, [cell for cell in cells if cell["task"] == task])
@@ -239,6 +239,7 @@ def of_study(directory: Path) -> list[Panel]:
 
 def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
     points, never = [], []
+    is_averaging = cells[0]["goal"] == PLATEAU
     for cell in cells:
         if cell["cost"] is None or cell["delay"] is None:
             never.append(str(cell["recipe"]))
@@ -254,7 +255,7 @@ def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
         )
     return Panel(
         title=str(task),
-        goal="as good as federated averaging",
+        goal="as good as federated averaging" if is_averaging else "at the task's target",
         x="delay: rounds over those of federated averaging",
         y="bytes uploaded and downloaded",
         points=tuple(points),
@@ -270,7 +271,7 @@ def _interval(mean: dict[str, Any], num_runs: int) -> Spread:
 
 
 def _cells(directory: Path) -> list[dict[str, Any]]:
-    """Return the cells of a swap-in comparison; none where there is no such thing."""
+    """Return the cells of a comparison; none where there is no such thing."""
     file = directory / RESULTS
     if not file.is_file():
         return []

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.report.activity import count_widths, watch_clients
-from aqg.report.curves import LOSSES, combine, run_points
-from aqg.report.groups import COLORS
-from aqg.report.results import metric_names
+from aqg.report.curves import LOSSES, combine, count_widths, metric_names, run_points, watch_clients
+from aqg.report.groups import COLORS, Comparison, Group
+from aqg.report.runs import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
-    from aqg.report.groups import Comparison, Group
-    from aqg.report.runs import Run
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
 _TITLES = {

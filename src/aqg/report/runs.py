@@ -6,13 +6,16 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import RunError
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import (
     CONFIG,
     METRIC_PREFIX,
@@ -24,12 +27,6 @@ from aqg.runs.directory import (
 )
 from aqg.sim.record import DROPPED
 from aqg.studies.sweep import GRID
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 _MAX_DEPTH = 4
 _BYTES = ("upload_bytes", "download_bytes", "total_bytes")

@@ -1,21 +1,510 @@
-"""From directories to files: the report, and the pictures and tables on request."""
+"""From directories to files: the report as one HTML file, and pictures and tables on request.
+
+The page holds template, style, scripts and data, and needs no network. What it shows is one JSON
+document with arrays in it: groups, curves, runs, results and settings.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import html
+import json
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+import aqg
 from aqg.errors import RunError
-from aqg.report.frontier import find_studies, of_study
-from aqg.report.groups import compare
-from aqg.report.page import make_page
-from aqg.report.results import clients_csv, curves_csv, summary_csv
-from aqg.report.runs import holds_runs, read_runs
+from aqg.objectives.metrics import named_metric
+from aqg.report.curves import (
+    AXES,
+    LOSSES,
+    Band,
+    Result,
+    clients_csv,
+    combine,
+    count_widths,
+    curves_csv,
+    extra_points,
+    metric_names,
+    result_of,
+    run_points,
+    summary_csv,
+    thin,
+    watch_clients,
+)
+from aqg.report.frontier import Panel, find_studies, of_runs, of_study
+from aqg.report.groups import COLORS, Comparison, Group, assign_colors, compare, setting_text
+from aqg.report.runs import Run, holds_runs, read_runs
 from aqg.runs.files import write_atomically
+from aqg.runs.table import format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+_MAX_POINTS = 600
+_TOTAL_POINTS = 12_000
+_MAX_COLUMNS = 400
+_MAX_ROWS = 200
+_TOTAL_CELLS = 1_500_000
+_HISTOGRAM_BINS = 120
+_MAX_MARKED_FAULTS = 500
+_MAX_FAULT_ROWS = 200
+_SPREAD = (
+    "rounds",
+    "uploads",
+    "bits_per_param",
+    "upload_bytes",
+    "download_bytes",
+    "total_bytes",
+    "target_upload_bytes",
+    "target_total_bytes",
+    "final_loss",
+    "residual",
+    "faults",
+)
+
+
+def make_document(
+    comparison: Comparison, packer: Packer, studies: Sequence[Panel] = ()
+) -> dict[str, Any]:
+    """Describe a comparison; arrays go into ``packer``."""
+    groups, runs = comparison.groups, comparison.runs
+    panels = [*studies, *of_runs(comparison)]
+    colors = {group.recipe: group.color for group in groups}
+    others = [point.recipe for panel in studies for point in panel.points]
+    if not colors:
+        colors = assign_colors(list(dict.fromkeys(others)))
+    extras = _telling_extras(runs)
+    position = {id(run): index for index, run in enumerate(runs)}
+    widths = sorted({int(width) for run in runs for width in np.unique(run.widths) if width > 0})
+    return {
+        "title": title(comparison) or "Recipes in the place of federated averaging",
+        "facts": facts(comparison) if runs else [f"{len(panels)} tasks", f"{len(colors)} recipes"],
+        "headline": headline(comparison),
+        "versions": _versions(runs),
+        "recipes": [
+            {
+                "name": name,
+                "color": next(group.color for group in groups if group.recipe == name),
+                "again": rank >= len(COLORS),
+            }
+            for rank, name in enumerate(comparison.recipes)
+        ],
+        "telling": list(comparison.telling),
+        "target": common(result_of(run).target for run in runs),
+        "widths": widths,
+        "metrics": [_metric(name, runs) for name in metric_names(runs)],
+        "extras": extras,
+        "never": [name for name in _extra_names(runs) if name not in extras],
+        "groups": [_group(group, comparison, position, extras, packer) for group in groups],
+        "runs": [
+            _run(run, group_index, len(runs), packer)
+            for group_index, group in enumerate(groups)
+            for run in group.runs
+        ],
+        "faults": _faults(runs),
+        "settings": _settings(groups),
+        "frontiers": [panel.to_json(colors) for panel in panels],
+    }
+
+
+def _telling_extras(runs: Sequence[Run]) -> list[str]:
+    """Return the extra numbers that are not zero throughout, those that change first."""
+    highest: dict[str, float] = {}
+    lowest: dict[str, float] = {}
+    for run in runs:
+        for name, values in run.extras.items():
+            known = values[np.isfinite(values)]
+            highest[name] = max(highest.get(name, -np.inf), known.max(initial=-np.inf))
+            lowest[name] = min(lowest.get(name, np.inf), known.min(initial=np.inf))
+    names = [name for name in highest if highest[name] != 0 or lowest[name] != 0]
+    return sorted(names, key=lambda name: highest[name] == lowest[name])
+
+
+def _extra_names(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.extras))
+
+
+def _group(
+    group: Group,
+    comparison: Comparison,
+    position: Mapping[int, int],
+    extras: Sequence[str],
+    packer: Packer,
+) -> dict[str, Any]:
+    limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // len(comparison.groups)))
+    metrics = metric_names(comparison.runs)
+
+    def pack(band: Band | None) -> dict[str, Any] | None:
+        if band is None:
+            return None
+        band = thin(band, limit)
+        curve = {"x": packer.floats(band.x), "y": packer.floats(band.median)}
+        if len(group.runs) > 1:
+            curve |= {"low": packer.floats(band.low), "high": packer.floats(band.high)}
+        return curve
+
+    results = [result_of(run) for run in group.runs]
+    config = group.runs[0].config
+    return {
+        "label": group.label,
+        "recipe": comparison.recipes.index(group.recipe),
+        "color": group.color,
+        "dash": group.dash,
+        "settings": [setting_text(value) for value in group.settings],
+        "dataset": setting_text(config.get("dataset")),
+        "partition": setting_text(config.get("partition")),
+        "runs": [position[id(run)] for run in group.runs],
+        "finished": all(result.finished for result in results),
+        "state": _state(results),
+        "results": {name: spread_of(results, name) for name in _SPREAD}
+        | {f"test_{name}": spread([r.metrics.get(name) for r in results]) for name in metrics},
+        "target": common(result.target for result in results),
+        "reached": sum(result.target_upload_bytes is not None for result in results),
+        "curves": {
+            key: {
+                axis: pack(combine([run_points(run, axis, metric) for run in group.runs]))
+                for axis in AXES
+            }
+            for key, metric in [
+                *((name, name) for name in LOSSES),
+                *((f"test_{name}", name) for name in metrics),
+            ]
+        },
+        "extras": {
+            name: pack(combine([extra_points(run, name) for run in group.runs])) for name in extras
+        },
+    }
+
+
+def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
+    """Return what a page says of a metric: its title, and how numbers are written."""
+    described = [(run.summary or {}).get("metrics", {}).get(name) for run in runs]
+    known = next((row for row in described if isinstance(row, dict)), named_metric(name).describe())
+    words = name.replace("_", " ")
+    is_higher = known.get("higher_is_better")
+    better = "" if is_higher is None else "higher" if is_higher else "lower"
+    return {
+        "key": f"test_{name}",
+        "name": words,
+        "title": f"test {words}",
+        "format": "percent" if known.get("percent") else "number",
+        "better": better,
+    }
+
+
+def _state(results: Sequence[Result]) -> str:
+    """Say what keeps a group's numbers from being those of complete, healthy runs."""
+    parts = []
+    for count, word in (
+        (sum(not result.finished for result in results), "not finished"),
+        (sum(result.diverged for result in results), "diverged"),
+    ):
+        if count:
+            parts.append(word if count == len(results) else f"{count} of {len(results)} {word}")
+    return ", ".join(parts)
+
+
+def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str, Any]:
+    rows = min(max(run.widths.shape[1], 1), _MAX_ROWS)
+    columns = max(40, min(_MAX_COLUMNS, _TOTAL_CELLS // num_runs // rows))
+    histogram = count_widths(run.widths, _HISTOGRAM_BINS)
+    activity = watch_clients(run.widths, columns, rows)
+    return {
+        "name": run.name,
+        "seed": setting_text(run.seed),
+        "group": group_index,
+        "finished": run.summary is not None,
+        "first": int(run.rounds[0]) if len(run.rounds) else 1,
+        "histogram": {
+            "edges": packer.counts(histogram.edges),
+            "widths": list(histogram.widths),
+            "counts": packer.counts(histogram.counts),
+        },
+        "activity": {
+            "edges": packer.counts(activity.edges),
+            "clients": packer.counts(activity.client_edges),
+            "uploads": packer.counts(activity.uploads),
+            "bits": packer.counts(activity.bits),
+            "away": packer.counts(activity.away),
+        },
+        "clients": {
+            "upload": _per_client(run.client_upload_bytes, activity.client_edges, packer),
+            "download": _per_client(run.client_download_bytes, activity.client_edges, packer),
+        },
+        "faults": [[f.round, f.client] for f in run.faults[:_MAX_MARKED_FAULTS]],
+        "extras": {
+            name: _sum_up(values[np.isfinite(values)])
+            for name, values in run.extras.items()
+            if np.isfinite(values).any()
+        },
+    }
+
+
+def _per_client(
+    totals: NDArray[np.int64] | None, edges: NDArray[np.int64], packer: Packer
+) -> dict[str, Any] | None:
+    """Pack what a client sent or received, on average over those in a row; None if unknown."""
+    if totals is None or not len(totals):
+        return None
+    return packer.floats(np.add.reduceat(totals, edges[:-1]) / np.diff(edges))
+
+
+def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
+    """Sum up counts; of other numbers, return the mean and the largest."""
+    if (values == np.rint(values)).all():
+        return {"total": float(values.sum())}
+    return {"mean": float(values.mean()), "largest": float(values.max())}
+
+
+def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """Count the faults of each run by what happened."""
+    rows: list[dict[str, Any]] = []
+    for index, run in enumerate(runs):
+        by_text: dict[str, dict[str, Any]] = {}
+        for fault in run.faults:
+            row = by_text.setdefault(
+                fault.text,
+                {"run": index, "text": fault.text, "count": 0, "first": fault.round, "who": set()},
+            )
+            row["count"] += 1
+            row["last"] = fault.round
+            row["who"].add(fault.client)
+        rows.extend(by_text.values())
+    return [{**row, "who": sorted(row["who"])[:20]} for row in rows[:_MAX_FAULT_ROWS]]
+
+
+def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return every setting with its value in each group."""
+    names = dict.fromkeys(name for group in groups for name in group.runs[0].config)
+    rows = []
+    for name in names:
+        if name == "seed":
+            values = [join_words([setting_text(r.seed) for r in group.runs]) for group in groups]
+        else:
+            values = [setting_text(group.runs[0].config.get(name)) for group in groups]
+        rows.append({"name": name, "values": values, "differs": len(set(values)) > 1})
+    return rows
+
+
+def _versions(runs: Sequence[Run]) -> list[list[str]]:
+    """Name what made the report and, where they say so, what made the runs."""
+    rows = [
+        ["this report", f"aqg {aqg.__version__}"],
+        ["Python", platform.python_version()],
+        ["NumPy", np.__version__],
+    ]
+    stored: dict[str, dict[str, None]] = {}
+    for run in runs:
+        versions = (run.summary or {}).get("versions", run.config.get("versions"))
+        if isinstance(versions, dict):
+            for name, version in versions.items():
+                stored.setdefault(f"runs: {name}", {})[setting_text(version)] = None
+    return rows + [[name, ", ".join(values)] for name, values in stored.items()]
+
+
+_NAMELESS = ("–", "custom")
+"""How a setting reads that is not stored, or that a deployment has not described."""
+
+
+def title(comparison: Comparison) -> str:
+    """Name what is compared: some recipes on some data."""
+    recipes = comparison.recipes
+    datasets = {setting_text(run.config.get("dataset")): None for run in comparison.runs}
+    named = [dataset for dataset in datasets if dataset not in _NAMELESS]
+    what = join_words(recipes) if len(recipes) <= 4 else f"{len(recipes)} recipes"
+    return f"{what} on {join_words(named)}" if named else what
+
+
+def facts(comparison: Comparison) -> list[str]:
+    """Return what all runs share, in a few words each."""
+    runs = comparison.runs
+    shared = []
+    for name, words in (
+        ("model", "{}"),
+        ("clients", "{} clients"),
+        ("partition", "{} split"),
+        ("dropout", "dropout {}"),
+    ):
+        value = common(run.config.get(name) for run in runs)
+        if value != 0 and setting_text(value) not in _NAMELESS:
+            shared.append(words.format(setting_text(value)))
+    most = max((len(run.rounds) for run in runs), default=0)
+    least = min((len(run.rounds) for run in runs), default=0)
+    unfinished = sum(run.summary is None for run in runs)
+    return [
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}",
+        *shared,
+        f"{most:,} rounds" if least == most else f"{least:,} to {most:,} rounds",
+        *([f"{unfinished} not finished"] if unfinished else []),
+    ]
+
+
+def headline(comparison: Comparison) -> str | None:
+    """Say in a sentence which recipe reached the target with the fewest bytes; None without one.
+
+    Bytes are those of both directions or, where downloads are not on record, the uploaded ones.
+    Only runs with the same settings and the same target are compared: where there are several such
+    sets, the sentence gives the range over all, and there is none unless one recipe wins in each.
+    """
+    results = {id(run): result_of(run) for run in comparison.runs}
+    reached = [r for r in results.values() if r.target_upload_bytes is not None]
+    is_total = all(result.target_total_bytes is not None for result in reached)
+    counted = "target_total_bytes" if is_total else "target_upload_bytes"
+    sets: dict[str, dict[str, float]] = {}
+    target = common(result.target for result in results.values())
+    for group in comparison.groups:
+        found = spread_of([results[id(run)] for run in group.runs], counted)
+        if found is not None:
+            config = group.runs[0].config
+            others = {
+                name: value for name, value in config.items() if name not in ("recipe", "seed")
+            }
+            sets.setdefault(setting_text(others), {})[group.recipe] = found[0]
+    if target is None or not sets:
+        return None
+    best = {min(costs, key=lambda recipe: costs[recipe]) for costs in sets.values()}
+    rivals = [recipe for recipe in comparison.recipes if recipe not in best]
+    rivals = [recipe for recipe in rivals if all(recipe in costs for costs in sets.values())]
+    if len(best) > 1 or not rivals:
+        return None
+    (winner,) = best
+    if any(costs[winner] <= 0 for costs in sets.values()):
+        return None
+    rival = "gd" if "gd" in rivals else max(rivals, key=lambda r: max(c[r] for c in sets.values()))
+    spent = _range([costs[winner] for costs in sets.values()], format_bytes)
+    saving = _range([costs[rival] / costs[winner] for costs in sets.values()], "{:.3g}".format)
+    return (
+        f"{winner} came within {target:g} of the minimum after {spent} "
+        f"{'up and down' if is_total else 'of uploads'}, "
+        f"{saving} times less than {rival}."
+    )
+
+
+def _range(values: Sequence[float], write: Callable[[float], str]) -> str:
+    low, high = write(min(values)), write(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def spread_of(results: Sequence[Result], name: str) -> list[float] | None:
+    """Return median, smallest and largest of a result; None unless every run has a value."""
+    return spread([getattr(result, name) for result in results])
+
+
+def spread(values: Sequence[float | None]) -> list[float] | None:
+    """Return median, smallest and largest; None unless all are known.
+
+    >>> spread([1.0, 4.0, 2.0]), spread([1.0, None])
+    ([2.0, 1.0, 4.0], None)
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return [float(np.median(known)), float(min(known)), float(max(known))]
+
+
+def common(values: Iterable[Any]) -> Any:
+    """Return the one value that all share, or None."""
+    distinct: list[Any] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct[0] if len(distinct) == 1 else None
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as in a sentence.
+
+    >>> join_words(["lean"]), join_words(["lean", "gd", "laq"])
+    ('lean', 'lean, gd and laq')
+    """
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+_ALIGNMENT = 4
+
+
+class Packer:
+    """Collects arrays beside a document that refers to them.
+
+    The packed form is gzip in base64 of: the header's length as a little-endian 32-bit number, the
+    header (JSON, padded with spaces to a multiple of 4 bytes), and the arrays, each aligned to 4
+    bytes. In the header an array is ``{"$": [type, offset, length]}`` with the type ``f4``, ``u1``,
+    ``u2`` or ``u4`` and the offset in bytes from the header's end.
+
+    >>> packer = Packer()
+    >>> packer.floats([0.5, 2.0]), packer.counts([3, 300])
+    ({'$': ['f4', 0, 2]}, {'$': ['u2', 8, 2]})
+    """
+
+    def __init__(self) -> None:
+        self._body = bytearray()
+
+    def floats(self, values: Any) -> dict[str, Any]:
+        """Add numbers in single precision; what that cannot hold becomes NaN."""
+        with np.errstate(over="ignore"):
+            array = np.asarray(values, np.float64).astype("<f4").ravel()
+        array[~np.isfinite(array)] = np.nan
+        return self._add("f4", array)
+
+    def counts(self, values: Any) -> dict[str, Any]:
+        """Add whole numbers from 0 up, in as few bytes as the largest one needs."""
+        array = np.asarray(values, np.int64).ravel()
+        largest = int(array.max(initial=0))
+        kind = "u1" if largest < 1 << 8 else "u2" if largest < 1 << 16 else "u4"
+        return self._add(kind, np.minimum(array, (1 << 32) - 1).astype(f"<{kind}"))
+
+    def _add(self, kind: str, array: NDArray[Any]) -> dict[str, Any]:
+        offset = len(self._body)
+        self._body += array.tobytes()
+        self._body += bytes(-len(self._body) % _ALIGNMENT)
+        return {"$": [kind, offset, array.size]}
+
+    def pack(self, document: dict[str, Any]) -> str:
+        """Return ``document`` and the arrays it refers to as text without any special character."""
+        header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        content = len(header).to_bytes(4, "little") + header + bytes(self._body)
+        return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
+
+
+_STYLE = "style.css"
+_SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "report.js")
+
+
+def make_page(
+    comparison: Comparison, studies: Sequence[Panel] = (), created: datetime | None = None
+) -> str:
+    """Return the report as one HTML text; ``created`` is now unless given.
+
+    ``studies`` are the panels of comparisons that were measured already.
+
+    Whatever comes from run directories reaches the page as packed data, which the scripts show as
+    text only, or escaped.
+    """
+    packer = Packer()
+    document = make_document(comparison, packer, studies)
+    created = created or datetime.now(UTC)
+    document["created"] = created.strftime("%Y-%m-%d %H:%M UTC")
+    return Template(_read("template.html")).substitute(
+        title=html.escape(document["title"]),
+        style=_read(_STYLE),
+        scripts="\n".join(_read(name) for name in _SCRIPTS),
+        data=packer.pack(document),
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files("aqg.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

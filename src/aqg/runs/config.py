@@ -1,55 +1,300 @@
-"""From settings to configs: defaults, files, TOML in and out.
+"""Configs: one run's settings, complete and checked, and where they come from.
 
-Settings come from four places, the later winning: the dataset's defaults, a TOML file,
-``--set key=value``, and the command line's own flags.
+Settings come from four places, the later winning: the defaults of the dataset, the model or the
+problem's own file; a TOML file; ``--set key=value``; and the command line's own flags. The table of
+all settings is `aqg.settings`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import tomllib
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from aqg.core.downlink import AUTO
-from aqg.data import is_dataset_file
+from aqg.core.downlink import resolve_downlink
+from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
+from aqg.core.optimizers import Adam, make_optimizer
+from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import resolve_step
+from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
+from aqg.data.files import Facts, peek
 from aqg.errors import ConfigError
-from aqg.runs.code import Code, file_digest
-from aqg.runs.defaults import (
-    DATASET_DEFAULTS,
-    OWN,
-    STEP_SIZES,
-    dataset_defaults,
-    problem_defaults,
-)
-from aqg.runs.own import problem_settings
-from aqg.runs.run_config import SETTINGS, RunConfig, read_stored, typed
+from aqg.models import is_module
+from aqg.runs.stopping import Kind, Target
+from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
+from aqg.sim.training import Training
+from aqg.spec import Code, file_digest, load_file, seeded
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+SETTINGS = tuple(table(RunSettings))
+NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
+"""Training samples of the datasets by name."""
 
-__all__ = [
-    "BEFORE_DOWNLINKS",
-    "DATASET_DEFAULTS",
-    "OWN",
-    "SETTINGS",
-    "STEP_SIZES",
-    "RunConfig",
-    "check_files",
-    "load_plugins",
-    "located",
-    "names_step",
-    "parse_assignment",
-    "read_settings",
-    "read_stored",
-    "refuse_unnamed_code",
-    "resolve",
-    "to_toml",
-]
 
-BEFORE_DOWNLINKS: Mapping[str, str] = {"downlink": "full"}
-"""What a stored config that does not name a downlink was made with."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunSettings):
+    """Everything that determines one run of one recipe."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.problem is None and not is_dataset_file(self.dataset):
+            require_choice("dataset", self.dataset, DATASETS)
+        if self.engine == "reference" and self.device != "cpu":
+            raise ConfigError(f"device is {self.device!r}; the reference engine runs on cpu only")
+        self._check_target()
+        make_recipe(self.recipe, self.bits, self.max_staleness)
+        if self.problem is None:
+            parse_partition(self.partition)
+        self.dropout_schedule()
+        self.training()
+        if self.scaling == "sum" and self.batch_size is not None:
+            raise ConfigError(
+                f"batch_size is {self.batch_size} with scaling sum: a sum over a batch does not "
+                "estimate the sum over all samples; use scaling mean"
+            )
+        if self.scaling == "sum" and self.weighting == "samples":
+            raise ConfigError(
+                "weighting is samples with scaling sum, which weights clients by their samples "
+                "already; use scaling mean or weighting equal"
+            )
+
+    def _check_target(self) -> None:
+        goal = self.goal
+        if self.validation and self.target_kind == "residual":
+            raise ConfigError(
+                f"validation is {self.validation} with target_kind residual, which is measured on "
+                "what the clients train on; use accuracy or loss"
+            )
+        if goal is None:
+            if self.hold:
+                raise ConfigError(f"hold is {self.hold}; it must be 0 without a target")
+            return
+        if goal.hold and self.rounds <= goal.hold:
+            raise ConfigError(
+                f"rounds is {self.rounds}; a target counts once it is met {goal.hold} rounds in a "
+                f"row, so there must be more than {goal.hold}"
+            )
+        is_followed = goal.kind == "accuracy" or self.validation > 0
+        if goal.hold and not is_followed and self.eval_every > 1:
+            raise ConfigError(
+                f"eval_every is {self.eval_every} with hold {goal.hold}; a {goal.kind} that ends "
+                "the run must be measured in every round"
+            )
+
+    @property
+    def goal(self) -> Target | None:
+        """When the model is good enough."""
+        if self.target is None:
+            return None
+        kind = cast("Kind", self.target_kind)
+        return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
+
+    @property
+    def title(self) -> str:
+        """What is learned by whom, in a few words.
+
+        >>> resolve({})[0].title
+        'softmax on digits, 10 clients, label split'
+        """
+        if self.problem is not None:
+            code = Code.parse(self.problem)
+            name = self.problem if code is None else code.short
+            return f"{name}, {self.clients} clients"
+        code = Code.parse(self.model)
+        model = self.model if code is None else code.short
+        return f"{model} on {self.data_name}, {self.clients} clients, {self.partition} split"
+
+    @property
+    def data_name(self) -> str:
+        """The dataset's name, or that of the file it comes from."""
+        code = None if self.problem is None else Code.parse(self.problem)
+        return code.path.stem if code is not None else Path(self.dataset).name
+
+    def dropout_schedule(self) -> Dropout:
+        """Return who drops out when."""
+        random = BernoulliDropout(self.dropout, self.seed)
+        if not self.absences:
+            return random
+        for client, _, _ in self.absences:
+            if client >= self.clients:
+                raise ConfigError(f"absent client is {client}; it must be below {self.clients}")
+        return ScriptedDropout(tuple(Absence(*absence) for absence in self.absences), random)
+
+    def training(self) -> Training:
+        """Return what clients compute, who is sampled, how they count, and the server's step."""
+        local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
+        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        recipe = recipe.for_updates(local.sees_all_samples)
+        optimizer = make_optimizer(self.optimizer)
+        return Training(
+            local,
+            optimizer,
+            self.weighting,
+            self.participation,
+            resolve_downlink(self.downlink, recipe),
+            resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
+        )
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    unknown = sorted(set(settings) - set(SETTINGS))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
+
+
+def _typed(name: str, value: Any) -> Any:
+    return typed(RunSettings, name, value)
+
+
+def read_stored(settings: Mapping[str, Any]) -> RunConfig:
+    """Read back a config that was stored whole; no file that it names is opened, no code is run."""
+    _check_names(settings)
+    return RunConfig(**{name: _typed(name, value) for name, value in settings.items()})
+
+
+def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
+    """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
+
+    With unequal clients or participation, ``K`` is that of a client with the mean number of
+    samples.
+    """
+    values = {
+        name: _typed(name, settings.get(name, getattr(RunConfig, name)))
+        for name in ("batch_size", "local_steps", "local_epochs", "local_rate")
+    }
+    local = LocalTraining(*values.values())
+    clients: int = max(1, _typed("clients", settings["clients"]))
+    num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
+    return local.rate * num_steps / clients
+
+
+DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
+    "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
+    "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
+}
+STEP_SIZES: dict[tuple[str, str], float] = {
+    ("digits", "mean"): 0.1,
+    ("digits", "sum"): 0.0007,
+    ("mnist", "mean"): 0.02,
+    ("mnist", "sum"): 3e-6,
+    ("heterogeneous", "mean"): 0.008,
+    ("heterogeneous", "sum"): 0.0015,
+}
+"""For the default number of clients."""
+OWN = "custom"
+"""Stands for dataset, partition and model where a function makes the whole problem."""
+_OWN_ROUNDS = 100
+_OWN_CLIENTS = 10
+ADAM_STEP_SIZE = 0.01
+"""Adam's steps have this length per coordinate, whatever the data and the number of clients."""
+
+
+def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the defaults of a dataset by name or file, and of the model."""
+    dataset = settings.get("dataset", "digits")
+    if isinstance(dataset, str) and is_dataset_file(dataset):
+        facts = file_facts(dataset)
+        defaults: dict[str, Any] = {
+            "partition": "iid" if facts.num_clients is None else "natural",
+            "clients": _OWN_CLIENTS,
+            "rounds": _OWN_ROUNDS,
+            "dtype": "float32",
+        }
+        if settings.get("partition", defaults["partition"]) == "natural":
+            defaults["clients"] = facts.num_clients or _OWN_CLIENTS
+        if facts.has_classes:
+            defaults["model"] = "softmax"
+        elif "model" not in settings:
+            raise ConfigError(
+                f"the targets in {dataset!r} are not classes, so there is no model by default; "
+                "name one with --model"
+            )
+    else:
+        require_choice("dataset", dataset, DATASETS, "or FILE.npz")
+        facts, defaults = None, DATASET_DEFAULTS[dataset]
+    merged = {"dataset": dataset, **defaults, **settings}
+    model = merged["model"]
+    if isinstance(model, str) and is_module(model):
+        merged = {"l2": 0.0, "dtype": "float32", **merged}
+    if "alpha" not in merged:
+        if facts is None and not is_module(_typed("model", model)) and _is_exact(merged):
+            step_size = _dataset_step_size(merged)
+        else:
+            num_samples = NUM_SAMPLES[dataset] if facts is None else facts.num_samples
+            num_samples = _typed("samples", merged.get("samples")) or num_samples
+            step_size = averaging_step(merged, num_samples)
+        merged["alpha"] = _default_step_size(merged, step_size)
+    return merged
+
+
+_OF_A_PROBLEM: dict[str, Any] = {
+    "dataset": OWN,
+    "partition": OWN,
+    "model": OWN,
+    "l2": 0.0,
+    "scaling": "mean",
+}
+
+
+def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict[str, Any]:
+    """Return the settings with the defaults of a problem that a function makes."""
+    problem = settings["problem"]
+    for name, value in _OF_A_PROBLEM.items():
+        if settings.get(name, value) != value:
+            raise ConfigError(
+                f"{name} is {settings[name]} and problem {problem}, which makes the whole problem, "
+                f"{name} included; give one of them"
+            )
+    merged = {"dtype": "float32", "rounds": _OWN_ROUNDS, **problem_settings(problem), **settings}
+    merged |= _OF_A_PROBLEM
+    require_choice("dtype", merged["dtype"], ("float32", "float64"))
+    if "clients" not in merged or "alpha" not in merged:
+        facts = problem_facts(problem, _typed("dtype", merged["dtype"]), data_dir)
+        merged.setdefault("clients", facts.num_clients)
+        step_size = averaging_step(merged, facts.num_samples)
+        merged.setdefault("alpha", _default_step_size(merged, step_size))
+    return merged
+
+
+def _is_exact(settings: Mapping[str, Any]) -> bool:
+    """Tell whether clients send gradients on all their samples; a dataset's step is for these."""
+    plain = {"batch_size": None, "local_steps": 1, "local_epochs": None}
+    return all(settings.get(name, value) == value for name, value in plain.items())
+
+
+def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
+    """Adapt the step size of plain gradient descent to the optimizer.
+
+    With momentum a direction moves the model by ``α/(1-β)`` in all; the default keeps that as long
+    as without. Where clients are sampled, their directions are old as well, and old directions
+    with momentum oscillate: the step is shortened by the fraction sampled.
+    """
+    optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
+    step_size = step_size * optimizer.fresh_share
+    if isinstance(optimizer, Adam):
+        step_size = ADAM_STEP_SIZE
+    if optimizer.fresh_share < 1:
+        step_size *= _typed("participation", settings.get("participation", 1.0))
+    return step_size
+
+
+def _dataset_step_size(settings: Mapping[str, Any]) -> float:
+    """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
+    dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
+    require_choice("scaling", scaling, ("mean", "sum"))
+    step_size = STEP_SIZES[dataset, scaling]
+    clients: int = _typed("clients", settings["clients"])
+    if scaling == "sum" or clients < 1:
+        return step_size
+    default_clients: int = DATASET_DEFAULTS[dataset]["clients"]
+    return step_size * default_clients / clients
 
 
 def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[RunConfig, ...]:
@@ -64,25 +309,22 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     Traceback (most recent call last):
     aqg.errors.ConfigError: rounds is -5; it must be at least 1
     """
-    unknown = sorted(set(settings) - set(SETTINGS))
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
+    _check_names(settings)
     settings = {name: located(name, value) for name, value in settings.items()}
     if settings.get("problem") is not None:
         merged = problem_defaults(settings, data_dir)
     else:
         merged = dataset_defaults(settings)
     merged.setdefault("recipe", "auto,gd,laq")
-    merged.setdefault("downlink", AUTO)
     recipes = merged.pop("recipe")
     names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
     names = [name.strip() for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"a recipe is named twice in {','.join(names)}")
     merged["files"] = _noted_files(merged)
-    checked = {name: typed(name, value) for name, value in merged.items()}
+    checked = {name: _typed(name, value) for name, value in merged.items()}
     load_plugins(checked.get("plugins", ()))
-    return tuple(RunConfig(recipe=typed("recipe", name), **checked) for name in names)
+    return tuple(RunConfig(recipe=_typed("recipe", name), **checked) for name in names)
 
 
 def names_step(settings: Mapping[str, Any]) -> bool:
@@ -152,7 +394,7 @@ def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         elif name == "init" or (name == "dataset" and is_dataset_file(value)):
             paths.append(value)
     now = {path: file_digest(Path(path)) for path in dict.fromkeys(paths)}
-    _compare_digests(dict(typed("files", settings.get("files", ()))), now)
+    _compare_digests(dict(_typed("files", settings.get("files", ()))), now)
     return tuple(now.items())
 
 
@@ -167,8 +409,6 @@ def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 def load_plugins(paths: tuple[str, ...]) -> None:
     """Run Python files that register recipes."""
-    import importlib.util
-
     for path in paths:
         spec = importlib.util.spec_from_file_location("aqg_plugin", path)
         if spec is None or spec.loader is None:
@@ -215,3 +455,71 @@ def to_toml(configs: tuple[RunConfig, ...]) -> str:
         settings["recipe"] = [config.recipe for config in configs]
     # Texts, numbers and lists of them are written alike in JSON and TOML.
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+
+
+_NOT_DEFAULTS = frozenset(
+    ("problem", "dataset", "partition", "model", "l2", "scaling", "files", "init", "plugins")
+)
+
+
+def file_facts(dataset: str) -> Facts:
+    """Return what the defaults of a run on ``FILE.npz`` depend on."""
+    return _peek(dataset, file_digest(Path(dataset)))
+
+
+@functools.lru_cache(maxsize=8)
+def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
+    return peek(Path(dataset))
+
+
+def problem_settings(spec: str) -> dict[str, Any]:
+    """Return the defaults that a problem's file brings."""
+    code = _parse(spec)
+    settings = getattr(load_file(code.path), "SETTINGS", {})
+    if not isinstance(settings, dict):
+        raise ConfigError(f"SETTINGS in {str(code.path)!r} is {settings!r}; it must be a dict")
+    for name in settings:
+        if name in _NOT_DEFAULTS:
+            raise ConfigError(
+                f"SETTINGS in {str(code.path)!r} holds {name!r}, which cannot be set there"
+            )
+    return settings
+
+
+def problem_facts(spec: str, dtype: str, data_dir: Path | None) -> Facts:
+    """Return what the defaults of a run depend on."""
+    problem = make_own_problem(spec, 0, dtype, data_dir)
+    num_samples = sum(len(client.labels) for client in problem.clients)
+    return Facts(num_samples, problem.num_clients, has_classes=False)
+
+
+def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:
+    """Call the function and check what it made; the last problem is kept."""
+    code = _parse(spec)
+    digest = file_digest(code.path)
+    return _make(code, digest, seed, dtype, data_directory(data_dir))
+
+
+@functools.lru_cache(maxsize=1)
+def _make(code: Code, digest: str, seed: int, dtype: str, data_dir: Path) -> Problem:  # noqa: ARG001
+    with seeded(seed):
+        problem = code.call(seed=seed, data_dir=data_dir, dtype=dtype)
+    if not isinstance(problem, Problem):
+        raise ConfigError(
+            f"{code} returned {type(problem).__name__}; it must return an aqg.sim.problem.Problem"
+        )
+    if not problem.clients:
+        raise ConfigError(f"{code} returned a problem with 0 clients; at least 1 is needed")
+    if str(problem.dtype) != dtype:
+        raise ConfigError(
+            f"{code} returned a problem in {problem.dtype}, and dtype is {dtype}; set dtype to "
+            f"{problem.dtype}, or let the function take dtype and use it"
+        )
+    return problem
+
+
+def _parse(spec: str) -> Code:
+    code = Code.parse(spec)
+    if code is None:
+        raise ConfigError(f"problem is {spec!r}; it must be FILE.py:FUNCTION")
+    return code

@@ -21,11 +21,14 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
+
+from numpy.typing import NDArray
 
 from aqg.errors import RunError
 from aqg.runs.files import (
@@ -40,12 +43,6 @@ from aqg.runs.files import (
     write_atomically,
 )
 from aqg.sim.record import RoundRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import BinaryIO
-
-    from numpy.typing import NDArray
 
 CONFIG = "config.toml"
 ROUNDS = "rounds.jsonl"

@@ -15,19 +15,16 @@ import re
 import time
 import zipfile
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import RunError
 from aqg.protocol.files import write_atomically as write_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 _SEAL = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*\}\s*$')
 _COMMENT = b"aqg "
@@ -154,7 +151,6 @@ class Records:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records."""
         return parse_lines(self.path, whole_lines(self.path))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -216,11 +212,14 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[
             member = zipfile.ZipInfo(f"{name}.npy")  # without the time of writing
             with archive.open(member, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-    body = buffer.getvalue()[:-_COMMENT_LENGTH]
+    length = buffer.tell() - _COMMENT_LENGTH
     facts = json.dumps(about)
-    checksum = hashlib.sha256(body + facts.encode()).hexdigest()
-    comment = _COMMENT + f"{checksum} {facts}".encode()
-    write_atomically(path, body + len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
+    digest = hashlib.sha256(buffer.getbuffer()[:length])
+    digest.update(facts.encode())
+    comment = _COMMENT + f"{digest.hexdigest()} {facts}".encode()
+    buffer.seek(length)
+    buffer.write(len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
+    write_atomically(path, buffer.getvalue())
 
 
 def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:

@@ -1,52 +1,57 @@
-"""Run a config in its directory: from the start, or on from where it stopped."""
+"""Run a config in its directory: from the start, or on from where it stopped.
+
+A run leaves two models. The best one has the best value of the first test metric that says which
+way is better; or, without one, the lowest training loss. Up to some fifty models of a run are
+measured, the last among them. Ties go to the earlier one.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
+import platform
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from aqg import __version__
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
-from aqg.runs.client_bytes import ClientBytes
-from aqg.runs.config import BEFORE_DOWNLINKS, RunConfig, read_settings, resolve, to_toml
-from aqg.runs.cost import add_bytes, first_model_bytes
-from aqg.runs.directory import (
-    CONFIG,
-    VALIDATION,
-    Line,
-    RunFiles,
-    create_directory,
-    finite_or_none,
-)
+from aqg.objectives.base import Objective
+from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
+from aqg.runs.cost import ClientBytes, add_bytes, first_model_bytes
+from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
-from aqg.runs.models import ModelFiles, name_tensors, shared_buffers
-from aqg.runs.setup import make_simulation
-from aqg.runs.stopping import NO_LIMITS, Judge, Limits, has_diverged
-from aqg.runs.summary import Summary, Trace, summarize
-from aqg.runs.validation import Validator, curve
-from aqg.runs.versions import installed_versions
+from aqg.runs.setup import Validator, curve, make_simulation
+from aqg.runs.stopping import NO_LIMITS, Ending, Judge, Limits, has_diverged
+from aqg.runs.summary import Result, Summary, Trace, summarize
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem
+from aqg.sim.record import RoundRecord
+from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
+from aqg.weights import BEST, FINAL, read_notes, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.stopping import Ending
-    from aqg.sim.engine import FastSimulation
-    from aqg.sim.problem import Problem
-    from aqg.sim.record import RoundRecord
-    from aqg.sim.reference import ReferenceSimulation
+    from aqg.objectives.layout import Buffers  # needs torch
 
 _SECONDS_FOR_ORPHANS = 60.0
 """How long to wait for a process in the same directory, such as one left by a killed parent."""
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_LARGEST_SHARE_OF_CHECKPOINTS = 0.1
+"""Of a run's time: those of thousands of clients with mirrors take longer than a round."""
 _METRIC_POINTS = 50
+
+
+Minimum: TypeAlias = float | Callable[[], float | None] | None
 
 
 @dataclass
@@ -74,15 +79,6 @@ class Progress:
         self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A finished run: its results and its curves."""
-
-    config: RunConfig
-    summary: Summary
-    trace: Trace
-
-
 def slug(recipe: str) -> str:
     """Return a directory name for a recipe spec."""
     return recipe.replace(":", "_").replace("=", "-")
@@ -100,7 +96,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = {**BEFORE_DOWNLINKS, **read_settings(directory / CONFIG)}
+    settings = read_settings(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
@@ -131,7 +127,7 @@ def identity(config: RunConfig) -> str:
 def run(
     config: RunConfig,
     problem: Problem,
-    minimum: float | None,
+    minimum: Minimum,
     directory: Path,
     contact: Contact | None = None,
     limits: Limits = NO_LIMITS,
@@ -144,7 +140,7 @@ def run(
     Args:
         config: of the run.
         problem: that the config describes.
-        minimum: ``f*`` where it is known.
+        minimum: ``f*`` where it is known, or what finds it once the last round is done and saved.
         directory: of the run; it exists and holds the config.
         contact: is told `Progress` after every round, and tells when to stop; a note is the
             `Limits` that hold from now on.
@@ -157,7 +153,10 @@ def run(
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
-        referee = _Referee(config, minimum, limits)
+        needs_minimum = bool(config.goal and config.goal.hold and config.goal.kind == "residual")
+        if needs_minimum and callable(minimum):
+            minimum = minimum()
+        referee = _Referee(config, None if callable(minimum) else minimum, limits)
         try:
             return _run(
                 config, problem, minimum, files, contact or Contact(), referee, keeps_models
@@ -169,7 +168,7 @@ def run(
 def _run(
     config: RunConfig,
     problem: Problem,
-    minimum: float | None,
+    minimum: Minimum,
     files: RunFiles,
     contact: Contact,
     referee: _Referee,
@@ -188,7 +187,7 @@ def _run(
         progress.add(line)
         referee.replay(line)
     validate = Validator(simulation, config.target_kind) if config.validation else None
-    last_saved = time.monotonic()
+    checkpoints = Checkpoints()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
     def save() -> None:
@@ -227,9 +226,8 @@ def _run(
         contact.tell(progress)
         referee.limits = contact.note() or referee.limits
         is_stop_asked = contact.is_stop_asked()
-        if is_stop_asked or time.monotonic() - last_saved > _SECONDS_BETWEEN_CHECKPOINTS:
-            save()
-            last_saved = time.monotonic()
+        if is_stop_asked or checkpoints.is_due():
+            checkpoints.time(save)
         if is_stop_asked:
             raise Interrupted
     save()
@@ -250,8 +248,13 @@ def _run(
     first_model = first_model_bytes(simulation.training.downlink, len(simulation.parameters))
     # A target on the validation set is not that of the test set, which a summary looks at.
     goal = None if config.validation else config.goal
+    if callable(minimum):
+        minimum = minimum()
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
+    values = [referee.value_of(line.metrics, line.record.loss) for line in lines]
+    values.append(referee.value_of(metrics | {VALIDATION: final_value}, final_loss))
+    is_followed = validate is not None or referee.has_target
     files.finish(
         summary.to_json()
         | referee.to_json()
@@ -261,12 +264,32 @@ def _run(
             "run": identity(config),
         }
         | client_bytes.to_json()
-        | ({} if validate is None else {"curve": curve(lines, final_value, metrics, first_model)})
+        | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
     )
     if not keeps_models:
         files.drop_checkpoint()
     contact.saved()
     return Result(config, summary, Trace.of(lines, final_loss, metrics))
+
+
+class Checkpoints:
+    """Says when to save: every 5 seconds, unless that would take a tenth of the time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._seconds_apart = _SECONDS_BETWEEN_CHECKPOINTS
+
+    def is_due(self) -> bool:
+        return self._clock() - self._last > self._seconds_apart
+
+    def time(self, save: Callable[[], None]) -> None:
+        """Save, and look how long it takes."""
+        begun = self._clock()
+        save()
+        self._last = self._clock()
+        needed = (self._last - begun) / _LARGEST_SHARE_OF_CHECKPOINTS
+        self._seconds_apart = max(_SECONDS_BETWEEN_CHECKPOINTS, needed)
 
 
 class _Referee:
@@ -296,6 +319,17 @@ class _Referee:
                         f"the target is a {goal}, and the minimum of the loss is unknown"
                     )
                 self._minimum = minimum
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a target can end the run."""
+        return self._judge is not None
+
+    def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
+        """Return what the target is about; NaN where it was not measured."""
+        if self.wants_accuracy or self._metric == VALIDATION:
+            return metrics.get(self._metric, math.nan)
+        return math.nan if loss is None else loss - self._minimum
 
     def is_over(self) -> bool:
         """Tell whether the run has come to its end before the last round."""
@@ -364,3 +398,145 @@ def batch_summary(summaries: Sequence[Summary]) -> str:
     """Return all runs' results as one JSON object."""
     runs = [summary.to_json() for summary in summaries]
     return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
+
+
+def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | None) -> Any:
+    """Return all tensors of a model by name: a module's own state, or those of a closed form."""
+    layout = getattr(objective, "model_layout", None)
+    if layout is not None:
+        module = copy.deepcopy(objective.module)  # type: ignore[attr-defined]
+        layout.load(module, params)
+        if buffers is not None:
+            layout.write_buffers(module, buffers)
+        return module.state_dict()
+    tensors: dict[str, Any] = {}
+    position = 0
+    for name, shape in objective.layout:
+        size = math.prod(shape)
+        tensors[name] = params[position : position + size].reshape(shape)
+        position += size
+    return tensors
+
+
+def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers | None:
+    """Return the statistics that go with the model that is kept; None where none are shared.
+
+    Files of a run whose clients keep statistics of their own hold those that the module came with.
+    """
+    layout = getattr(simulation.problem.objective, "model_layout", None)
+    is_shared = layout is not None and layout.policy == "average"
+    return simulation.statistics.averaged() if is_shared else None
+
+
+class Measured(NamedTuple):
+    """How good a model is.
+
+    Attributes:
+        rounds: after how many rounds.
+        measure: what was measured, ``test_NAME`` or ``loss``.
+        value: of it.
+
+    """
+
+    rounds: int
+    measure: str
+    value: float
+
+
+class ModelFiles:
+    """Keeps the best model of a run in mind, and writes it and the final one.
+
+    Args:
+        directory: of the run.
+        directions: for each test metric, whether more of it is better; None where nobody said.
+        next_round: the first round that is still to be run.
+
+    Attributes:
+        best: how good the best model is, None before the first.
+
+    """
+
+    def __init__(
+        self, directory: Path, directions: Mapping[str, bool | None], next_round: int = 1
+    ) -> None:
+        self._directory = directory
+        self._directions = directions
+        self._pending: bytes | None = None
+        self.best = self._read(next_round)
+
+    def _read(self, next_round: int) -> Measured | None:
+        """Return the best model so far; one of a round that is run again will be found again."""
+        path = self._directory / BEST
+        if not path.exists():
+            return None
+        notes = read_notes(path)
+        try:
+            found = Measured(int(notes["rounds"]), notes["measure"], float(notes["value"]))
+        except (KeyError, ValueError, TypeError):
+            return None
+        return found if found.rounds < next_round else None
+
+    def consider(
+        self,
+        rounds: int,
+        metrics: Mapping[str, float],
+        loss: float | None,
+        tensors: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Remember a model if it is the best so far.
+
+        Args:
+            rounds: after how many rounds it is.
+            metrics: what was measured of it on the test set.
+            loss: its training loss, None where unknown.
+            tensors: makes its tensors, by name.
+
+        """
+        name = next((name for name in metrics if self._directions.get(name) is not None), None)
+        measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
+        if value is None or not math.isfinite(value):
+            return
+        best = self.best
+        if best is not None and best.measure == measure:
+            sign = -1.0 if name is not None and self._directions[name] else 1.0
+            if not sign * value < sign * best.value:
+                return
+        elif best is not None and measure == "loss":
+            return  # beyond numbers, or not measured this time
+        self.best = Measured(rounds, measure, value)
+        self._pending = to_bytes(tensors(), self.best._asdict())
+
+    def save(self) -> None:
+        """Write the best model if it is a new one."""
+        if self._pending is not None:
+            write_atomically(self._directory / BEST, self._pending)
+            self._pending = None
+
+    def finish(self, rounds: int, tensors: Callable[[], Mapping[str, Any]]) -> None:
+        """Write both models."""
+        self.save()
+        write_atomically(self._directory / FINAL, to_bytes(tensors(), {"rounds": rounds}))
+
+
+_LIBRARIES = ("numpy", "numba", "scipy", "torch")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of aqg, Python and the libraries that compute, and the kind of processor.
+
+    Libraries that are not installed are left out.
+
+    >>> installed_versions()["numpy"].split(".")[0]
+    '2'
+    """
+    versions = {
+        "aqg": __version__,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # an optional one
+            continue
+    return versions

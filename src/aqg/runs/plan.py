@@ -1,20 +1,28 @@
-"""Plans: what a study runs next. Here the plan whose jobs are known from the start."""
+"""What a study runs next, and what workers do for it: try out, find minima, train.
+
+Nothing of a study is written before every distinct problem was tried out and its minimum found.
+Then come the runs, each a task of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from aqg.errors import AqgError, ConfigError
-from aqg.runs.config import check_files, read_stored
+from aqg.jit import when_compiling
+from aqg.runs import loop
+from aqg.runs.config import RunConfig, check_files, load_plugins, read_stored, to_toml
 from aqg.runs.directory import CONFIG, read_config, read_summary
-from aqg.runs.tasks import problem_key
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
+from aqg.runs.executor import Contact, Done, Event, Place, run_tasks
+from aqg.runs.files import write_atomically
+from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
+from aqg.runs.stopping import NO_LIMITS, Limits
+from aqg.sim.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,7 @@ class Batch:
         if isinstance(result, AqgError):
             self.failures[job.name] = result
 
-    def note(self, job: Job) -> None:
-        """Say nothing: no run depends on another."""
+    def note(self, job: Job) -> None: ...
 
     def most_left(self) -> int:
         """Return how many jobs have not ended yet."""
@@ -90,3 +97,196 @@ def _check_unchanged(directory: Path, config: RunConfig) -> None:
             f"cannot resume {str(directory)!r} with {key} {after[key]}: "
             f"the run has {key} {before[key]}; start a new one"
         )
+
+
+Key = tuple[tuple[str, Any], ...]
+
+Minima = Mapping[Key, float | None]
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+_MOST_KEPT_BYTES = 1 << 30
+"""Samples that a worker keeps for its next runs, beside those of the run under way."""
+_NOT_OF_THE_PROBLEM = frozenset(
+    {
+        "recipe",
+        "rounds",
+        "alpha",
+        "bits",
+        "max_staleness",
+        "dropout",
+        "absences",
+        "target",
+        "target_kind",
+        "hold",
+        "engine",
+        "device",
+        "eval_every",
+        "plugins",
+        "batch_size",
+        "local_steps",
+        "local_epochs",
+        "local_rate",
+        "participation",
+        "optimizer",
+        "downlink",
+        "step",
+    }
+)
+"""Settings that leave the problem as it is; a setting not listed is taken to shape it."""
+
+
+def problem_key(config: RunConfig) -> Key:
+    """Return what tells problems apart."""
+    return tuple((k, v) for k, v in asdict(config).items() if k not in _NOT_OF_THE_PROBLEM)
+
+
+def prepare(
+    place: Place,
+    configs: Iterable[RunConfig],
+    data_dir: Path | None,
+    handle: Callable[[int, int], None] = lambda *_: None,
+) -> Minima:
+    """Check that every run can start, and find each distinct minimum ``f*`` once.
+
+    ``handle`` is told how many problems are ready, of how many.
+    """
+    groups: dict[Key, dict[object, RunConfig]] = {}
+    for config in configs:
+        start = (problem_key(config), config.engine, config.device)
+        groups.setdefault(_minimum_key(config), {}).setdefault(start, config)
+    num_ready = 0
+
+    def take(event: Event) -> None:
+        nonlocal num_ready
+        if isinstance(event, Done):
+            num_ready += 1
+            handle(num_ready, len(groups))
+
+    tasks = [_Prepare(tuple(group.values()), data_dir) for group in groups.values()]
+    return dict(zip(groups, run_tasks(tasks, place, take), strict=True))
+
+
+def _minimum_key(config: RunConfig) -> Key:
+    """Return what tells minima apart."""
+    return tuple(minimum_key(config).items())
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    """Try out the start of some runs that share their minimum, and return it."""
+
+    configs: tuple[RunConfig, ...]
+    data_dir: Path | None
+
+    def __call__(self, contact: Contact) -> float | None:
+        minimum = None
+        for config in self.configs:
+            load_plugins(config.plugins)
+            try_out(config, load(config, self.data_dir))
+            needs_minimum = config.target_kind == "residual" or not (
+                config.hold or config.validation
+            )
+            if minimum is None and needs_minimum:
+                # That of the data as they are: perturbed ones are measured against it.
+                plain = replace(config, perturbation=0)
+                minimum = find_minimum(plain, load(plain, self.data_dir))
+            check_target(config, load(config, self.data_dir), minimum)
+            contact.tell(None)
+        return minimum
+
+
+class Compiling:
+    """What a run tells when it compiles kernels: they are not in numba's cache yet."""
+
+    text: ClassVar[str] = "Compiling kernels (once per install, then cached) ..."
+
+
+@dataclass(frozen=True)
+class Train:
+    """Run one config in its directory, from its checkpoint if it has one; return its results.
+
+    What it tells is `loop.Progress` and `Compiling`, and a note it takes is `Limits`.
+    """
+
+    saves: ClassVar[bool] = True
+
+    config: RunConfig
+    minimum: float | None
+    directory: Path
+    data_dir: Path | None
+    limits: Limits = NO_LIMITS
+    keeps_models: bool = True
+
+    def __call__(self, contact: Contact) -> dict[str, Any]:
+        load_plugins(self.config.plugins)
+        with when_compiling(lambda: contact.tell(Compiling())):
+            return self.run(lambda: load(self.config, self.data_dir), contact)
+
+    def run(self, make_problem: Callable[[], Problem], contact: Contact) -> dict[str, Any]:
+        """Run it on a problem, which is made unless the run is finished."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        summary = read_summary(self.directory)
+        if summary is None:
+            write_atomically(self.directory / CONFIG, to_toml((self.config,)).encode())
+            problem = make_problem()
+            loop.run(
+                self.config,
+                problem,
+                self.minimum,
+                self.directory,
+                _Seldom(contact),
+                self.limits,
+                self.keeps_models,
+            )
+            gc.collect()  # graphs on a GPU hold on to each other, and to its memory
+            summary = read_summary(self.directory)
+            assert summary is not None, "a run that was not stopped leaves its results"
+        return summary
+
+
+def train(
+    config: RunConfig,
+    minima: Minima,
+    directory: Path,
+    data_dir: Path | None,
+    limits: Limits | None = None,
+    keeps_models: bool = True,
+) -> Train:
+    """Return the task of a run; ``minima`` come from `prepare`."""
+    minimum = minima.get(_minimum_key(config))
+    return Train(config, minimum, directory, data_dir, limits or NO_LIMITS, keeps_models)
+
+
+class _Seldom(Contact):
+    """Passes on a report from time to time."""
+
+    def __init__(self, contact: Contact) -> None:
+        self._contact = contact
+        self._last_report = 0.0
+        self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
+        self.note = contact.note  # type: ignore[method-assign]
+        self.saved = contact.saved  # type: ignore[method-assign]
+
+    def tell(self, value: Any) -> None:
+        now = time.monotonic()
+        if now - self._last_report >= _SECONDS_BETWEEN_REPORTS:
+            self._last_report = now
+            self._contact.tell(value)
+
+
+_loaded: dict[Key, Problem] = {}
+"""The worker's last problems."""
+
+
+def load(config: RunConfig, data_dir: Path | None) -> Problem:
+    """Build the problem, or return it if it is one of the last."""
+    key = problem_key(config)
+    if key not in _loaded:
+        while sum(map(_size, _loaded.values())) > _MOST_KEPT_BYTES:
+            del _loaded[next(iter(_loaded))]  # before the next one takes memory
+        _loaded[key] = build_problem(config, data_dir)
+    return _loaded[key]
+
+
+def _size(problem: Problem) -> int:
+    return sum(samples.features.nbytes for samples in problem.clients)

@@ -1,42 +1,51 @@
-"""Build what a config describes: the problem and, where it is convex, its minimum."""
+"""Build what a config describes: the problem, its validation set and its minimum.
+
+The clients hold out the *validation set*, by which runs are tuned and stopped; the test set is then
+looked at for reports only. A run with a ``validation`` share has a target on this set, and its
+summary holds the *curve*: the accuracy or loss on the validation set after every round, and every
+byte that all clients had sent and received by then.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.recipes import make_recipe
-from aqg.data import format_partition_table, load_dataset, parse_partition, partition_table
+from aqg.core.types import FloatArray
+from aqg.data import (
+    Dataset,
+    PartitionRow,
+    format_partition_table,
+    load_dataset,
+    parse_partition,
+    partition_table,
+)
 from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
-from aqg.runs.config import check_files
-from aqg.runs.models import start_from
-from aqg.runs.own import make_own_problem
-from aqg.runs.perturbation import perturb_problem
-from aqg.runs.validation import Validator, hold_out
+from aqg.objectives.base import Scaling
+from aqg.objectives.optimum import Optimum
+from aqg.runs.config import RunConfig, check_files, make_own_problem
+from aqg.runs.cost import count_every_byte
+from aqg.runs.directory import Line, finite_or_none
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.weights import read_tensors
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.data import Dataset, PartitionRow
-    from aqg.objectives.base import Scaling
-    from aqg.objectives.optimum import Optimum
-    from aqg.runs.config import RunConfig
+from aqg.weights import check_names, fill_module, read_tensors
 
 _TRIED_SAMPLES = 8
 _NUM_SAMPLES = {"mnist": 60_000}
-_STREAM = 0xC0DE
-"""Keeps the choice of samples apart from other random numbers of the same seed."""
+_CHOSEN, _HELD_OUT, _MOVED = 0xC0DE, 0xFA1D, 0x756C70
+"""Keep these random choices apart from others that are made with the same seed."""
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
@@ -76,7 +85,7 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
         raise ConfigError(
             f"samples is {num_samples}; {dataset.name} has {len(dataset)}, so at most that"
         )
-    random = np.random.default_rng([_STREAM, num_samples])
+    random = np.random.default_rng([_CHOSEN, num_samples])
     chosen = np.sort(random.permutation(len(dataset))[:num_samples])
     return replace(
         dataset,
@@ -114,7 +123,7 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
         # With reset, the parameters are drawn anew, in whatever way the module draws them.
         module_seed = 0 if config.reset else config.seed
         module = make_module(config.model, DataShape.of(dataset), module_seed)
-        from aqg.models.losses import default_loss  # needs torch
+        from aqg.models.nets import default_loss  # needs torch
 
         loss = default_loss(dataset.labels)
         return Objective.from_module(
@@ -152,6 +161,30 @@ def _started(config: RunConfig, problem: Problem) -> Problem:
     if config.init is None:
         return problem
     return start_from(problem, read_tensors(Path(config.init)), config.init)
+
+
+def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Problem:
+    """Return the problem with these tensors as its starting point, frozen ones included.
+
+    Args:
+        problem: whose model has the same names and shapes.
+        tensors: by name.
+        source: the file, for messages.
+
+    """
+    objective: Any = problem.objective
+    if getattr(objective, "model_layout", None) is not None:
+        module = copy.deepcopy(objective.module)
+        fill_module(module, tensors, source)
+        started = objective.with_module(module)
+        params = started.init_params(0).astype(problem.dtype)
+        return replace(problem, objective=started, initial_params=params)
+    check_names(dict(objective.layout), tensors, source)
+    flat = [np.asarray(tensors[name], problem.dtype).reshape(-1) for name, _ in objective.layout]
+    for (name, _), values in zip(objective.layout, flat, strict=True):
+        if not np.isfinite(values).all():
+            raise ConfigError(f"tensor {name!r} of {source!r} holds NaN or infinity")
+    return replace(problem, initial_params=np.concatenate(flat))
 
 
 def try_out(config: RunConfig, problem: Problem) -> None:
@@ -223,8 +256,13 @@ def _table(rows: list[PartitionRow]) -> str:
     return format_partition_table(rows, max_rows=len(rows)).rstrip() + "\n"
 
 
-def find_minimum(config: RunConfig, problem: Problem) -> float | None:
-    """Return ``f*``, computed once and cached; None where the objective is not convex."""
+def find_minimum(
+    config: RunConfig, problem: Problem, progress: Callable[[float], None] = lambda _: None
+) -> float | None:
+    """Return ``f*``, computed once and cached; None where the objective is not convex.
+
+    ``progress`` is told from time to time which share of the way to it lies behind.
+    """
     if not problem.objective.convex:
         if config.target is not None and config.target_kind == "residual":
             raise ConfigError(
@@ -239,7 +277,7 @@ def find_minimum(config: RunConfig, problem: Problem) -> float | None:
         if config.weighting == "samples":  # weighted so, mean losses make that of all samples
             features, labels = zip(*clients, strict=True)
             clients = [(np.concatenate(features), np.concatenate(labels))]
-        return find_optimum(problem.objective, clients)
+        return find_optimum(problem.objective, clients, progress=progress)
 
     return cached_optimum(minimum_key(config), compute).value
 
@@ -283,3 +321,110 @@ def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | Ref
         device=config.device,
         training=config.training(),
     )
+
+
+def perturb(features: FloatArray, draw: int) -> FloatArray:
+    """Return features of which a third each are one unit in the last place higher, lower, the same.
+
+    Zeros stay zeros, and draw 0 changes nothing.
+
+    >>> features = np.array([1.0, 0.0, -2.5])
+    >>> bool(np.all(perturb(features, 0) == features)), float(perturb(features, 1)[1])
+    (True, 0.0)
+    >>> float(np.abs(perturb(np.full(100, 1.5), 1) / 1.5 - 1).max()) <= 2**-52
+    True
+    """
+    if draw == 0:
+        return features
+    direction = np.random.default_rng([draw, _MOVED]).integers(-1, 2, features.shape)
+    moved = np.nextafter(features, np.copysign(np.inf, direction)).astype(features.dtype)
+    perturbed: FloatArray = np.where((direction == 0) | (features == 0), features, moved)
+    return perturbed
+
+
+def perturb_problem(problem: Problem, draw: int) -> Problem:
+    """Return the problem with every client's features perturbed."""
+    if draw == 0:
+        return problem
+    clients = tuple(
+        Samples(perturb(samples.features, draw * problem.num_clients + m), samples.labels)
+        for m, samples in enumerate(problem.clients)
+    )
+    return replace(problem, clients=clients)
+
+
+def hold_out(problem: Problem, share: float, seed: int) -> Problem:
+    """Return the problem with a share of every client's samples, drawn at random, held out.
+
+    A client with one sample keeps it. A problem that has a validation set stays as it is.
+    """
+    if problem.validation is not None:
+        return problem
+    kept, held_out = [], []
+    for client, (features, labels) in enumerate(problem.clients):
+        order = np.random.default_rng([_HELD_OUT, seed, client]).permutation(len(labels))
+        count = min(len(labels) - 1, max(1, round(share * len(labels))))
+        chosen, rest = np.sort(order[:count]), np.sort(order[count:])
+        kept.append(Samples(features[rest], labels[rest]))
+        held_out.append((features[chosen], labels[chosen]))
+    features, labels = (np.concatenate(parts) for parts in zip(*held_out, strict=True))
+    if not len(labels):
+        raise ConfigError(f"validation is {share}; no client has 2 samples, to hold out one")
+    return replace(problem, clients=tuple(kept), validation=Samples(features, labels))
+
+
+class Validator:
+    """Measures the current model of a simulation on the validation set, on the same device.
+
+    Args:
+        simulation: of a problem with a validation set.
+        kind: ``"accuracy"`` or ``"loss"``.
+
+    """
+
+    def __init__(self, simulation: FastSimulation | ReferenceSimulation, kind: str) -> None:
+        samples = simulation.problem.validation
+        assert samples is not None, "a run with validation has a problem with it"
+        self._simulation = simulation
+        self._kind = kind
+        backend = getattr(simulation, "backend", None)
+        self._put = (lambda array: array) if backend is None else backend.put
+        self._samples = Samples(*map(self._put, samples))
+
+    def __call__(self) -> float:
+        """Return the accuracy or the loss; NaN for a model that holds NaN or infinity."""
+        params = self._simulation.averaged
+        if not np.isfinite(params).all():
+            return math.nan
+        return self._simulation.problem.validate(self._put(params), self._samples, self._kind)
+
+
+def curve(
+    values: Sequence[float],
+    lines: Sequence[Line],
+    final_metrics: Mapping[str, float],
+    first_model: int,
+) -> dict[str, Any]:
+    """Return a run's curve for its summary: entry ``k`` of each list is after ``k`` rounds.
+
+    ``values`` are what the run's target is about. ``bytes`` are frames, heads of orders and
+    replies, and ``first_model`` bytes for each client once (`aqg.runs.cost.count_every_byte`).
+    ``tests`` are the test accuracies that were measured, as pairs of rounds and accuracy.
+    """
+    tests = [
+        [line.record.round - 1, line.metrics["accuracy"]]
+        for line in lines
+        if "accuracy" in line.metrics
+    ]
+    if "accuracy" in final_metrics:
+        tests.append([len(lines), final_metrics["accuracy"]])
+    return {
+        "values": [_shortened(value) for value in values],
+        "bytes": count_every_byte((line.record for line in lines), first_model),
+        "tests": tests,
+    }
+
+
+def _shortened(value: float) -> float | None:
+    """Round to six digits, far below what a sample counts."""
+    return finite_or_none(float(f"{value:.6g}"))

@@ -11,27 +11,23 @@
     it has not come half of its way, or at three quarters not three quarters.
 *Too expensive*
     Other runs of the study show that the cost is of no interest, whether or not the target is
-    reached in the end: it is *costlier* than another setting of the same recipe, or *beyond* a
-    multiple of the best recipe (`Limits`).
+    reached in the end: it is *beyond* what federated averaging needs (`Limits`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from aqg.errors import ConfigError
 from aqg.runs.cost import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.sim.record import RoundRecord
+from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
-Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "costlier", "beyond"]
+Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "beyond"]
 
 KINDS: tuple[Kind, ...] = ("residual", "loss", "accuracy")
 _DIVERGED_LOSS = 1e20
@@ -139,19 +135,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Limits:
-    """Costs in bytes beyond which a run is too expensive.
+    """The bytes in both directions beyond which a run is too expensive."""
 
-    Attributes:
-        own: what another setting of the same recipe needed.
-        ceiling: a multiple of what the best recipe needed.
-        uploads_only: whether these are uploads alone, as in comparisons from before downloads were
-            counted; else both directions.
-
-    """
-
-    own: float = math.inf
     ceiling: float = math.inf
-    uploads_only: bool = False
 
 
 NO_LIMITS = Limits()
@@ -195,9 +181,7 @@ class Judge:
             return "hopeless"
         costs = self._candidate if self._streak else self._costs
         total = costs.total_bytes
-        spent = costs.upload_bytes if limits.uploads_only or total is None else total
-        if spent > limits.own:
-            return "costlier"
+        spent = costs.upload_bytes if total is None else total
         return "beyond" if spent > limits.ceiling else None
 
     def _is_reached(self, value: float) -> bool:

@@ -6,13 +6,11 @@ import csv
 import io
 import json
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from rich.table import Table as TerminalTable
+from rich.table import Table as TerminalTable
 
 _STRONG = re.compile(r"\*\*(.+?)\*\*", re.DOTALL)
 

@@ -13,7 +13,6 @@ from aqg.sim.stacks import stack_small_clients
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aqg.core.quantizers import Quantizer
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
@@ -38,9 +37,6 @@ class Backend(Space, Protocol):
         keys: Sequence[Sequence[int]],
     ) -> tuple[Array, Array]:
         """Return what `LocalTraining.update` gives for each client: losses and updates."""
-
-    def foresee(self, params: Array, quantizer: Quantizer, mirrors: Array | None) -> None:
-        """Begin with what the next round asks if all clients take part; wait for nothing."""
 
 
 def check_device(device: str) -> None:
@@ -68,7 +64,7 @@ def make_backend(problem: Problem, device: str) -> Backend:
         return NumpyBackend(problem)
     check_device(device)
     if device.startswith("cuda"):
-        from aqg.sim.cuda_backend import CudaBackend
+        from aqg.contrib.cuda import CudaBackend
 
         return CudaBackend(problem, device)
     from aqg.sim.torch_backend import TorchBackend
@@ -144,6 +140,3 @@ class NumpyBackend(NumpySpace):
         ]
         losses, updates = zip(*results, strict=True)
         return np.stack(losses), np.stack(updates)
-
-    def foresee(self, *_: object) -> None:
-        """Do nothing: all is done when it is asked for."""

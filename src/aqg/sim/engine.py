@@ -10,8 +10,6 @@ On the CPU in float64 every upload, width, byte and parameter equals the referen
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,19 +18,14 @@ from aqg.core import stage_state
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.optimizers import OptimizerState
 from aqg.core.round import Clients, News, compress, settle
-from aqg.core.server import (
-    add_uploads,
-    arrived,
-    take_step,
-)
+from aqg.core.server import add_uploads, take_step
 from aqg.core.space import with_rows
 from aqg.core.stages import level_factors
-from aqg.core.track import Memory, Track
-from aqg.parallel import num_threads
+from aqg.core.track import Track
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
-from aqg.sim.frame_sizes import SKIP_BYTES, FrameSize, OpenRound, frame_sizes
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record
+from aqg.sim.record import DROPPED, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
@@ -49,9 +42,7 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.protocol.log import Content
     from aqg.sim.problem import Problem
-
-_ROUNDS_AHEAD = 64
-"""How far `FastSimulation.run_rounds` may be ahead of the records it yields."""
+    from aqg.sim.record import RoundRecord
 
 
 class FastSimulation:
@@ -97,13 +88,7 @@ class FastSimulation:
         self._all_take_part = never_away and self._sampled == 1
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
-        self._pool: ThreadPoolExecutor | None = None
-        if self.backend.is_asynchronous:
-            self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="aqg-frames")
         self._block_size = max(1, block_bytes // problem.initial_params.nbytes)
-        self._is_foreseeable = self.training.local.is_one_gradient and not any(
-            getattr(stage, "vectors", "host") != "unused" for stage in recipe.all_stages.values()
-        )
         self._step = self.training.make_step(step_size, self.dropout.rate, problem.num_clients)
         self._downloads: Downloads | None = None
         self._load(initial_state(problem, recipe, self.training))
@@ -133,25 +118,6 @@ class FastSimulation:
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
-        return self._run_round(evaluate).close()
-
-    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
-        """Run ``count`` rounds and yield their records, in order.
-
-        On a GPU this is faster than as many calls of `run_round`: frames of one round are sized
-        while the next ones run, so that the simulation may be some rounds past the record that is
-        yielded. It is not once all records have been taken.
-        """
-        ahead = _ROUNDS_AHEAD if self.backend.is_asynchronous else 0
-        pending: deque[OpenRound] = deque()
-        for _ in range(count):
-            pending.append(self._run_round(evaluate))
-            if len(pending) > ahead:
-                yield pending.popleft().close()
-        while pending:
-            yield pending.popleft().close()
-
-    def _run_round(self, evaluate: bool) -> OpenRound:
         number = self.next_round
         num_clients = self.problem.num_clients
         present = self._present()
@@ -161,8 +127,9 @@ class FastSimulation:
             widths[present] = 0
         losses = np.empty(num_clients)
         faults: list[tuple[int, str]] = []
-        sizes: list[FrameSize] = []
-        movement = self._movement()
+        sent = np.zeros(num_clients, np.int64)
+        sent[present] = SKIP_BYTES
+        movement = self.recipe.movement.of(self._model.history)
         downloads = self._deliver(present)
         shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
@@ -179,35 +146,29 @@ class FastSimulation:
                 level_factors=factors,
                 noise=self._model.budget.noise,
             )
-            sent = compress(self.backend, self.recipe, self._clients, block, vectors, news)
-            faults += sent.faults
-            sizes.append(SKIP_BYTES * (len(block) - len(sent.senders)))
-            if len(sent.senders):
-                widths[sent.senders] = sent.widths
-                track, senders, uploads = self._clients.track, sent.senders, sent.uploads
-                sizes += frame_sizes(self.backend, track, senders, uploads, self._pool)
+            said = compress(self.backend, self.recipe, self._clients, block, vectors, news)
+            faults += said.faults
+            if len(said.senders):
+                widths[said.senders] = said.widths
+                track, senders, uploads = self._clients.track, said.senders, said.uploads
+                sent[senders] = frame_sizes(self.backend, track, senders, uploads)
                 weights = shares[senders]
                 self._model = add_uploads(
                     self.backend, self.recipe, self._model, track, senders, uploads, weights
                 )
-            self._clients = settle(self.backend, self.recipe, self._clients, sent)
+            self._clients = settle(self.backend, self.recipe, self._clients, said)
             if evaluate:  # last: a GPU need not be waited for
                 measured = self.backend.get(block_losses)
                 losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
         self._take_step()
         traffic = self.statistics.finish_round(present)
-        if self.backend.is_asynchronous and len(present) == num_clients <= self._block_size:
-            self._foresee()
-        return OpenRound(
-            number,
-            loss,
-            tuple(widths.tolist()),
-            tuple(faults),
-            sizes,
-            downloads,
-            traffic,
-        )
+        return make_record(number, loss, widths, faults, sent, downloads, traffic)
+
+    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
+        """Run ``count`` rounds and yield their records."""
+        for _ in range(count):
+            yield self.run_round(evaluate)
 
     def _deliver(self, present: IntArray) -> Sequence[tuple[IntArray, Content]]:
         """Return which clients receive frames of which length before they train."""
@@ -224,10 +185,7 @@ class FastSimulation:
         known = None
         if entry.velocity is not None:
             known = Known(self.backend.get(before.velocity), before.direction)
-        if self._pool is None or (entry.velocity is None and entry.position is None):
-            self._downloads.append(entry_size(entry, known))
-        else:  # in the background, where frames are sized
-            self._downloads.append(self._pool.submit(entry_size, entry, known))
+        self._downloads.append(entry_size(entry, known))
 
     def _public(self) -> Public:
         """Return what clients hold of the model."""
@@ -261,19 +219,6 @@ class FastSimulation:
         keys = [(self.seed, client, self.next_round) for client in block.tolist()]
         return self.backend.local_updates(local, params, block, keys)
 
-    def _movement(self) -> float:
-        """Return the movement, with the last step, which a GPU may still be busy with."""
-        count = self.problem.num_clients
-        self._model = arrived(self.backend, self.recipe, self._step, self._model, count)
-        return self.recipe.movement.of(self._model.history)
-
-    def _foresee(self) -> None:
-        """Let a GPU begin the next round, in case that all clients take part in it again."""
-        if self._is_foreseeable:
-            sends_innovations = self.recipe.memory is Memory.INNOVATION
-            mirrors = self._clients.track.position if sends_innovations else None
-            self.backend.foresee(self._model.parameters, self.recipe.quantizer, mirrors)
-
     def loss(self) -> float:
         """Return the loss of the current model."""
         losses = self.statistics.losses(self.backend, self._model.parameters, self._everyone)
@@ -281,7 +226,6 @@ class FastSimulation:
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
-        self._movement()
 
         def copy(array: Array) -> FloatArray:
             return np.array(self.backend.get(array))

@@ -88,7 +88,7 @@ class Problem:
         (2, (10, 8))
 
         """
-        from aqg.models.losses import default_loss  # needs torch
+        from aqg.models.nets import default_loss  # needs torch
         from aqg.objectives import Objective
         from aqg.sim.gather import gather
 

@@ -19,7 +19,7 @@ from aqg.core.public import init_public
 from aqg.core.round import join_clients, split_clients
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
-from aqg.sim.frame_sizes import ClientFrame, FrameSize, OpenRound
+from aqg.sim.frame_sizes import make_record
 from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
@@ -76,14 +76,14 @@ class ReferenceSimulation:
         before, plan = self.server.public, {}
         if self.downloads is not None:
             plan = self.downloads.plan(present, lambda: encode_snapshot(before, self.start))
-        widths, losses, faults = [DROPPED] * count, np.full(count, np.nan), []
-        frames: list[FrameSize] = []
+        widths, losses, faults = np.full(count, DROPPED), np.full(count, np.nan), []
+        sent = np.zeros(count, np.int64)
         downloads: list[tuple[IntArray, int]] = [(present[:0], 0)]
         for m in present.tolist():
             news, size = self._tell(m, plan.get(m))
             downloads.append((np.array([m]), size))
             frame, losses[m], fault = self._client(m, news)
-            frames.append(ClientFrame(m, len(frame)))
+            sent[m] = len(frame)
             message = decode(frame, len(theta), known=known(self.server.peers[m].track))
             self.server = server.take_message(
                 self.recipe, self.server, m, message, float(shares[m])
@@ -95,8 +95,7 @@ class ReferenceSimulation:
         if self.downloads is not None:
             self.downloads.append(encode_entry(entry, known_velocity(before)))
         traffic = self.statistics.finish_round(present)
-        each = tuple(widths), tuple(faults), frames, downloads, traffic
-        return OpenRound(number, loss, *each).close()
+        return make_record(number, loss, widths, faults, sent, downloads, traffic)
 
     def _client(self, m: int, news: Broadcast) -> tuple[bytes, float, str | None]:
         """Compute ``g_m^k``, choose a width; return the frame to send, ``f_m(θ^k)``, any fault."""

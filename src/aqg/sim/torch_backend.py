@@ -14,8 +14,7 @@ from aqg.core.innovation import Innovation
 from aqg.core.quantizers import GridQuantizer
 from aqg.core.space import NumpySpace, as_index, map_messages
 from aqg.core.track import Change, Memory
-from aqg.objectives.mlp import Perceptron
-from aqg.objectives.softmax import Softmax
+from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.pieces import Pieces, cut
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ _MOST_CUT = 256
 
 class TorchBackend:
     """Everything of a client's round but the quantizing of what is sent stays on the device."""
-
-    is_asynchronous = False
 
     def __init__(self, problem: Problem, device: str) -> None:
         self.device = torch.device(device)
@@ -295,9 +292,6 @@ class TorchBackend:
     ) -> list[Result]:
         """Start threads for large messages only."""
         return map_messages(function, items, num_values)
-
-    def foresee(self, params: Tensor, quantizer: Quantizer, mirrors: Tensor | None) -> None:
-        """Do nothing: all is done when it is asked for."""
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack

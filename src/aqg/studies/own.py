@@ -18,7 +18,7 @@ from aqg.errors import ConfigError
 from aqg.runs.config import RunConfig, located
 
 if TYPE_CHECKING:
-    from aqg.runs.code import Code
+    from aqg.spec import Code
 
 RUNS = "run"
 """The array of tables in a sweep's file that holds the runs one by one."""

@@ -27,8 +27,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.client_bytes import DOWNLOADS, UPLOADS
-from aqg.runs.config import BEFORE_DOWNLINKS, SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
@@ -182,22 +182,15 @@ def open_sweep(
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
-    stored = _with_downlink(read_settings(directory / GRID))
-    if document is not None and _with_downlink(document) != stored:
-        before, after = _flat(stored), _flat(_with_downlink(document))
+    stored = read_settings(directory / GRID)
+    if document is not None and dict(document) != stored:
+        before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
         raise ConfigError(
             f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
             f"the sweep has {key} {before.get(key, 'missing')}; drop the file, or start a new sweep"
         )
     return expand(stored, data_dir)
-
-
-def _with_downlink(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the downlink of those that do not name one."""
-    grid = document.get("grid", {})
-    is_named = isinstance(grid, dict) and "downlink" in grid
-    return dict(document) if is_named else {**BEFORE_DOWNLINKS, **document}
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, Any]:

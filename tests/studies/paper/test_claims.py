@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from aqg.runs.cost import Cost
-from aqg.studies.paper.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
 from aqg.studies.paper.outcomes import main_reading
-from aqg.studies.paper.passages import all_passages
 from aqg.studies.paper.plan import BY_SOURCE
-from aqg.studies.paper.tables import all_tables
 
+from papers.claims import DOES_NOT, IN_PART, REPRODUCES, UNDECIDED, find
+from papers.mao2022 import all_passages, all_tables
 from tests.studies.paper.samples import dropout_run, logistic_run, make_outcome, make_results
 
 
@@ -81,6 +80,24 @@ def test_savings_count_only_seeds_that_converge():
     costly = [logistic_run("aqg-2", seed, 9000) for seed in range(4)]
     one = verdict(make_results([*laq, *qgd, *costly]), "Two-level AQG saves", "logistic, IID")
     assert one.verdict == DOES_NOT
+
+
+@pytest.mark.parametrize(("saved_iid", "expected"), [(0.7, DOES_NOT), (0.5, REPRODUCES)])
+def test_splits_are_compared_at_one_residual(saved_iid, expected):
+    """No rule comes within 1e-6 with one digit per client, so IID costs are those of 1e-3 too."""
+
+    def run(recipe, partition, coarse, fine=None):
+        reached = {1e-3: Cost(900, 90, coarse, 5000)}
+        reached |= {1e-6: Cost(2000, 200, fine, 9000)} if fine else {}
+        return make_outcome(recipe=recipe, partition=partition, reached=reached)
+
+    runs = [run("laq", "iid", 1000, 2000), run("laq", "label", 1000)]
+    for recipe in ("aqg-2", "aqg"):
+        runs += [run(recipe, "iid", round(1000 * (1 - saved_iid)), 1800), run(recipe, "label", 400)]
+    found = [f for f in find(make_results(runs)) if "clients differ" in f.claim]
+    assert [f.verdict for f in found] == [expected, expected]
+    shares = f"multilevel saves 60 % (at 0.001) against {100 * saved_iid:.0f} % (at 0.001) IID"
+    assert found[1].evidence == shares
 
 
 def test_the_step_size_is_the_largest_where_qgd_and_laq_always_converge():

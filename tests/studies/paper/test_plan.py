@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from aqg.errors import ConfigError
-from aqg.studies.paper.paper import KINDS, SETTINGS, performance
-from aqg.studies.paper.plan import FULL, QUICK, make_plan, parse_sections
-from aqg.studies.paper.rounding import key_of
-from aqg.studies.paper.settings import PARTITIONS
+from aqg.runs import loop
+from aqg.runs.config import resolve
+from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.setup import build_problem, find_minimum, perturb
+from aqg.studies.paper.outcomes import Perturbed, Results, key_of, read_results, write_results
+from aqg.studies.paper.plan import BLOCKS, FULL, QUICK, TABLE_2, make_plan, parse_sections
 
 
 def test_table_two_is_the_papers():
-    rows = performance()
+    rows = TABLE_2
     assert len(rows) == 16
-    assert Counter(row.setting for row in rows) == dict.fromkeys(SETTINGS, 4)
+    assert Counter(row.setting for row in rows) == dict.fromkeys(BLOCKS, 4)
     for row in rows:
         assert row.uploads <= row.bits <= 32 * row.uploads
-        assert "\n" not in row.why
-        assert row.kind in KINDS
     # The column "Transmission Reduction" is 1 - bits / LAQ's bits, to the paper's rounding.
     laq = {row.setting: row.bits for row in rows if row.recipe == "laq"}
     for row in rows:
@@ -32,9 +33,9 @@ def test_table_two_is_the_papers():
 def test_every_row_of_table_two_is_run(scale):
     plan = make_plan(scale)
     runs = {(p.section, p.run.config.partition, p.run.config.recipe) for p in plan}
-    for row in performance():
-        assert (*PARTITIONS[row.setting], row.recipe) in runs
-    for section, partition in PARTITIONS.values():
+    for row in TABLE_2:
+        assert (*BLOCKS[row.setting], row.recipe) in runs
+    for section, partition in BLOCKS.values():
         assert {(section, partition, "lean"), (section, partition, "auto")} <= runs
     names = [p.run.name for p in plan]
     assert len(set(names)) == len(names)
@@ -82,3 +83,40 @@ def test_parts_can_be_chosen():
     assert {p.section for p in make_plan(QUICK, sections=("network",))} == {"network"}
     with pytest.raises(ConfigError, match="unknown part 'figures'"):
         parse_sections("figures")
+
+
+def test_features_move_by_one_unit_in_the_last_place():
+    features = np.random.default_rng(0).standard_normal((50, 8))
+    features[3] = 0.0
+    moved = perturb(features, 1)
+    units = np.abs(moved - features) / np.spacing(np.abs(features))
+    assert set(np.unique(units.round(3))) <= {0.0, 0.5, 1.0}  # half a unit down from a power of 2
+    assert 0.5 < np.mean(moved != features) < 0.75
+    assert not moved[3].any()
+    assert np.array_equal(moved, perturb(features, 1))
+    assert not np.array_equal(moved, perturb(features, 2))
+    assert perturb(features, 0) is features
+
+
+def test_a_run_on_moved_data_is_an_ordinary_run(tmp_path, data_dir):
+    settings = {"dataset": "heterogeneous", "scaling": "sum", "recipe": "laq", "rounds": 20}
+    rows = []
+    for draw in (0, 1):
+        (config,) = resolve({**settings, "perturbation": draw})
+        problem = build_problem(config, data_dir)
+        minimum = find_minimum(config, build_problem(resolve(settings)[0], data_dir))
+        directory = tmp_path / str(draw)
+        loop.create_run(directory, config)
+        loop.run(config, problem, minimum, directory)
+        rows.append(Perturbed.of(config, read_lines(directory), read_summary(directory)))
+    plain, moved = rows
+    assert (plain.draw, moved.draw) == (0, 1)
+    assert plain.uploads == plain.uploads_before > 0
+    # Twenty rounds are too few for the last bit to grow.
+    assert abs(plain.residual - moved.residual) < 1e-9
+    assert (
+        problem.clients[0].features
+        != build_problem(resolve(settings)[0], data_dir).clients[0].features
+    ).any()
+    write_results(tmp_path, Results((), {}, {}, perturbed=(plain, moved)))
+    assert read_results(tmp_path).perturbed == (plain, moved)

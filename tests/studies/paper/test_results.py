@@ -19,14 +19,14 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
 from aqg.studies.document import refresh
-from aqg.studies.paper.claims import VERDICTS, find
 from aqg.studies.paper.execute import (
     adopt_devices,
     count_runs,
+    keep_beside,
     keep_results,
+    missing_from,
 )
 from aqg.studies.paper.figures import all_figures, stack_curves
-from aqg.studies.paper.merge import keep_beside, missing_from
 from aqg.studies.paper.outcomes import (
     CURVES,
     META,
@@ -34,17 +34,16 @@ from aqg.studies.paper.outcomes import (
     RUNS,
     Curve,
     Results,
+    key_of,
     main_reading,
+    of_setting,
     read_results,
     write_results,
 )
-from aqg.studies.paper.paper import performance
-from aqg.studies.paper.passages import all_passages
-from aqg.studies.paper.plan import FULL, QUICK, make_plan
-from aqg.studies.paper.rounding import key_of
-from aqg.studies.paper.settings import of_setting
-from aqg.studies.paper.tables import all_tables
+from aqg.studies.paper.plan import FULL, QUICK, TABLE_2, make_plan
 
+from papers.claims import VERDICTS, find
+from papers.mao2022 import all_passages, all_tables
 from tests.studies.paper.samples import make_outcome
 
 ROOT = Path(__file__).parents[3]
@@ -61,8 +60,7 @@ def stored():
 def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
     texts = [path.read_text(encoding="utf-8") for path in (PAGE, DATA)]
     tables, passages = all_tables(stored), all_passages(stored)
-    # What the table of claims says, the passage of verdicts says as a list.
-    shown = {table.name for table in tables} - {"claims"}
+    shown = {table.name for table in tables}
     both = "".join(texts)
     assert sorted(re.findall("<!-- table: ([a-z0-9-]+) -->", both)) == sorted(shown)
     assert sorted(re.findall("<!-- text: ([a-z0-9-]+) -->", both)) == sorted(
@@ -150,7 +148,7 @@ def test_the_sentences_that_are_written_by_hand_hold(stored):
         assert all((o.residual < 1e-3) == (scaling == "mean") for o in runs)
     # "most IID counts come out near the paper's"
     near = []
-    for row in performance():
+    for row in TABLE_2:
         if row.setting == "network-iid":
             ours = of_setting(stored, row.setting, row.recipe)
             uploads = [o.reached[1e-6].uploads for o in ours]

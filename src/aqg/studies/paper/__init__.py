@@ -1,1 +1,4 @@
-"""The paper's experiments, run again: Table 1, its figures, and what differs, explained."""
+"""The paper run again: its plan, its Table 2 beside ours, its figures.
+
+What the results say of the paper's claims is written outside of the package, in ``papers/``.
+"""

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.studies.paper.cells import SPLITS
 from aqg.studies.paper.outcomes import main_reading
-from aqg.studies.paper.paper import PAPER_RESIDUAL, performance
-from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES, NETWORK_RECIPES, TABLE_RECIPES
+from aqg.studies.paper.plan import (
+    BY_SOURCE,
+    DROPOUT_RECIPES,
+    NETWORK_RECIPES,
+    PAPER_RESIDUAL,
+    TABLE_2,
+    TABLE_RECIPES,
+)
+from aqg.studies.paper.tables import SPLITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +81,7 @@ def _comparison(results: Results, section: str, partition: str, setting: str) ->
     for recipe in TABLE_RECIPES:
         _draw(axes, results, [o for o in outcomes if o.recipe == recipe], recipe)
     if section == "softmax" and results.about["softmax_residual"] == PAPER_RESIDUAL:
-        for row in (row for row in performance() if row.setting == setting):
+        for row in (row for row in TABLE_2 if row.setting == setting):
             counts = (row.rounds, row.uploads, row.bits)
             for axis, count in zip(axes, counts, strict=True):
                 axis.plot(count, 1e-6, "D", mfc="none", mec=COLORS[row.recipe], ms=7, mew=1.6)

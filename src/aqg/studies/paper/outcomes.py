@@ -2,16 +2,16 @@
 
 ``runs.csv`` has a row per run: its settings, what it cost in all, and what it cost until the loss
 stayed within each of `RESIDUALS` of the minimum. ``curves.csv`` has at most `CURVE_POINTS` rows per
-run that a figure shows. ``other-machines`` holds rows of the same runs made elsewhere, a file per
-kind of processor, and ``rounding.csv`` runs whose data differ in the last bit (`rounding`). All are
-small enough to live in a repository, and the tables and figures need nothing else.
+run that a figure shows, ``other-machines`` rows of the same runs made elsewhere, and
+``rounding.csv`` runs whose data differ in the last bit. Tables and figures need nothing else.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,25 +24,29 @@ from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.runs.table import records_to_csv
-from aqg.studies.paper.rounding import PERTURBED, Perturbed
+from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from aqg.runs.config import RunConfig
+    from aqg.runs.directory import Line
     from aqg.studies.paper.plan import PlannedRun
 
 RUNS = "runs.csv"
 CURVES = "curves.csv"
 META = "about.json"
 OTHER_MACHINES = "other-machines"
+PERTURBED = "rounding.csv"
 ROUNDING_SECTION = "rounding"
-"""Of runs whose data differ in the last bit."""
+ROUNDING = 1e-12
+"""A residual that is hardly more than the rounding of a loss of about 70."""
 RESIDUALS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 CONVERGED = 1e-6
 CURVE_POINTS = 48
 _COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download_bytes")
-"""Columns of results; older ones have no downloads."""
+"""Columns of results; those of some runs have no downloads."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run's numbers.
+    """One run's numbers; ``minimum`` is ``f*``, None where it is unknown.
 
-    Attributes:
-        name: of its directory.
-        section: of the results.
-        recipe: its spec.
-        partition: how the data was split.
-        scaling: ``"mean"`` or ``"sum"``.
-        alpha: the step size.
-        dropout: ``p``.
-        seed: its seed.
-        machine: the kind of processor that ran it, such as ``"x86_64"``.
-        device: ``"cpu"`` or ``"cuda"``.
-        minimum: ``f*``; None where it is unknown.
-        start_loss: before the first round.
-        final_loss: after the last round; infinity where it diverged.
-        peak_loss: the largest loss along the way.
-        test_accuracy: of the final model, where there is a test set.
-        total: the cost of all rounds.
-        reached: for each residual that the loss stayed within at last, the cost until then.
-
+    ``machine`` is the kind of processor, ``peak_loss`` the largest loss along the way,
+    ``final_loss`` infinity where the run diverged, and ``reached`` has, for each residual that the
+    loss stayed within at last, the cost until then.
     """
 
     name: str
@@ -83,11 +71,11 @@ class Outcome:
     recipe: str
     partition: str
     scaling: str
+    machine: str
+    device: str
     alpha: float
     dropout: float
     seed: int
-    machine: str
-    device: str
     minimum: float | None
     start_loss: float
     final_loss: float
@@ -118,16 +106,57 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Perturbed:
+    """A logistic run whose features differ in the last bit; ``draw`` 0 is the data as it is.
+
+    Two machines that round sums in another order differ in the last bit, so this stands in for
+    another machine. A difference can decide who uploads once the loss is as close to its minimum as
+    rounding lets it come; ``uploads_before`` counts until then (`ROUNDING`).
+    """
+
+    partition: str
+    recipe: str
+    alpha: float
+    draw: int
+    uploads: int
+    uploads_before: int
+    bits_per_param: int
+    residual: float
+
+    @property
+    def key(self) -> tuple[str, str, float, int]:
+        """What tells runs apart."""
+        return self.partition, self.recipe, self.alpha, self.draw
+
+    @staticmethod
+    def of(config: RunConfig, lines: Sequence[Line], summary: Mapping[str, Any]) -> Perturbed:
+        """Make a row of a finished run."""
+        residual = np.inf if summary["diverged"] else summary["residual"]
+        minimum = -np.inf if summary["diverged"] else summary["final_loss"] - residual
+        before = itertools.takewhile(
+            lambda record: record.loss is None or not record.loss - minimum <= ROUNDING,
+            (line.record for line in lines),
+        )
+        return Perturbed(
+            *key_of(config),
+            summary["uploads"],
+            sum(record.num_uploads for record in before),
+            summary["bits_per_param"],
+            float(residual),
+        )
+
+
+def key_of(config: RunConfig) -> tuple[str, str, float, int]:
+    """Return the key that a run on perturbed data, or on the data itself, has among them."""
+    return config.partition, config.recipe, config.alpha, config.perturbation
+
+
+@dataclass(frozen=True)
 class Results:
-    """All outcomes and curves, and how they came about.
+    """All outcomes, the curves that figures show, and how they came about.
 
-    Attributes:
-        outcomes: a row per run.
-        curves: by the name of the run; only of runs that a figure shows.
-        about: lengths, seeds and versions.
-        elsewhere: the same runs on other machines, by the kind of processor.
-        perturbed: runs whose data differ in the last bit.
-
+    ``elsewhere`` has the same runs on other kinds of processors, by their names, ``perturbed`` runs
+    whose data differ in the last bit.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -309,7 +338,9 @@ def read_results(directory: Path) -> Results:
         }
         perturbed: tuple[Perturbed, ...] = ()
         if (directory / PERTURBED).exists():
-            perturbed = tuple(map(Perturbed.from_row, _rows(directory / PERTURBED)))
+            names = [one.name for one in fields(Perturbed)]
+            rows = _rows(directory / PERTURBED)
+            perturbed = tuple(Perturbed(**_typed(Perturbed, names, row)) for row in rows)
     except OSError as error:
         raise RunError(
             f"{str(directory)!r} holds no results of aqg reproduce: {error.strerror} "
@@ -324,22 +355,12 @@ def read_results(directory: Path) -> Results:
     return Results(outcomes, curves, about, elsewhere, perturbed)
 
 
-_PLAIN = ("name", "section", "recipe", "partition", "scaling", "machine", "device")
-_NUMBERS = (
-    "alpha",
-    "dropout",
-    "seed",
-    "minimum",
-    "start_loss",
-    "final_loss",
-    "peak_loss",
-    "test_accuracy",
-)
+_SETTINGS = tuple(one.name for one in fields(Outcome) if one.name not in ("total", "reached"))
 
 
 def _flat(outcome: Outcome) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(outcome, name) for name in (*_PLAIN, *_NUMBERS)}
-    row.update({name: getattr(outcome.total, name) for name in _COST_FIELDS})
+    row = {name: getattr(outcome, name) for name in _SETTINGS}
+    row |= {name: getattr(outcome.total, name) for name in _COST_FIELDS}
     for residual in RESIDUALS:
         cost = outcome.reached.get(residual)
         for name in _COST_FIELDS:
@@ -348,26 +369,33 @@ def _flat(outcome: Outcome) -> dict[str, Any]:
 
 
 def _unflat(row: Mapping[str, str]) -> Outcome:
-    reached = {}
-    for residual in RESIDUALS:
-        cost = _read_cost(row, f"_to_{residual:g}")
-        if cost is not None:
-            reached[residual] = cost
-    numbers: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in _NUMBERS}
-    numbers["seed"] = int(row["seed"])
-    texts: dict[str, Any] = {name: row[name] for name in _PLAIN}
+    given = _typed(Outcome, _SETTINGS, row)
+    costs = {residual: _read_cost(row, f"_to_{residual:g}") for residual in RESIDUALS}
     total = _read_cost(row)
     assert total is not None
-    return Outcome(**texts, **numbers, total=total, reached=reached)
+    return Outcome(
+        **given,
+        total=total,
+        reached={residual: cost for residual, cost in costs.items() if cost is not None},
+    )
+
+
+def _typed(made: type, names: Iterable[str], row: Mapping[str, str]) -> dict[str, Any]:
+    """Read columns by the types of a dataclass's fields: text, whole numbers, or numbers."""
+    types = {one.name: one.type for one in fields(made)}
+    readers = {"str": str, "int": int}
+    return {
+        name: readers[str(types[name])](row[name])
+        if types[name] in readers
+        else (float(row[name]) if row[name] else None)
+        for name in names
+    }
 
 
 def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
     """Read a cost from columns whose names end alike; None where they are empty."""
-    texts = {name: row.get(f"{name}{suffix}") for name in _COST_FIELDS}
-    known = {name: int(text) for name, text in texts.items() if text}
-    if not texts.keys() - known.keys() <= {"download_bytes"}:
-        return None
-    return Cost(**known)
+    known = {name: int(text) for name in _COST_FIELDS if (text := row.get(f"{name}{suffix}"))}
+    return Cost(**known) if known.keys() >= set(_COST_FIELDS[:-1]) else None
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
@@ -377,3 +405,87 @@ def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def of_setting(results: Results, setting: str, recipe: str) -> list[Outcome]:
+    """Return our runs, one per seed, of a block of the paper's table."""
+    section, partition = BLOCKS[setting]
+    found = results.select(section=section, partition=partition, recipe=recipe)
+    if section == "logistic":
+        shown = main_reading(results.outcomes)
+        found = [o for o in found if (o.scaling, o.alpha) == shown]
+    return found
+
+
+def cost_of(results: Results, outcome: Outcome) -> Cost | None:
+    """Return what the paper counts: all 500 rounds, or those until the residual is reached."""
+    if outcome.section == "logistic":
+        return outcome.total
+    return outcome.reached.get(results.about["softmax_residual"])
+
+
+def cost_to_the_end(results: Results, outcome: Outcome) -> Cost | None:
+    """Return what the paper counts, of runs that get where they should: what ratios are made of.
+
+    A logistic run has 500 rounds whether it converges or not.
+    """
+    if outcome.section == "logistic" and not outcome.converged:
+        return None
+    return cost_of(results, outcome)
+
+
+def savings(
+    results: Results, setting: str, recipe: str, residual: float | None = None
+) -> tuple[list[float], str]:
+    """Return what part of LAQ's bits is saved, seed by seed, and what to say about where.
+
+    Logistic: over 500 rounds, on the seeds where both converge. Network: until ``residual``, by
+    default the smallest one where the most seeds have both arrive.
+    """
+    ours, laq = of_setting(results, setting, recipe), of_setting(results, setting, "laq")
+    if recipe in ("laq", *ALWAYS_SEND) or not ours or not laq:
+        return [], ""
+    where = []
+    if setting.startswith("logistic"):
+        ratios = paired_ratios(ours, laq, lambda o: cost_to_the_end(results, o))
+    else:
+        goal = results.about["softmax_residual"]
+        at = arrival_of_both(results, setting, recipe) if residual is None else residual
+        ratios = paired_ratios(ours, laq, lambda o: o.reached.get(at))
+        where = [f"at {at:g}"] if at != goal else []
+    if len(ratios) < len(ours):
+        where.append(f"{len(ratios)} of {len(ours)} seeds")
+    return [1 - ratio for ratio in ratios], f" ({', '.join(where)})" if where and ratios else ""
+
+
+def arrival_of_both(results: Results, setting: str, recipe: str) -> float:
+    """Return the smallest residual where the most seeds have both a rule and LAQ arrive."""
+    runs = [of_setting(results, setting, name) for name in (recipe, "laq")]
+    allowed = [r for r in RESIDUALS if r >= results.about["softmax_residual"]]
+
+    def num_both(residual: float) -> int:
+        first, second = ({o.seed for o in some if residual in o.reached} for some in runs)
+        return len(first & second)
+
+    return max(allowed, key=lambda residual: (num_both(residual), -residual))
+
+
+def costs_to(outcomes: Sequence[Outcome], residual: float) -> list[Cost]:
+    """Return what each run that arrives at the residual, and stays, cost until then."""
+    return [cost for o in outcomes if (cost := o.reached.get(residual)) is not None]
+
+
+def paired_ratios(
+    ours: Sequence[Outcome],
+    other: Sequence[Outcome],
+    cost_of: Callable[[Outcome], Cost | None],
+    name: str = "bits_per_param",
+) -> list[float]:
+    """Return our cost over the other's, seed by seed, where both have one."""
+    by_seed = {outcome.seed: cost_of(outcome) for outcome in other}
+    ratios = []
+    for outcome in ours:
+        left, right = cost_of(outcome), by_seed.get(outcome.seed)
+        if left is not None and right is not None:
+            ratios.append(getattr(left, name) / getattr(right, name))
+    return ratios

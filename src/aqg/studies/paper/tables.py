@@ -6,49 +6,105 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from aqg.runs.table import Table, format_bytes
-from aqg.studies.paper.cells import (
-    SPLITS,
-    arrival_cell,
-    costs_to,
-    out_of,
-    paired_ratios,
-    percent,
-    span,
-)
-from aqg.studies.paper.claims import claims_table
-from aqg.studies.paper.differences import differences_table
-from aqg.studies.paper.dropout_tables import dropout_arrivals_table, dropout_table
-from aqg.studies.paper.logistic_tables import rounding_table, step_size_table
-from aqg.studies.paper.machines import machine_table
-from aqg.studies.paper.paper import PAPER_RESIDUAL, SETTINGS, performance
-from aqg.studies.paper.plan import NETWORK_RECIPES, TABLE_RECIPES
-from aqg.studies.paper.settings import (
-    LABELS,
+from aqg.studies.paper.outcomes import (
+    CONVERGED,
+    ROUNDING,
     cost_of,
+    costs_to,
+    main_reading,
     of_setting,
-    reading_text,
+    paired_ratios,
     savings,
-    seeds_text,
+)
+from aqg.studies.paper.plan import (
+    BLOCKS,
+    BY_SOURCE,
+    DROPOUT_RECIPES,
+    NETWORK_RECIPES,
+    PAPER_RESIDUAL,
+    PERTURBED_RECIPES,
+    TABLE_2,
+    TABLE_RECIPES,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from aqg.studies.paper.outcomes import Outcome, Results
 
+LABELS = {
+    "logistic-iid": "logistic, IID",
+    "logistic-noniid": "logistic, non-IID",
+    "network-iid": "network, IID",
+    "network-noniid": "network, non-IID",
+}
+SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
+
+STRICT = 1e-6
+"""The paper's residual for runs without dropouts."""
 _AS_GOOD = 1.01
 """Bytes are compared where a network's loss is within this factor of gradient descent's."""
+_LAZY = ("laq", "aqg-2", "aqg", "lean", "auto")
+
+
+def percent(share: float) -> str:
+    """Write a share.
+
+    >>> percent(0.4123), percent(-0.02)
+    ('41 %', '-2 %')
+    """
+    return f"{100 * share:.0f} %"
+
+
+def whole(count: float) -> str:
+    """Write a count.
+
+    >>> whole(1234.5)
+    '1,234'
+    """
+    return f"{count:,.0f}"
+
+
+def span(values: Sequence[float], form: Callable[[float], str] = whole) -> str:
+    """Write the median and, in brackets, the range.
+
+    >>> span([3, 1, 2]), span([4]), span([0.4, 0.42], percent), span([])
+    ('2 [1..3]', '4', '41 % [40..42 %]', '-')
+    """
+    if not values:
+        return "-"
+    middle, low, high = form(median(values)), form(min(values)), form(max(values))
+    if low == high:
+        return middle
+    unit = " " + high.split(" ")[-1] if " " in high else ""
+    if unit and low.endswith(unit):
+        low = low.removesuffix(unit)
+    return f"{middle} [{low}..{high}]"
+
+
+def out_of(part: int, whole_: int) -> str:
+    """Write how many of how many."""
+    return f"{part} of {whole_}"
+
+
+def arrival_cell(outcomes: Sequence[Outcome], residual: float) -> str:
+    """Write bits and bytes until the residual, and how many seeds arrived if not all."""
+    costs = costs_to(outcomes, residual)
+    if not costs:
+        return "-"
+    bits = span([cost.bits_per_param for cost in costs])
+    text = f"{bits} / {format_bytes(median(cost.upload_bytes for cost in costs))}"
+    if len(costs) < len(outcomes):
+        text = f"{out_of(len(costs), len(outcomes))}: {text}"
+    return text
 
 
 def all_tables(results: Results) -> list[Table]:
     """Return every table that the results have rows for."""
     makers = (
-        claims_table,
         summary_table,
         performance_table,
-        differences_table,
         step_size_table,
-        machine_table,
         rounding_table,
         residual_table,
         dropout_table,
@@ -95,9 +151,9 @@ def _bytes_cells(ours: Sequence[Outcome], base: Sequence[Outcome], residual: flo
 
 def performance_table(results: Results) -> Table:
     """Return the paper's Table 2: its figure / ours, with the recipes it does not have beside."""
-    paper = {(row.setting, row.recipe): row for row in performance()}
+    paper = {(row.setting, row.recipe): row for row in TABLE_2}
     rows = []
-    for setting in SETTINGS:
+    for setting in BLOCKS:
         comparable = not setting.startswith("network") or is_comparable(results)
         for recipe in TABLE_RECIPES:
             ours = of_setting(results, setting, recipe)
@@ -241,3 +297,245 @@ def _fewer(ours: Sequence[Outcome], base: Sequence[Outcome]) -> str:
         return "-"
     ratios = [gd.total.upload_bytes / o.total.upload_bytes for o, gd in pairs]
     return span(ratios, lambda ratio: f"{ratio:,.0f}×")
+
+
+def step_size_table(results: Results) -> Table:
+    """Return logistic regression at every reading of the loss, and what is saved of LAQ's bits."""
+    runs = results.select(section="logistic")
+    readings = sorted({(o.scaling, o.alpha) for o in runs})
+    shown = main_reading(runs)
+    rows = []
+    for partition in ("iid", BY_SOURCE):
+        for reading in readings:
+            here = {
+                recipe: [
+                    o
+                    for o in runs
+                    if (o.scaling, o.alpha) == reading
+                    and (o.partition, o.recipe) == (partition, recipe)
+                ]
+                for recipe in ("gd", "qgd", *_LAZY)
+            }
+            mark = " ←" if reading == shown else ""
+            rows.append(
+                (
+                    SPLITS[partition],
+                    f"{reading[0]}, {reading[1]:g}{mark}",
+                    *(_converged(here[recipe]) for recipe in ("gd", "qgd")),
+                    *(_lazy_cell(here[recipe], here["laq"]) for recipe in _LAZY),
+                )
+            )
+    return Table(
+        "step-sizes",
+        "Logistic regression by loss and α: uploads in 500 rounds",
+        f"{seeds_text(results, 'logistic').capitalize()}. In parentheses the seeds that end within "
+        f"{CONVERGED:g} of the minimum, if not all, with the median residual there; and the bits "
+        "saved of LAQ's on the seeds where both do. `gd` and `qgd` always upload, and their "
+        "columns say which seeds converge. ←: what Table 2 is compared with.",
+        ("split", "loss, α", "`gd`", "`qgd`", *(f"`{recipe}`" for recipe in _LAZY)),
+        tuple(rows) if runs else (),
+    )
+
+
+def _converged(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return "-"
+    return _ends(outcomes) or "all"
+
+
+def _ends(outcomes: Sequence[Outcome]) -> str:
+    """Say how many runs converged and where they ended, unless all did."""
+    good = sum(o.converged for o in outcomes)
+    if good == len(outcomes):
+        return ""
+    return f"{out_of(good, len(outcomes))}, ends at {median(o.residual for o in outcomes):.0e}"
+
+
+def _lazy_cell(ours: Sequence[Outcome], laq: Sequence[Outcome]) -> str:
+    if not ours:
+        return "-"
+    parts = [text] if (text := _ends(ours)) else []
+    if ours[0].recipe != "laq":
+        saved = [
+            1 - r for r in paired_ratios(ours, laq, lambda o: o.total if o.converged else None)
+        ]
+        if saved:
+            parts.append(f"saves {span(saved, percent)}")
+    text = span([o.total.uploads for o in ours])
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+def rounding_table(results: Results) -> Table:
+    """Return what a change of the data in the last bit does to one seed's counts."""
+    rows = []
+    alphas = sorted({one.alpha for one in results.perturbed})
+    for partition in ("iid", BY_SOURCE):
+        for alpha in alphas:
+            for recipe in PERTURBED_RECIPES:
+                ours = [
+                    one
+                    for one in results.perturbed
+                    if (one.partition, one.alpha, one.recipe) == (partition, alpha, recipe)
+                ]
+                if not ours:
+                    continue
+                plain = [one for one in ours if one.draw == 0]
+                drawn = [one for one in ours if one.draw > 0]
+                rows.append(
+                    (
+                        SPLITS[partition],
+                        f"{alpha:g}",
+                        f"`{recipe}`",
+                        span([one.uploads for one in plain]),
+                        span([one.uploads for one in drawn]),
+                        span([one.uploads_before for one in ours]),
+                        str(len({one.uploads for one in ours})),
+                        str(len({one.uploads_before for one in ours})),
+                        out_of(sum(one.residual < CONVERGED for one in ours), len(ours)),
+                    )
+                )
+    return Table(
+        "rounding",
+        "Logistic regression with the data changed in the last bit",
+        "Seed 0, summed losses, 500 rounds; every nonzero feature is left alone or moved by one "
+        f"unit in the last place, at random. `before {ROUNDING:g}` are the uploads until the loss "
+        "first comes so close to its minimum.",
+        (
+            "split",
+            "α",
+            "recipe",
+            "uploads, data as they are",
+            "uploads, last bit changed",
+            f"uploads before {ROUNDING:g}",
+            "different counts",
+            f"before {ROUNDING:g}",
+            "converge",
+        ),
+        tuple(rows),
+    )
+
+
+def with_dropouts(results: Results, partition: str, rate: float, recipe: str) -> list[Outcome]:
+    """Return the runs of a recipe, one per seed."""
+    return results.select(section="dropouts", partition=partition, dropout=rate, recipe=recipe)
+
+
+def cells_of(results: Results) -> Iterator[tuple[str, float]]:
+    """Return every split and rate that was run."""
+    outcomes = results.select(section="dropouts")
+    for partition in ("iid", "label"):
+        for rate in sorted({o.dropout for o in outcomes if o.partition == partition}):
+            yield partition, rate
+
+
+def dropout_table(results: Results) -> Table:
+    """Return what it takes to reach the residual, and how many seeds do."""
+    residual = results.about["dropout_residual"]
+    rows = [
+        (
+            SPLITS[partition],
+            f"{rate:g}",
+            *(
+                _dropout_cell(with_dropouts(results, partition, rate, recipe), residual)
+                for recipe in DROPOUT_RECIPES
+            ),
+        )
+        for partition, rate in cells_of(results)
+    ]
+    return Table(
+        "dropouts",
+        f"Dropouts: rounds / bits per parameter / bytes uploaded to stay within {residual:g} of f*",
+        f"784→10, {results.about['dropout_rounds']:,} rounds, {results.about['dtype']}; medians, "
+        f"and for the bits the range, over the seeds that reach it; {_runs(results)}. k of n: so "
+        "many reach it, and the median residual at the end of all; ×: ended above its first loss.",
+        ("split", "p", *(f"`{recipe}`" for recipe in DROPOUT_RECIPES)),
+        tuple(rows),
+    )
+
+
+def _runs(results: Results) -> str:
+    return seeds_text(results, "dropouts").replace("median and range over ", "")
+
+
+def _dropout_cell(outcomes: Sequence[Outcome], residual: float) -> str:
+    if not outcomes:
+        return "-"
+    num_lost = sum(outcome.ran_away for outcome in outcomes)
+    if num_lost == len(outcomes):
+        return f"× ({out_of(num_lost, num_lost)})"
+    costs = costs_to(outcomes, residual)
+    text = "-"
+    if costs:
+        rounds = f"{median(cost.rounds for cost in costs):,.0f}"
+        bits = span([cost.bits_per_param for cost in costs])
+        text = f"{rounds} / {bits} / {format_bytes(median(cost.upload_bytes for cost in costs))}"
+    if len(costs) == len(outcomes):
+        return text
+    at = median(outcome.residual for outcome in outcomes)
+    missing = f"{out_of(len(costs), len(outcomes))}, ends at {at:.0e}"
+    if num_lost:
+        missing += f", {num_lost} ×"
+    return f"{text} ({missing})"
+
+
+def dropout_arrivals_table(results: Results) -> Table:
+    """Return how many seeds arrive at two residuals, and bits compared seed by seed."""
+    residual = results.about["dropout_residual"]
+    rows = []
+    for partition, rate in cells_of(results):
+        runs = {
+            recipe: with_dropouts(results, partition, rate, recipe) for recipe in DROPOUT_RECIPES
+        }
+        rows.append(
+            (
+                SPLITS[partition],
+                f"{rate:g}",
+                versus(runs["aqg-2"], runs["laq"], residual),
+                versus(runs["aqg-augmented"], runs["aqg-2"], residual),
+                *(_arrivals(runs[recipe], residual) for recipe in DROPOUT_RECIPES),
+            )
+        )
+    return Table(
+        "dropout-arrivals",
+        "Dropouts, seed by seed",
+        f"Ratios of bits to stay within {residual:g}, over the seeds where both reach it. Then the "
+        f"seeds that stay within {residual:g}, at {STRICT:g}, and × those that ended above "
+        f"their first loss; of {_runs(results)}.",
+        (
+            "split",
+            "p",
+            "two-level / LAQ",
+            "augmented / two-level",
+            *(f"`{recipe}`" for recipe in DROPOUT_RECIPES),
+        ),
+        tuple(rows),
+    )
+
+
+def versus(ours: Sequence[Outcome], other: Sequence[Outcome], residual: float) -> str:
+    """Compare bits seed by seed, where both arrive."""
+    ratios = paired_ratios(ours, other, lambda o: o.reached.get(residual))
+    text = span(ratios, lambda ratio: f"{ratio:.2f}")
+    seeds = "seed" if len(ratios) == 1 else "seeds"
+    return f"{text} ({len(ratios)} {seeds})" if 0 < len(ratios) < len(ours) else text
+
+
+def _arrivals(outcomes: Sequence[Outcome], residual: float) -> str:
+    coarse, fine = (sum(r in o.reached for o in outcomes) for r in (residual, STRICT))
+    num_lost = sum(outcome.ran_away for outcome in outcomes)
+    text = f"{coarse}, {fine}"
+    return f"{text}, {num_lost} ×" if num_lost else text
+
+
+def reading_text(results: Results) -> str:
+    """Write the loss and step size of the logistic runs that are compared with the paper's."""
+    reading = main_reading(results.outcomes)
+    return "not run" if reading is None else f"{reading[0]} loss, α = {reading[1]:g}"
+
+
+def seeds_text(results: Results, section: str) -> str:
+    """Write over how many seeds a section's medians and ranges are."""
+    count = len({o.seed for o in results.select(section=section)})
+    if count == 0:
+        return "not run"
+    return "one seed" if count == 1 else f"median and range over {count} seeds"

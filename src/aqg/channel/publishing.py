@@ -1,0 +1,155 @@
+"""What of the difference between the model and its public copy is sent.
+
+A change of few coordinates, as sparse replies make it, is answered in kind: the largest
+coordinates of the difference as sparse ternary, while that leaves the copy within `FARTHEST` steps
+of the model. Clients whose copy falls back farther go on correcting what the model has long had,
+and it swings. Any other change is quantized with the fewest bits that bring the copy within a
+tolerance of the model. What is left out stays in the difference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.channel.tensors import PIECE
+from aqg.core.grids import value_table
+from aqg.core.round import describe_fault
+from aqg.core.selection import largest
+from aqg.core.space import NumpySpace
+from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.track import Terms, correct
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aqg.channel.tensors import Values
+    from aqg.core.downlink import Condensed
+    from aqg.core.messages import AnyUpload
+    from aqg.core.types import FloatArray, IntArray
+    from aqg.objectives.layout import TensorSpec
+
+_SPACE = NumpySpace(in_place=True)
+_FIRST = np.arange(1)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_STEPS = 10
+"""How many past steps the tolerance looks at."""
+
+
+FARTHEST = 1.0
+"""How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
+
+
+_ROUNDING = 64.0
+"""Averages of equal numbers are off by less than this many units in the last place."""
+
+
+class Steps(NamedTuple):
+    """How far the model moved lately: ``‖θ^{k+1} - θ^k‖²``, newest first."""
+
+    squares: tuple[float, ...] = ()
+
+    def after(self, square: float) -> Steps:
+        """Return the steps with a new one."""
+        return Steps((square, *self.squares)[:_STEPS])
+
+    @property
+    def mean(self) -> float:
+        """The mean of those known."""
+        return sum(self.squares) / len(self.squares) if self.squares else 0.0
+
+
+def squared_norm(vector: FloatArray) -> float:
+    """Return ``‖v‖²``, summed in double precision, without a second vector."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(vector), PIECE):
+            piece = vector[start : start + PIECE].astype(np.float64)
+            total += float(np.vdot(piece, piece))
+    return total
+
+
+def measure_change(
+    values: Values, before: Values, specs: Sequence[TensorSpec], dtype: str
+) -> tuple[float, int]:
+    """Return ``‖θ - θ'‖²``, and how many values changed by more than rounding in ``dtype`` does."""
+    square, count, bound = 0.0, 0, _ROUNDING * float(np.finfo(dtype).eps)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for spec in specs:
+            new, old = values[spec.name].reshape(-1), before[spec.name].reshape(-1)
+            for start in range(0, len(new), PIECE):
+                was = old[start : start + PIECE].astype(np.float64)
+                change = new[start : start + PIECE] - was
+                square += float(np.vdot(change, change))
+                np.abs(was, out=was)
+                was *= bound
+                count += int(np.count_nonzero(np.abs(change) > was))
+    return square, count
+
+
+def condense(
+    gap: FloatArray, count: int | None, steps: Steps, version: int, downlink: Condensed
+) -> tuple[AnyUpload | None, str]:
+    """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
+
+    Args:
+        gap: the strategy's model less the public copy, flat; it is written to.
+        count: how many coordinates a sparse entry has; None: it is not to be sparse.
+        steps: how far the model moved.
+        version: of the copy.
+        downlink: the settings.
+
+    """
+    if count is not None:
+        kept = largest_of(gap, min(count, len(gap)))
+        if not len(kept):
+            return None, ""
+        sparse = ternary(gap, kept, TERNARY_WIDTH)
+        whole = gap[kept]
+        value = value_table(sparse.grid, sparse.width, sparse.step, gap.dtype.type)
+        gap[kept] -= value[sparse.levels[kept]]
+        if squared_norm(gap) <= FARTHEST * steps.mean:
+            return sparse, ""
+        gap[kept] = whole
+        del sparse
+    terms = Terms(downlink.tolerance * steps.mean, np.zeros(1, np.int64), (0, 0, version))
+    uploads, found = correct(_SPACE, downlink.of_velocity, None, _FIRST, gap[None], terms)
+    fault = describe_fault(gap) if len(found.faulty) else ""
+    return (uploads[0] if uploads else None), fault
+
+
+def largest_of(vector: FloatArray, count: int) -> IntArray:
+    """Return what `aqg.core.selection.largest` does, in little memory.
+
+    The bits of positive numbers are in the order of the numbers: their upper halves are counted,
+    then the lower halves of those with the same upper half as the last one that is taken.
+
+    >>> largest_of(np.array([0.5, -2.0, 0.5, 1.0, 0.0], np.float32), 3)
+    array([0, 1, 3])
+    """
+    if vector.dtype != np.float32 or not 0 < count < len(vector):
+        return largest(vector, count)
+    bits = vector.view(np.uint32)
+    pieces = [slice(start, start + PIECE) for start in range(0, len(vector), PIECE)]
+    threshold, left = 0, count
+    for shift in (16, 0):
+        counts = np.zeros(1 << 16, np.int64)
+        for piece in pieces:
+            part = bits[piece] & _MAGNITUDE
+            if not shift:
+                part = part[part >> 16 == threshold >> 16]
+            counts += np.bincount((part >> shift) & 0xFFFF, minlength=1 << 16)
+        above = np.cumsum(counts[::-1])
+        place = int(np.searchsorted(above, left))
+        left -= int(above[place - 1]) if place else 0
+        threshold |= (len(counts) - 1 - place) << shift
+    found = []
+    for piece in pieces:
+        part = bits[piece] & _MAGNITUDE
+        taken = part > threshold if threshold else part > 0
+        if threshold and left:
+            ties = np.flatnonzero(part == threshold)[:left]
+            taken[ties], left = True, left - len(ties)
+        found.append(np.flatnonzero(taken) + piece.start)
+    return np.concatenate(found)

@@ -1,0 +1,545 @@
+"""The server's end for one model: its public copy and log, and a mirror of every node's updates."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aqg.channel.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
+from aqg.channel.publishing import Steps, condense, measure_change, squared_norm
+from aqg.channel.tensors import (
+    Kind,
+    Schema,
+    Update,
+    as_received,
+    decode_kept,
+    encode_kept,
+    flatten,
+    is_finite,
+    is_same,
+    kinds_of,
+    shifted,
+    vector_dtype,
+)
+from aqg.core.budget import first_budget
+from aqg.core.downlink import Condensed
+from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError, MessageError
+from aqg.protocol.coding import reply_from_bytes, to_bytes
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.messages import Order
+from aqg.protocol.mirrors import fingerprint
+from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
+from aqg.wire import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from aqg.channel.tensors import Tensor, Values
+    from aqg.core.messages import Message
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
+    from aqg.objectives.layout import TensorSpec
+    from aqg.protocol.messages import Reply
+
+INCARNATION = 1
+"""A run has one server; a new run begins anew."""
+OPEN, CLOSED = b"\1", b"\0"
+"""Whether a client may choose, by what its training changes, which tensors are compressed."""
+
+
+_CAUTION = 0.03
+"""Recipes are told this part of the movement. A round of local training goes far: an update that is
+out of date by as much as the model moves, which a gradient may be, makes the model swing."""
+
+
+_TRY_EVERY = 8
+"""Versions from one trial of the context coder to the next, while it does not pay: it takes most of
+the wrapper's time on large models, and saved 20 % of an entry in the examples, but nothing of
+noise."""
+_FEWEST = 32
+_SPARSE = 8
+"""An entry with fewer than one coordinate in so many is sparse."""
+_LEAST_SAVED = 1 / 32
+"""The part of an entry that the context coder must save to be worth its time."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user can choose.
+
+    Attributes:
+        recipe: name and options of the compressor.
+        bits: its ``b_max``.
+        max_staleness: after how many silent rounds a client sends all the same.
+        seed: of recipes that draw.
+        include: patterns for names of tensors to compress; all where there are none.
+        exclude: patterns for names of tensors that travel as they are.
+        downlink: how the public copy follows the model.
+        clip: returns the largest norm of an update, where the strategy relies on one.
+
+    """
+
+    recipe: str = "lean"
+    bits: int = 4
+    max_staleness: int = 100
+    seed: int = 0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    downlink: Condensed = field(default_factory=Condensed)
+    clip: Callable[[], float | None] = lambda: None
+
+
+class LostError(MessageError):
+    """A node does not hold the copy that it was thought to hold."""
+
+
+class Phase(NamedTuple):
+    """What was sent of a model at one time, and what replies to it are relative to.
+
+    Attributes:
+        channel: of the model.
+        is_open: whether clients may choose fewer tensors to compress.
+        values: the strategy's own model; of tensors that are kept, clients' copy.
+        copy: the public copy.
+
+    """
+
+    channel: Channel
+    is_open: bool
+    values: dict[str, Tensor]
+    copy: PublicCopy
+
+    @property
+    def version(self) -> int:
+        """Of the public copy."""
+        return self.copy.version
+
+
+class Taken(NamedTuple):
+    """A reply that was read, and has changed nothing yet.
+
+    Attributes:
+        channel: of the model.
+        node: whose it is.
+        phase: what it answers.
+        layout: which tensors were compressed.
+        kept: tensors that came as they are.
+        peer: what the server holds of the node after it; None where nothing was compressed.
+        message: what was sent.
+        update: what it stands for; of no values where nothing was compressed.
+
+    """
+
+    channel: Channel
+    node: int
+    phase: Phase
+    layout: bytes
+    kept: dict[str, Tensor]
+    peer: Peer | None
+    message: Message
+    update: Update
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the model that the reply stands for, in order.
+
+        The update is shown against the strategy's own model, so that what the public copy lacks of
+        it is not lost. Raises `MessageError` where one is beyond its type's numbers.
+        """
+        schema, values = self.channel.schema, self.phase.values
+        factor = self.channel.cut(self)
+        moving = shifted(values, self.update, schema.chosen(self.layout), factor)
+        inside = {spec.name for spec in schema.chosen(self.layout)}
+        for spec in schema.specs:
+            if spec.name not in inside:
+                tensor = self.kept.get(spec.name, values[spec.name])
+                if factor < 1.0 and tensor.dtype.kind == "f":
+                    change = tensor - values[spec.name]
+                    tensor = (values[spec.name] + factor * change).astype(spec.dtype)
+                yield spec.name, tensor
+                continue
+            name, tensor = next(moving)
+            if not is_finite(tensor):
+                raise MessageError(f"its update makes {name!r} hold NaN or infinity")
+            yield name, tensor
+
+    def commit(self) -> None:
+        """Take note of the reply."""
+        self.channel.commit(self)
+
+
+class Channel:
+    """One model of a run.
+
+    Args:
+        run: names run and model.
+        values: the model to start from.
+        settings: of the user.
+
+    Attributes:
+        schema: the model's tensors.
+        odd: tensors that never change, because they hold NaN or infinity at the start, as masks do.
+        fault: why the strategy's model could not be sent last time; empty where it was.
+
+    Raises `ConfigError` where no tensor can be compressed.
+
+    """
+
+    def __init__(self, run: str, values: Values, settings: Settings) -> None:
+        self.schema = Schema.of(values)
+        self.run = run
+        self.fault = ""
+        self._settings = settings
+        self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
+        self._kinds = kinds_of(self.schema, settings.include, settings.exclude)
+        self._values = self.schema.cast(values)
+        self.odd = tuple(name for name, t in self._values.items() if not is_finite(t))
+        self._kinds |= dict.fromkeys(self.odd, Kind.STILL)
+        candidates = [n for n, k in self._kinds.items() if k is Kind.VECTOR]
+        if not candidates:
+            raise ConfigError("no tensor holds finite numbers that can be compressed")
+        self._copy = PublicCopy.of(self._values, self.schema, self.schema.bitmap(candidates))
+        self._copy = self._copy._replace(digest=self._copy.content_digest())
+        self._given: Values = values
+        self._is_open = True
+        self._wanted: set[str] = set()
+        self._trained = 0
+        self._first = 1
+        self._entries: list[bytes] = []
+        self._positions: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._peers: dict[int, tuple[bytes, Peer]] = {}
+        self._steps = Steps()
+        self._history: tuple[float, ...] = ()
+        self._sums: dict[bytes, tuple[FloatArray, int]] = {}
+        self._senders = 1
+        self._num_sent = 0
+        self._budget = first_budget(self._recipe.noise)
+        self._energy = 0.0
+        self._zero: dict[tuple[int, str], Peer] = {}
+        self._context_pays = True
+
+    @property
+    def version(self) -> int:
+        """Of the public copy."""
+        return self._copy.version
+
+    def publish(self, given: Values, is_train: bool, as_it_is: bool = False) -> Phase:
+        """Bring the public copy nearer to the model, and return what is sent now.
+
+        A model with NaN or infinity is not sent: clients go on from the one before, and replies
+        are relative to that. With ``as_it_is`` the copy becomes the model, as a whole.
+        """
+        values, is_news = self._values, given is not self._given
+        if is_news:
+            values = self.schema.cast(given)
+            is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
+            self.fault = self._find_fault(values) if is_news else ""
+        if self.fault:
+            values, is_news = self._values, False
+        self._given = given
+        layout = self._next_layout()
+        is_repeated = is_train and self._trained == self._copy.version
+        if as_it_is and is_news:
+            self._become(values)
+        elif is_news or layout is not None or is_repeated:
+            self._advance(values, layout, is_news)
+        if is_train:
+            self._trained = self._copy.version
+        held = {n: t for n, t in self._copy.kept.items() if self._kinds[n] is not Kind.STILL}
+        return Phase(self, self._is_open, {**self._values, **held}, self._copy)
+
+    def order(self, node: int, evaluate: bool) -> tuple[bytes, bool]:
+        """Return a node's order, and whether the node needs the whole public copy as well."""
+        copy, settings = self._copy, self._settings
+        position = self._positions.get(node, 0)
+        is_full = position < self._first
+        first = copy.version if is_full else position
+        number = self._numbers.setdefault(node, len(self._numbers))
+        specs = self.schema.chosen(copy.layout)
+        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
+        stamp = self._peer(node, copy.layout, size, dtype).entry.stamp
+        order = Order(
+            run=self.run,
+            fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
+            recipe=settings.recipe,
+            bits=settings.bits,
+            max_staleness=settings.max_staleness,
+            seed=settings.seed,
+            num_params=size,
+            dtype=dtype,
+            incarnation=INCARNATION,
+            round=copy.version,
+            client=number,
+            movement=_CAUTION * self._recipe.movement.of(self._history),
+            epoch=stamp.epoch,
+            uploads=stamp.uploads,
+            digest=stamp.digest,
+            evaluate=evaluate,
+            layout=(OPEN if self._is_open else CLOSED) + copy.layout,
+            public=copy.digest,
+            log=encode_log(first, self._entries[first - self._first :]),
+            noise=self._budget.noise,
+        )
+        return to_bytes(order), is_full
+
+    def copied(self) -> Values:
+        """Return the tensors of the public copy."""
+        return self._copy.values(self.schema)
+
+    def note(self, node: int, phase: Phase) -> None:
+        """Take note that a node holds the copy of a phase."""
+        self._positions[node] = max(phase.version, self._positions.get(node, 0))
+
+    def forget(self, node: int) -> None:
+        """Take note that a node holds nothing."""
+        self._positions.pop(node, None)
+
+    def take(self, node: int, phase: Phase, part: bytes) -> Taken:
+        """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
+        reply = reply_from_bytes(part)
+        if reply.lost:
+            raise LostError(reply.lost)
+        if reply.stale:
+            raise MessageError("it has answered a later order already")
+        if (reply.incarnation, reply.round) != (INCARNATION, phase.version):
+            raise MessageError(
+                f"its reply is to version {reply.round} of the model, not to {phase.version}"
+            )
+        if reply.fault:
+            self.note(node, phase)
+            raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
+        length = self.schema.bitmap_bytes
+        layout, rest = reply.statistics[:length], reply.statistics[length:]
+        specs = self.schema.chosen(layout)
+        self._check_layout(layout, phase)
+        kept = decode_kept(rest, self.schema) if rest else {}
+        inside = {spec.name for spec in specs}
+        for name, tensor in kept.items():
+            if name in inside:
+                raise MessageError(f"tensor {name!r} comes compressed and as it is")
+            if self._kinds[name] is Kind.STILL:
+                raise MessageError(f"tensor {name!r} cannot be changed")
+            if not is_finite(tensor):
+                raise MessageError(f"tensor {name!r} holds NaN or infinity")
+        if not specs:
+            if reply.frame:
+                raise MessageError("it sent a frame for no tensors")
+            nothing = Update(np.zeros(0, np.float32), "float32")
+            return Taken(self, node, phase, layout, kept, None, Skip(), nothing)
+        peer, message, update = self._read(node, layout, specs, reply)
+        return Taken(self, node, phase, layout, kept, peer, message, update)
+
+    def _read(
+        self, node: int, layout: bytes, specs: list[TensorSpec], reply: Reply
+    ) -> tuple[Peer, Message, Update]:
+        """Return the node's mirror after a reply, what was sent, and the update it stands for."""
+        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
+        peer = self._peer(node, layout, size, dtype)
+        peer, message = take_reply(self._recipe, peer, reply, size, dtype)
+        if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
+            return peer, message, Update(message, dtype)
+        return peer, message, Update(update_of(self._recipe, peer, message, size), dtype)
+
+    def commit(self, taken: Taken) -> None:
+        """Take note of a reply that was read, and of what the node then holds."""
+        if taken.peer is not None:
+            self._peers[taken.node] = taken.layout, taken.peer
+            if not isinstance(taken.message, Skip):
+                self._num_sent += num_nonzero(taken.message)
+                self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
+            total, count = self._sums.get(taken.layout, (None, 0))
+            if total is None:
+                total = np.zeros(taken.update.size, taken.update.dtype)
+            taken.update.add_to(total)
+            self._sums[taken.layout] = total, count + 1
+        self.note(taken.node, taken.phase)
+        if taken.phase.is_open:
+            self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
+        self._wanted |= {name for name in taken.kept if self._kinds[name] is Kind.VECTOR}
+
+    def cut(self, taken: Taken) -> float:
+        """Return how much of an update is shown, so that it is no longer than clients clip to."""
+        limit = self._settings.clip()
+        if limit is None:
+            return 1.0
+        square = taken.update.squared_norm()
+        for name, tensor in taken.kept.items():
+            if tensor.dtype.kind == "f":
+                change = tensor.astype(np.float64) - taken.phase.values[name]
+                square += float(np.vdot(change, change))
+        return min(1.0, limit / math.sqrt(square)) if square else 1.0
+
+    def take_whole(self, phase: Phase, values: Values) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a whole model from a node stands for, which trained the public copy.
+
+        As of an update, what the public copy lacks of the strategy's model is added.
+        """
+        specs = self.schema.chosen(phase.copy.layout)
+        lacks = flatten(phase.values, specs)
+        np.subtract(phase.copy.vector, lacks, out=lacks)
+        update = Update(lacks, str(lacks.dtype))
+        moving = dict(shifted(self.schema.cast(values), update, specs)) if lacks.any() else {}
+        for name, tensor in values.items():
+            yield name, moving.get(name, tensor)
+
+    def _find_fault(self, values: dict[str, Tensor]) -> str:
+        """Say what of a model cannot be sent; empty where everything can."""
+        for name, tensor in values.items():
+            if self._kinds[name] is not Kind.STILL and not is_finite(tensor):
+                return f"tensor {name!r} holds NaN or infinity"
+        return ""
+
+    def _check_layout(self, layout: bytes, phase: Phase) -> None:
+        if layout == phase.copy.layout:
+            return
+        extra = int.from_bytes(layout, "little") & ~int.from_bytes(phase.copy.layout, "little")
+        if not phase.is_open or extra:
+            raise MessageError("it compressed other tensors than it was told to")
+
+    def _peer(self, node: int, layout: bytes, size: int, dtype: str) -> Peer:
+        known = self._peers.get(node)
+        if known is not None and known[0] == layout:
+            return known[1]
+        if (size, dtype) not in self._zero:  # all that have no mirror yet share one of zeros
+            self._zero = {(size, dtype): first_peer(self._recipe, size, dtype)}
+        return self._zero[size, dtype]
+
+    def _next_layout(self) -> bytes | None:
+        """Return which tensors are compressed from now on; None if it is as before."""
+        if not self._wanted:
+            return None
+        inside = {spec.name for spec in self.schema.chosen(self._copy.layout)}
+        wanted = self._wanted if self._is_open else inside | self._wanted
+        self._wanted, self._is_open = set(), False
+        layout = self.schema.bitmap(wanted)
+        return None if layout == self._copy.layout else layout
+
+    def _become(self, values: dict[str, Tensor]) -> None:
+        """Make the public copy the model itself, which all nodes are then sent."""
+        copy = self._copy
+        whole = PublicCopy.of(values, self.schema, copy.layout, copy.version + 1)
+        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=DIGEST_BYTES)
+        self._copy = whole._replace(digest=digest.digest())
+        self._values = values
+        self._entries, self._first = [], whole.version
+
+    def _advance(self, values: dict[str, Tensor], layout: bytes | None, is_news: bool) -> None:
+        """Add an entry, and go to the next version of the public copy."""
+        copy = self._copy if layout is None else self._copy.with_layout(self.schema, layout)
+        specs = self.schema.chosen(copy.layout)
+        mean = self._mean_square(copy.layout)
+        frame, kept = b"", b""
+        if is_news:
+            square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
+            self._values = values
+            self._steps = self._steps.after(square)
+            if mean is not None:
+                self._note_movement(square, mean)
+            count = self._num_published(num_changed, len(copy.vector))
+            message, self.fault = condense(
+                self._gap(copy, specs), count, self._steps, copy.version, self._settings.downlink
+            )
+            if message is not None:
+                frame = self._encode(message)
+                copy = copy._replace(vector=moved(copy.vector, message, specs))
+            changed = [n for n in copy.kept if self._differs(n, values[n], copy.kept[n])]
+            if changed:
+                kept = encode_kept(values, changed, self.schema, self._kinds)
+                tensors = decode_kept(kept, self.schema)
+                digests = {name: tensor_digest(tensors[name]) for name in changed}
+                copy = copy._replace(kept={**copy.kept, **tensors})
+                copy = copy._replace(digests={**copy.digests, **digests})
+        entry = encode_entry(layout, frame, kept)
+        self._entries.append(entry)
+        self._copy = copy.after(entry)
+        self._cut()
+
+    def _gap(self, copy: PublicCopy, specs: list[TensorSpec]) -> FloatArray:
+        """Return the strategy's model less the public copy."""
+        gap = flatten(self._values, specs)
+        gap -= copy.vector
+        return gap
+
+    def _num_published(self, num_changed: int, size: int) -> int | None:
+        """Return how many coordinates the next entry has; None: as many as the tolerance asks for.
+
+        Entries are as long as replies: half as long as a mean one, or whatever the ratio is. Where
+        nodes keep mirrors, replies say nothing of how much the model changed, and the change is
+        counted itself.
+        """
+        num_sent, self._num_sent = self._num_sent, 0
+        if self._recipe.memory.keeps_mirror:
+            num_sent = num_changed if num_changed * _SPARSE <= size else size
+        count = max(_FEWEST, round(self._settings.downlink.ratio * num_sent / self._senders))
+        return count if count * _SPARSE <= size else None
+
+    def _encode(self, message: Message) -> bytes:
+        """Write the frame of an entry; with the context coder, as long as that pays."""
+        short = encode(message, tries_context=False)
+        if not self._context_pays and self._copy.version % _TRY_EVERY:
+            return short
+        shorter = encode(message)
+        self._context_pays = len(shorter) < (1.0 - _LEAST_SAVED) * len(short)
+        return shorter
+
+    def _differs(self, name: str, tensor: Tensor, held: Tensor) -> bool:
+        """Tell whether clients must be told of a kept tensor."""
+        kind = self._kinds[name]
+        if kind is Kind.STILL or is_same(tensor, held):
+            return False
+        if kind is Kind.HALF:
+            return not is_same(as_received(tensor, kind), held)
+        if tensor.dtype.kind != "f":
+            return True
+        spec = self.schema.specs[self.schema.places[name]]
+        _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
+        return num_changed > 0
+
+    def _mean_square(self, layout: bytes) -> float | None:
+        """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
+        total, count = self._sums.pop(layout, (None, 0))
+        self._senders = max(1, count)
+        self._sums = {}
+        energy, self._energy = self._energy, 0.0
+        if total is None:
+            return None
+        square = squared_norm(total)
+        if energy:
+            self._budget = self._budget.after(self._recipe.noise, square, energy, count)
+        return square / count**2
+
+    def _note_movement(self, step: float, mean: float) -> None:
+        """Put the scale of the last step into the history that recipes look at.
+
+        That is the model's step, or the mean update where the strategy made a larger step of it:
+        an error in one update must be small against both.
+        """
+        square = min(step, mean)
+        if math.isfinite(square):
+            self._history = self._recipe.movement.extend(self._history, square)
+
+    def _cut(self) -> None:
+        """Drop entries that no node wants, or that together are longer than the model."""
+        oldest = min(self._positions.values(), default=self._copy.version)
+        budget = sum(array.nbytes for array in self._values.values())
+        kept = 0
+        for entry in reversed(self._entries):
+            budget -= len(entry)
+            if budget < 0:
+                break
+            kept += 1
+        drop = max(oldest - self._first, len(self._entries) - kept, 0)
+        del self._entries[:drop]
+        self._first += drop
+
+
+def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:
+    """Return a digest of everything both sides must have alike."""
+    ours = fingerprint(recipe, size, dtype, seed)
+    return bytes(a ^ b for a, b in zip(ours, schema.fingerprint, strict=True))

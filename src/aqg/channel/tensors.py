@@ -1,0 +1,325 @@
+"""The tensors of a model: which are compressed, which go as they are, and how.
+
+Floating-point tensors that training changes make one flat vector, which recipes compress. All
+others are *kept*: integers, tensors named in ``exclude``, running statistics of normalization
+layers, and what no client has changed. A kept tensor travels when it has changed, statistics in
+half precision and everything else as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core.messages import Upload
+from aqg.errors import MessageError, WireError
+from aqg.objectives.layout import ModelLayout, TensorSpec, read_specs
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
+from aqg.wire.varint import read_varint, write_varint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from aqg.core.types import FloatArray
+
+    Tensor = NDArray[Any]
+    Values = Mapping[str, Tensor]
+
+PIECE = 1 << 20
+"""Values that are looked at together: large models need no second vector to be compared."""
+
+
+class Kind(enum.Enum):
+    """How a tensor travels."""
+
+    VECTOR = "compressed"
+    HALF = "half precision"
+    EXACT = "as it is"
+    STILL = "never after the first time"
+
+
+class Schema:
+    """Names, types and shapes of a model's tensors, in order.
+
+    Args:
+        rows: name, shape and dtype of each.
+
+    >>> schema = Schema.of({"w": np.zeros((2, 3), "f4"), "n": np.zeros((), "i8")})
+    >>> [spec.name for spec in schema.chosen(schema.bitmap(["n"]))]
+    ['n']
+
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, Sequence[int], str]]) -> None:
+        self.specs = read_specs(rows)
+        self.places = {spec.name: place for place, spec in enumerate(self.specs)}
+        text = "|".join(f"{s.name} {s.dtype} {s.shape}" for s in self.specs)
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+        self.bitmap_bytes = (len(self.specs) + 7) // 8
+
+    @staticmethod
+    def of(values: Values) -> Schema:
+        """Return the schema of a model."""
+        return Schema((name, t.shape, str(t.dtype)) for name, t in values.items())
+
+    def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what the schema was made from."""
+        return [(spec.name, spec.shape, spec.dtype) for spec in self.specs]
+
+    def fits(self, values: Values) -> bool:
+        """Tell whether a model has these tensors in these shapes, whatever their types."""
+        return set(values) == set(self.places) and all(
+            values[spec.name].shape == spec.shape for spec in self.specs
+        )
+
+    def cast(self, values: Values) -> dict[str, Tensor]:
+        """Return a model's tensors in their own types; strategies turn counts into floats."""
+        return {s.name: values[s.name].astype(s.dtype, copy=False) for s in self.specs}
+
+    def chosen(self, bitmap: bytes) -> list[TensorSpec]:
+        """Return the tensors whose bits are set."""
+        if len(bitmap) != self.bitmap_bytes:
+            raise MessageError(
+                f"a choice of tensors has {len(bitmap)} bytes; "
+                f"{len(self.specs)} tensors take {self.bitmap_bytes}"
+            )
+        bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little").tolist()
+        if any(bits[len(self.specs) :]):
+            raise MessageError(f"a choice names tensors beyond the {len(self.specs)} there are")
+        return [spec for spec, bit in zip(self.specs, bits, strict=False) if bit]
+
+    def bitmap(self, names: Iterable[str]) -> bytes:
+        """Return the bits of some tensors."""
+        wanted = set(names)
+        bits = [spec.name in wanted for spec in self.specs]
+        return np.packbits(np.array(bits, np.bool_), bitorder="little").tobytes()
+
+
+def kinds_of(
+    schema: Schema, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> dict[str, Kind]:
+    """Return how each tensor travels, by its type, its name, and patterns for names.
+
+    >>> values = {"conv.w": np.zeros((2, 2)), "bn.running_mean": np.zeros(2)}
+    >>> values |= {"bn.num_batches_tracked": np.zeros((), np.int64)}
+    >>> [kind.name for kind in kinds_of(Schema.of(values)).values()]
+    ['VECTOR', 'HALF', 'STILL']
+    >>> values = {"base.w": np.zeros(2), "base.lora_A": np.zeros(2)}
+    >>> [kind.name for kind in kinds_of(Schema.of(values), ["*.lora_*"]).values()]
+    ['EXACT', 'VECTOR']
+    """
+    layout = ModelLayout.of_arrays(schema.rows(), include, exclude)
+    kinds = dict.fromkeys(schema.places, Kind.EXACT)
+    kinds |= {spec.name: Kind.VECTOR for spec in layout.parameters}
+    tracked = dict(zip((*layout.statistics, *layout.counters), layout.tracked, strict=True))
+    kinds |= {spec.name: Kind.HALF for spec in layout.statistics if tracked[spec]}
+    return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds neither NaN nor infinity."""
+    if tensor.dtype.kind not in "fc":
+        return True
+    flat = tensor.reshape(-1)
+    return all(
+        bool(np.isfinite(flat[start : start + PIECE]).all()) for start in range(0, len(flat), PIECE)
+    )
+
+
+def vector_dtype(specs: Iterable[TensorSpec]) -> str:
+    """Return the precision of the flat vector."""
+    return "float64" if any(spec.dtype == "float64" for spec in specs) else "float32"
+
+
+def flatten(values: Values, specs: Sequence[TensorSpec]) -> FloatArray:
+    """Return tensors as one vector."""
+    dtype = np.dtype(vector_dtype(specs))
+    vector = np.empty(sum(spec.size for spec in specs), dtype)
+    position = 0
+    for spec in specs:
+        vector[position : position + spec.size] = values[spec.name].reshape(-1)
+        position += spec.size
+    return vector
+
+
+def unflatten(
+    vector: FloatArray, specs: Sequence[TensorSpec], dtype: np.dtype[Any] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a vector, each in its own precision, or all in one."""
+    tensors: dict[str, Tensor] = {}
+    position = 0
+    for spec in specs:
+        part = vector[position : position + spec.size].reshape(spec.shape)
+        with np.errstate(over="ignore"):
+            tensors[spec.name] = part.astype(dtype or spec.dtype, copy=False)
+        position += spec.size
+    return tensors
+
+
+def rounded(vector: FloatArray, specs: Sequence[TensorSpec]) -> FloatArray:
+    """Return a vector whose values are numbers of their tensors' own precision."""
+    if all(spec.dtype == vector.dtype for spec in specs):
+        return vector
+    return flatten(unflatten(vector, specs), specs)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are equal to the bit."""
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits, others = bits_of(one), bits_of(other)
+    return all(
+        np.array_equal(bits[start : start + PIECE], others[start : start + PIECE])
+        for start in range(0, len(bits), PIECE)
+    )
+
+
+def subtract(vector: FloatArray, values: Values, specs: Sequence[TensorSpec]) -> None:
+    """Take tensors off a flat vector, in place."""
+    position = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for spec in specs:
+            vector[position : position + spec.size] -= values[spec.name].reshape(-1)
+            position += spec.size
+
+
+class Update:
+    """A flat vector that a message stands for; of levels it is made part by part.
+
+    Args:
+        content: the vector, or levels on a grid.
+        dtype: in which precision levels are read.
+
+    """
+
+    def __init__(self, content: FloatArray | Upload, dtype: str) -> None:
+        self._content = content
+        self.dtype = np.dtype(dtype)
+        self.size = len(content)
+
+    def part(self, start: int, stop: int) -> FloatArray:
+        """Return some values, which must not be written to."""
+        content = self._content
+        if isinstance(content, Upload):
+            levels = content.levels[start:stop]
+            return replace(content, levels=levels).values(self.dtype.type)
+        return content[start:stop]
+
+    def add_to(self, total: FloatArray) -> None:
+        """Add it to a vector, in place."""
+        for start in range(0, self.size, PIECE):
+            total[start : start + PIECE] += self.part(start, start + PIECE)
+
+    def squared_norm(self) -> float:
+        """Return ``‖u‖²``, summed in double precision."""
+        square = 0.0
+        for start in range(0, self.size, PIECE):
+            piece = self.part(start, start + PIECE).astype(np.float64)
+            square += float(np.vdot(piece, piece))
+        return square
+
+
+def shifted(
+    values: Values, update: Update, specs: Sequence[TensorSpec], factor: float = 1.0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors less an update, each in its own precision."""
+    position = 0
+    for spec in specs:
+        part = update.part(position, position + spec.size).reshape(spec.shape)
+        position += spec.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = part if factor == 1.0 else factor * part
+            shown = np.subtract(values[spec.name], part, dtype=update.dtype)
+            yield spec.name, shown.astype(spec.dtype, copy=False)
+
+
+def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kinds) -> bytes:
+    """Write kept tensors: how many are in half precision and how many not, which, and the values.
+
+    Half-precision tensors that hold NaN or infinity are written as they are.
+    """
+    names = sorted(names, key=schema.places.__getitem__)
+    halves = [n for n in names if kinds[n] is Kind.HALF and np.isfinite(values[n]).all()]
+    exact = [n for n in names if n not in halves]
+    parts = [write_varint(len(halves)), write_varint(len(exact))]
+    parts += [write_varint(schema.places[n]) for n in (*halves, *exact)]
+    if halves:
+        flat = np.concatenate([values[n].reshape(-1).astype(np.float64) for n in halves])
+        message = StatisticsMessage(flat, np.zeros(0, np.int64), np.ones(len(halves), np.bool_))
+        frame = encode_statistics(message, _sections(halves, schema), "half")
+        parts += [write_varint(len(frame)), frame]
+    for name in exact:
+        tensor = values[name]
+        parts.append(np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).tobytes())
+    return b"".join(parts)
+
+
+def decode_kept(data: bytes, schema: Schema) -> dict[str, Tensor]:
+    """Return what `encode_kept` wrote; raise `WireError` or `MessageError` on anything else."""
+    num_halves, position = read_varint(data, 0)
+    num_exact, position = read_varint(data, position)
+    if num_halves + num_exact > len(schema.specs):
+        raise WireError(f"{num_halves + num_exact} tensors; the model has {len(schema.specs)}")
+    places = []
+    for _ in range(num_halves + num_exact):
+        place, position = read_varint(data, position)
+        if place >= len(schema.specs):
+            raise WireError(f"tensor {place}; the model has {len(schema.specs)}")
+        places.append(place)
+    if len(set(places)) < len(places):
+        raise WireError("a tensor comes twice")
+    names = [schema.specs[place].name for place in places]
+    values: dict[str, Tensor] = {}
+    if num_halves:
+        length, position = read_varint(data, position)
+        frame, position = data[position : position + length], position + length
+        flat = decode_statistics(frame, _sections(names[:num_halves], schema)).values
+        start = 0
+        for name in names[:num_halves]:
+            spec = schema.specs[schema.places[name]]
+            with np.errstate(over="ignore"):
+                part = flat[start : start + spec.size].astype(spec.dtype)
+            values[name] = part.reshape(spec.shape)
+            start += spec.size
+    for name in names[num_halves:]:
+        spec = schema.specs[schema.places[name]]
+        dtype = np.dtype(spec.dtype).newbyteorder("<")
+        end = position + spec.size * dtype.itemsize
+        if end > len(data):
+            raise WireError(f"the message ends at byte {len(data)}, inside tensor {name!r}")
+        tensor = np.frombuffer(data[position:end], dtype).astype(spec.dtype)
+        values[name] = tensor.reshape(spec.shape)
+        position = end
+    if position != len(data):
+        raise WireError(f"{len(data) - position} bytes follow the last tensor")
+    return values
+
+
+def as_received(tensor: Tensor, kind: Kind) -> Tensor:
+    """Return a kept tensor as the other side has it after `encode_kept` and `decode_kept`."""
+    if kind is not Kind.HALF:
+        return tensor
+    schema = Schema.of({"t": tensor})
+    return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": kind}), schema)["t"]
+
+
+def bits_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor, flat."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
+def _sections(names: Sequence[str], schema: Schema) -> list[Section]:
+    specs = [schema.specs[schema.places[name]] for name in names]
+    return [Section(spec.size, spec.dtype) for spec in specs]
+
+
+Kinds = dict[str, Kind]

@@ -1,0 +1,351 @@
+"""CUDA graphs: the fixed part of a round, recorded once, and replayed before it is asked for.
+
+With a small model a GPU computes a round's gradients and statistics in less time than Python needs
+to ask for them. All of it has the same shape in every round in which all clients are present, so it
+is recorded. And its inputs are known as soon as the server has taken its step: the GPU begins the
+next round while Python still finishes the last. One copy brings back all that Python needs to
+decide. Rounds with absent clients take the plain path of `TorchBackend`.
+
+In most rounds of a lazy recipe no one sends anything, and then the next step is known even before
+anyone has decided: the same as the last. The GPU takes it on this guess, and begins the round after
+it. Once someone does send, the guess is taken back. A guess lives within one round: between rounds
+the parameters are what they should be.
+
+The engine knows nothing of this. The backend learns from the calls of one round what to begin with
+for the next, and every call returns finished numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from aqg.core.quantizers import GridQuantizer
+from aqg.core.track import Memory
+from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aqg.core.grids import Grid
+    from aqg.core.innovation import Innovation
+    from aqg.core.messages import AnyUpload
+    from aqg.core.quantizers import Quantizer
+    from aqg.core.types import Float64Array, IntArray
+    from aqg.sim.local import LocalTraining
+    from aqg.sim.problem import Problem
+
+Tensor = torch.Tensor
+
+_WARM_UP_CALLS = 3
+"""Libraries allocate and choose algorithms in their first calls, which cannot be recorded."""
+MOSTLY_SILENT = 0.7
+"""A guess is made if nobody uploads in more rounds: a wrong one costs more than one saves."""
+_SMALL_BYTES = 4 << 20
+"""With more to remember, the GPU is busy for longer than Python anyway: a guess saves nothing."""
+_ROUNDS_REMEMBERED = 8
+"""Over so many of the last rounds, more or less, silence is averaged."""
+_FEW_UPLOADS = 3
+"""So many mirrors are moved one by one: indices of more must first be brought to the device."""
+
+
+class Report:
+    """Numbers on their way from the GPU, in memory that it writes to by itself."""
+
+    def __init__(self, length: int) -> None:
+        self._numbers = torch.empty(length, dtype=torch.float64, pin_memory=True)
+        self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.values: Float64Array = self._numbers.numpy()
+
+    def request(self, source: Tensor) -> None:
+        """Send for what ``source`` will hold."""
+        self._numbers.copy_(source, non_blocking=True)
+        self._arrival.record()
+
+    def wait(self) -> None:
+        """Return when it has come."""
+        self._arrival.synchronize()
+
+
+class Recording:
+    """A function without arguments whose kernels are replayed; its outputs stay in place."""
+
+    def __init__(self, compute: Callable[[], tuple[Tensor, ...]]) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_CALLS):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.outputs = compute()
+
+    def replay(self) -> None:
+        """Compute again from what the inputs hold now; overwrites the same outputs."""
+        self._graph.replay()
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """A recorded round, all clients present: gradients, ``Δ`` and what Python needs to know."""
+
+    recording: Recording
+    report: Report
+
+    @property
+    def gradients(self) -> Tensor:
+        """Of all clients."""
+        return self.recording.outputs[0]
+
+    @property
+    def deltas(self) -> Tensor:
+        """Of all clients."""
+        return self.recording.outputs[1]
+
+    def begin(self) -> None:
+        """Compute it all from what parameters and mirrors hold now, without waiting."""
+        self.recording.replay()
+        self.report.request(self.recording.outputs[2])
+
+
+class CudaBackend(TorchBackend):
+    """A `TorchBackend` that replays what does not change from round to round."""
+
+    def __init__(self, problem: Problem, device: str) -> None:
+        super().__init__(problem, device)
+        self._everyone = np.arange(problem.num_clients)
+        self._params: Tensor = self.put(problem.initial_params)
+        self._before_guess = torch.empty_like(self._params)
+        self._squared_norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._norm = Report(1)
+        self._gradients: Tensor | None = None
+        """Of all clients, in this round."""
+        self._wanted: tuple[GridQuantizer, Tensor | None] | None = None
+        """What they were measured with: the next round will ask the same."""
+        self._foresights: list[Foresight] = []
+        """This round and, once guesses are made, the next if the guess is right; in turn."""
+        self._recorded_for: tuple[GridQuantizer, Tensor | None] | None = None
+        self._step_recording: Recording | None = None
+        self._step_recorded_for: tuple[Tensor, float] | None = None
+        self._is_ahead = False
+        """Whether the first foresight is of the parameters as they are."""
+        self._last_step: tuple[Tensor, float] | None = None
+        """What was stepped along last, and how far."""
+        self._is_repeated = False
+        """Whether that was the step before as well, so that a guess can be made."""
+        self._silence = 0.0
+        """The share of the last rounds, more or less, in which no one sent anything."""
+        self._is_silent = True
+        """Whether no one has sent anything in this round."""
+        self._has_guessed = False
+        """Whether one more step was taken, on the guess that no one would send."""
+
+    def _begin(self) -> None:
+        """Begin with what the next round asks if all clients take part; wait for nothing."""
+        if self._wanted is None:
+            return
+        quantizer, mirrors = self._wanted
+        if not self._is_recorded_for(quantizer, mirrors):
+            self._foresights = [self._record(quantizer, mirrors)]
+            self._recorded_for = self._wanted
+        self._foresights[0].begin()
+        self._is_ahead = True
+
+    def _is_recorded_for(self, quantizer: Quantizer, mirrors: Tensor | None) -> bool:
+        recorded = self._recorded_for
+        return recorded is not None and recorded[0] == quantizer and recorded[1] is mirrors
+
+    def _guess(self) -> None:
+        """Take the last step once more and begin the round after it."""
+        assert self._step_recording is not None
+        assert self._recorded_for is not None
+        if len(self._foresights) < 2:
+            self._foresights.append(self._record(*self._recorded_for))
+        self._before_guess.copy_(self._params)
+        self._step_recording.replay()
+        self._foresights[1].begin()
+        self._has_guessed = True
+
+    def _take_back(self) -> None:
+        """Undo the guess, if there is one: somebody sent, or wants to see the parameters."""
+        if self._has_guessed:
+            self._params.copy_(self._before_guess)
+            self._has_guessed = False
+
+    def _record(self, quantizer: GridQuantizer, mirrors: Tensor | None) -> Foresight:
+        plain = super().losses_and_gradients
+
+        def compute() -> tuple[Tensor, ...]:
+            losses, gradients = plain(self._params, self._everyone)
+            deltas, table = _compare(quantizer.grid, quantizer.max_width, gradients, mirrors)
+            return gradients, deltas, torch.cat([table.view(-1), losses])
+
+        recording = Recording(compute)
+        return Foresight(recording, Report(len(recording.outputs[2])))
+
+    def get(self, array: Any) -> Any:
+        """Copy from the device, unless it came with the report."""
+        if isinstance(array, np.ndarray):
+            return array
+        if array is self._params:
+            self._take_back()
+        return super().get(array)
+
+    def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
+        """Return the loss of each of these clients."""
+        self._take_back()
+        return super().losses(params, clients)
+
+    def local_updates(
+        self,
+        local: LocalTraining,
+        params: Tensor,
+        clients: IntArray,
+        keys: Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Let all clients take each step together, where the objective allows it."""
+        self._take_back()
+        return super().local_updates(local, params, clients, keys)
+
+    def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
+        """Return what was foreseen, if it was this; the losses are there after the statistics."""
+        num_clients = len(self._everyone)
+        if not self._is_ahead or params is not self._params or len(clients) < num_clients:
+            self._take_back()
+            losses, gradients = super().losses_and_gradients(params, clients)
+            self._gradients = gradients if len(clients) == num_clients else None
+            return losses, gradients
+        foreseen = self._foresights[0]
+        if self._can_guess():
+            self._guess()
+        self._gradients = foreseen.gradients
+        return foreseen.report.values[-num_clients:], foreseen.gradients
+
+    def _can_guess(self) -> bool:
+        """Tell whether the last step is known well enough to be taken again."""
+        mirrors = None if self._recorded_for is None else self._recorded_for[1]
+        is_small = mirrors is not None and mirrors.nbytes <= _SMALL_BYTES
+        return is_small and self._is_repeated and self._silence > MOSTLY_SILENT
+
+    def measure(
+        self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
+    ) -> tuple[Tensor, Innovation]:
+        """Wait for the statistics that were foreseen, if they were these."""
+        if not isinstance(quantizer, GridQuantizer) or vectors is not self._gradients:
+            return super().measure(quantizer, vectors, mirrors, clients)
+        if self._objective.stackable:
+            self._wanted = quantizer, mirrors
+        if not self._is_ahead or not self._is_recorded_for(quantizer, mirrors):
+            return super().measure(quantizer, vectors, mirrors, clients)
+        report = self._foresights[0].report
+        report.wait()
+        table = report.values[: -len(clients)].reshape(len(clients), -1).copy()
+        return self._foresights[0].deltas, read_statistics(table, quantizer.max_width)
+
+    def move(
+        self,
+        memory: Memory,
+        mirrors: Tensor,
+        total: Tensor,
+        clients: IntArray,
+        uploads: Sequence[AnyUpload],
+        weights: Float64Array,
+    ) -> None:
+        """Take the same steps, without waiting for the device."""
+        self._notice_upload()
+        if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
+            super().move(memory, mirrors, total, clients, uploads, weights)
+            return
+        dtype = np.dtype(str(mirrors.dtype).removeprefix("torch.")).type
+        for client, upload, weight in zip(clients.tolist(), uploads, weights.tolist(), strict=True):
+            mirror = mirrors[client]
+            old = mirror.to(torch.float64, copy=True)
+            mirror += torch.from_numpy(upload.values(dtype)).to(self.device, non_blocking=True)
+            total += weight * (mirror.double() - old)
+
+    def add_values(
+        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
+    ) -> None:
+        """Add all at once."""
+        self._notice_upload()
+        super().add_values(total, uploads, weights)
+
+    def _notice_upload(self) -> None:
+        """Take the guess back that no one would send."""
+        self._take_back()
+        self._is_silent = False
+
+    def take_step(
+        self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take the step in the memory that the recording reads; replay it where it can be."""
+        self._silence += (self._is_silent - self._silence) / _ROUNDS_REMEMBERED
+        self._is_silent = True
+        last, self._last_step = self._last_step, (update, step_size)
+        is_same = last is not None and last[0] is update and last[1] == step_size
+        wanted, self._gradients = self._wanted, None
+        if self._has_guessed and params is self._params and is_same and wanted is not None:
+            self._has_guessed = False
+            self._wanted = None
+            self._foresights.reverse()
+            return self._params, self._squared_norm
+        self._take_back()
+        self._is_ahead = False
+        if params is not self._params:
+            self._params.copy_(params)
+        self._is_repeated = is_same and update is direction
+
+        def compute() -> tuple[Tensor, ...]:
+            change = (step_size * update).to(self._params.dtype)
+            torch.sub(self._params, change, out=self._params)
+            torch.dot(direction, direction, out=self._squared_norm)
+            return self._params, self._squared_norm
+
+        if self._is_repeated:
+            recorded = self._step_recorded_for
+            if recorded is None or recorded[0] is not update or recorded[1] != step_size:
+                before = self._params.clone()
+                self._step_recording = Recording(compute)
+                self._step_recorded_for = update, step_size
+                self._params.copy_(before)
+            assert self._step_recording is not None
+            self._step_recording.replay()
+        else:
+            compute()
+        self._norm.request(self._squared_norm.view(1))
+        self._begin()
+        self._wanted = None
+        return self._params, self._squared_norm
+
+    def number(self, scalar: Tensor) -> float:
+        """Wait for a scalar; the step's length is on its way before the next round begins."""
+        if scalar is not self._squared_norm:
+            return super().number(scalar)
+        self._norm.wait()
+        return float(self._norm.values[0])
+
+
+def _compare(
+    grid: Grid, max_width: int, gradients: Tensor, mirrors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``Δ`` of every client and the table of its `statistics`."""
+    if (fused := _fused_statistics()) is not None:
+        fused_deltas, table = fused.compare(grid, max_width, gradients, mirrors)
+        return fused_deltas, table
+    deltas = gradients if mirrors is None else gradients - mirrors
+    return deltas, statistics(deltas, grid, max_width)
+
+
+@functools.cache
+def _fused_statistics() -> Any:
+    """Return the module with kernels of our own, or None where Triton is missing."""
+    try:
+        from aqg.contrib import triton_kernels
+    except ImportError:  # more launches, the same numbers
+        return None
+    return triton_kernels

@@ -1,0 +1,558 @@
+r"""The paper's convergence theory as running checks, for ``f = Σ_m w_m f_m``.
+
+The server's step is ``θ ← θ - α Σ_m w_m ref_m``, a sum, so the function that theory is about is
+the *sum* of the clients' losses. Losses that the simulator reports are its mean, ``f/M``;
+everything here that is called ``L``, ``μ`` or ``V`` belongs to the sum. The Lyapunov function is
+
+    V^k = f(θ^k) - f* + Σ_{d=1..D} β_d ‖θ^{k+1-d} - θ^{k-d}‖²   with β_d = (1/α) Σ_{j≥d} ξ_j,
+
+where steps before the first round count as zero.
+
+**Smoothness and strong convexity.** For the built-in convex models both are exact, as a supremum
+and an infimum over all models:
+
+- logistic: a sample's second derivative along its score is ``σ'(s) ≤ 1/4``, with equality at
+  ``θ = 0``;
+- softmax: ``diag(p) - p pᵀ`` has no eigenvalue above ``1/2``, and comes as close as one likes for
+  all samples at once when two classes share all of the probability, which biases alone can do;
+- both: far out every sample's curvature vanishes and the regularizer's, ``λ`` per client, remains.
+
+So ``L = c·λ_max(Σ_m w_m s_m X_mᵀX_m) + λ Σ_m w_m`` with ``c`` as above, ``s_m = 1/n_m`` for mean
+losses and 1 for sums, and a column of ones in ``X_m`` where the model has a bias; and
+``μ = λ Σ_m w_m``.
+
+**Which step sizes ``α`` and weights ``ξ`` are guaranteed to make V fall.** With ``S = Σ_d ξ_d`` and
+``β_1 = S/α``, Lemma 1 of the paper asks for ``ρ1, ρ2 > 0`` such that
+
+    -α/2 + α ρ1/2 + (L + 2β_1)(1 + ρ2) α² ≤ 0             ⇔  S + αL/2 ≤ (1 - ρ1) / (4 (1 + ρ2))
+    [α/2 + (L/2 + β_1)(1 + 1/ρ2) α²] ξ_d/α² ≤ β_d - β_{d+1}  ⇔  S + αL/2 ≤ 1 / (2 (1 + 1/ρ2)).
+
+The first bound falls in ``ρ2`` and the second rises; they meet at ``ρ2 = (1 - ρ1)/2`` in
+``(1 - ρ1)/(6 - 2ρ1)``, which is largest, ``1/6``, as ``ρ1 → 0``. Hence the region of Lemma 1 is
+
+    S + αL/2 < 1/6:   no α at all where S ≥ 1/6, and α < 1/(3L) where S is small.
+
+**A wider region where the server's error is within the tolerance.** Let
+``e = Σ_m w_m ref_m - ∇f``. Rules that skip only while ``‖Δ_m‖² ≤ t`` and otherwise send
+enough bits for that (``lag`` always, ``lean`` unless ``b_max`` runs out) have
+``‖e‖² ≤ Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖² / α²``. With
+``-⟨∇f, ∇f + e⟩ = -(‖∇f‖² + ‖∇f + e‖² - ‖e‖²)/2`` in place of Young's inequality, and half of the
+paper's ``β_d``, the change of ``V`` is at most
+``-α/2 ‖∇f‖² - (1 - αL - S)/(2α) ‖θ^{k+1} - θ^k‖²``, so
+
+    S + αL ≤ 1
+
+is enough. The paper's ``S = 1`` is the very edge of it.
+
+**The first rounds.** ``lean`` counts steps before the first round as the mean of those there are,
+so in round ``k ≤ D`` the weights are ``ξ_d S / Σ_{i<k} ξ_i`` in place of ``ξ_d``. The bound above
+is for ``ξ_d`` and so holds from round ``D + 1`` on. Before that, a step counts for more: added up
+over all rounds that look back at it, the first one counts for ``S_1 = Σ_d ξ_d S / Σ_{i≤d} ξ_i``,
+which is ``S (1 + 1/2 + … + 1/D)`` for equal weights, and later ones for less. Charging each step
+with what later tolerances make of it, as ``V`` does with ``β_d``, shows that from the second round
+on
+
+    S_1 + αL ≤ 1
+
+is enough. In the first round nothing has moved, the tolerance is zero, and what ``b_max`` bits
+leave over is within no tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from aqg.errors import ConfigError
+from aqg.objectives.closed_form import Logistic, Softmax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aqg.core.types import Float64Array, FloatArray
+    from aqg.sim.problem import Problem
+    from aqg.sim.record import RoundRecord
+
+LARGEST_WEIGHT_SUM = 1 / 6
+"""``Σξ`` has to be below this for Lemma 1 to leave room for any ``α``."""
+_SAMPLE_CURVATURE = {"logistic": 0.25, "softmax": 0.5}
+_LANCZOS_TOLERANCE = 1e-4
+_ROUNDING = 1e-11
+"""Below this part of its first value, ``V`` is a difference of rounded losses."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """``L`` and ``μ`` of the sum of the clients' losses."""
+
+    smoothness: float
+    strong_convexity: float
+
+    @property
+    def condition(self) -> float:
+        """``L/μ``."""
+        return self.smoothness / self.strong_convexity if self.strong_convexity else np.inf
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The extreme eigenvalues of ``∇²f`` at one model."""
+
+    largest: float
+    smallest: float
+
+
+def global_constants(problem: Problem, weights: Float64Array) -> Constants | None:
+    """Return ``L`` and ``μ``; None where the loss is not convex, as for networks.
+
+    Args:
+        problem: the clients and their loss.
+        weights: ``w_m``, ``(M,)``; ones in the paper.
+
+    >>> from aqg.objectives import make_objective
+    >>> from aqg.sim.problem import Problem, Samples
+    >>> objective = make_objective("logistic", 1, 2, l2=0.5, scaling="sum")
+    >>> client = Samples(np.array([[2.0], [4.0]]), np.array([0, 1]))
+    >>> global_constants(Problem(objective, (client, client), np.zeros(1)), np.ones(2))
+    Constants(smoothness=11.0, strong_convexity=1.0)
+
+    """
+    objective = problem.objective
+    if not isinstance(objective, Logistic | Softmax):
+        return None
+    if len(weights) != problem.num_clients:
+        raise ConfigError(f"{len(weights)} weights for {problem.num_clients} clients")
+    num_features = objective.num_features + isinstance(objective, Softmax)
+    gram = np.zeros((num_features, num_features))
+    for samples, weight in zip(problem.clients, weights, strict=True):
+        features = samples.features.astype(np.float64)
+        if isinstance(objective, Softmax):
+            features = np.column_stack([features, np.ones(len(features))])
+        share = 1.0 if objective.scaling == "sum" else 1 / len(features)
+        gram += weight * share * (features.T @ features)
+    largest = float(np.linalg.eigvalsh(gram)[-1])
+    strong_convexity = objective.l2 * float(weights.sum())
+    smoothness = _SAMPLE_CURVATURE[objective.name] * largest + strong_convexity
+    return Constants(smoothness, strong_convexity)
+
+
+def local_curvature(
+    problem: Problem,
+    params: FloatArray,
+    weights: Float64Array,
+    max_samples: int = 1000,
+    seed: int = 0,
+    smallest: bool = True,
+) -> Curvature:
+    """Estimate the extreme eigenvalues of ``∇²f(θ)``, for any objective.
+
+    Lanczos iterations on Hessian-vector products, which are central differences of gradients:
+    ``∇²f(θ) v ≈ (∇f(θ + hv) - ∇f(θ - hv)) / 2h``. Clients with more than ``max_samples`` samples
+    are represented by that many, drawn at random; the result is an estimate then. Without
+    ``smallest`` only the largest is looked for, and the other is NaN.
+    """
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    objective = problem.objective
+    random = np.random.default_rng(seed)
+    clients = []
+    for samples in problem.clients:
+        chosen = random.permutation(len(samples.labels))[:max_samples]
+        is_sum = getattr(objective, "scaling", "mean") == "sum"
+        factor = len(samples.labels) / len(chosen) if is_sum else 1.0
+        features = samples.features[chosen].astype(np.float64)
+        clients.append((features, samples.labels[chosen], factor))
+    point = params.astype(np.float64)
+
+    def gradient(at: Float64Array) -> Float64Array:
+        regularizer = objective.l2 * at
+        total = np.zeros_like(at)
+        for (features, labels, factor), weight in zip(clients, weights, strict=True):
+            full = objective.losses_and_gradients(at, features, labels)[1]
+            total += weight * (factor * (full - regularizer) + regularizer)
+        return total
+
+    def multiply(vector: Float64Array) -> Float64Array:
+        direction = vector.ravel()
+        step = 1e-4 * max(1.0, float(np.linalg.norm(point))) / float(np.linalg.norm(direction))
+        ahead, behind = gradient(point + step * direction), gradient(point - step * direction)
+        product: Float64Array = (ahead - behind) / (2 * step)
+        return product
+
+    length = len(point)
+    if length <= 2:
+        hessian = np.column_stack([multiply(unit) for unit in np.eye(length)])
+        values = np.linalg.eigvalsh((hessian + hessian.T) / 2)
+        return Curvature(float(values[-1]), float(values[0]))
+    operator = LinearOperator((length, length), matvec=multiply, dtype=np.float64)
+    start = random.standard_normal(length)
+
+    def extreme(which: str) -> float:
+        try:
+            values = eigsh(
+                operator,
+                k=1,
+                which=which,
+                v0=start,
+                tol=_LANCZOS_TOLERANCE,
+                maxiter=30,
+                return_eigenvectors=False,
+            )
+        except ArpackNoConvergence as error:
+            values = error.eigenvalues
+        return float(values[0]) if len(values) else float("nan")
+
+    return Curvature(extreme("LA"), extreme("SA") if smallest else float("nan"))
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """``V^{k+1} ≤ (1 - c) V^k``, up to quantization errors, and the ``ρ2`` that gives it."""
+
+    c: float
+    rho2: float
+
+
+def inequalities_hold(
+    alpha: float, weights: Sequence[float], smoothness: float, rho1: float, rho2: float
+) -> bool:
+    """Check the three inequalities of Lemma 1 as the paper prints them.
+
+    >>> weights = (0.005,) * 10
+    >>> inequalities_hold(0.1, weights, smoothness=1.0, rho1=1e-3, rho2=0.5)
+    True
+    >>> inequalities_hold(0.1, (0.1,) * 10, smoothness=1.0, rho1=1e-3, rho2=0.5)
+    False
+    """
+    _check(alpha, smoothness)
+    beta = np.append(np.cumsum(weights[::-1])[::-1] / alpha, 0.0)
+    first = -alpha / 2 + alpha * rho1 / 2 + (smoothness + 2 * beta[0]) * (1 + rho2) * alpha**2
+    bracket = alpha / 2 + (smoothness / 2 + beta[0]) * (1 + 1 / rho2) * alpha**2
+    others = bracket * np.asarray(weights) / alpha**2 + beta[1:] - beta[:-1]
+    return bool(first <= 0 and (others <= 0).all())
+
+
+def capacity(rho1: float, rho2: float) -> float:
+    """Return the bound on ``S + αL/2`` for these ``ρ1, ρ2``."""
+    return min((1 - rho1) / (4 * (1 + rho2)), 1 / (2 * (1 + 1 / rho2)))
+
+
+def best_rho2(rho1: float = 0.0) -> float:
+    """Return the ``ρ2`` with the largest `capacity`.
+
+    >>> best_rho2(), capacity(0.0, best_rho2())
+    (0.5, 0.16666666666666666)
+    """
+    return (1 - rho1) / 2
+
+
+def largest_step_size(weight_sum: float, smoothness: float) -> float:
+    """Return the supremum of Lemma 1's step sizes; 0 where there is none.
+
+    A rule that never skips has no ``ξ`` and only the first inequality: ``ρ2 → 0`` is best and the
+    bound is ``1/(2L)``.
+
+    >>> largest_step_size(1 / 12, smoothness=2.0)
+    0.08333333333333333
+    >>> largest_step_size(1.0, smoothness=2.0), largest_step_size(0.0, smoothness=2.0)
+    (0.0, 0.25)
+    """
+    _check(1.0, smoothness)
+    if weight_sum == 0:
+        return 1 / (2 * smoothness)
+    return max(0.0, 2 / smoothness * (LARGEST_WEIGHT_SUM - weight_sum))
+
+
+def largest_step_size_within_tolerance(weight_sum: float, smoothness: float) -> float:
+    """Return the largest step size of the wider region, ``S + αL ≤ 1``.
+
+    >>> largest_step_size_within_tolerance(0.5, smoothness=2.0)
+    0.25
+    """
+    _check(1.0, smoothness)
+    return max(0.0, (1 - weight_sum) / smoothness)
+
+
+def early_weight_sum(weights: Sequence[float]) -> float:
+    """Return ``S_1``: what the first step counts for where missing steps are filled by the mean.
+
+    >>> round(early_weight_sum((0.1,) * 10), 3)
+    2.929
+    """
+    values = np.asarray(weights, np.float64)
+    known = np.cumsum(values)
+    if not known[-1] > 0:
+        return 0.0
+    return float(known[-1] * np.sum(values[known > 0] / known[known > 0]))
+
+
+def contraction(
+    alpha: float, weights: Sequence[float], smoothness: float, strong_convexity: float
+) -> Contraction | None:
+    """Return Lemma 2's ``c`` with the best ``ρ2`` and ``ρ1 → 0``; None outside the region.
+
+    ``c = min{μα[1 - 2(αL + 2S)(1 + ρ2)], κ[1/2 - (αL/2 + S)(1 + 1/ρ2)]}`` with
+    ``κ = min_d ξ_d / Σ_{j≥d} ξ_j``. (The paper's third term of ``c`` has ``+β_{d+1}/β_d``; its own
+    derivation gives ``-β_{d+1}/β_d``, which is used here.) The first falls in ``ρ2`` and the second
+    rises, so that bisection finds where they meet.
+
+    >>> round(contraction(0.1, (), smoothness=1.0, strong_convexity=0.1).c, 6)
+    0.008
+    """
+    _check(alpha, smoothness)
+    weight_sum = math.fsum(weights)
+    if not 0 < alpha < largest_step_size(weight_sum, smoothness):
+        return None
+    load = smoothness * alpha + 2 * weight_sum
+
+    def gradient_term(rho2: float) -> float:
+        return strong_convexity * alpha * (1 - 2 * load * (1 + rho2))
+
+    if weight_sum == 0:
+        return Contraction(gradient_term(0.0), 0.0)
+    share = slowest_share(weights)
+
+    def movement_term(rho2: float) -> float:
+        return share * (0.5 - load / 2 * (1 + 1 / rho2))
+
+    low, high = 1e-9, 1 / (2 * load)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if gradient_term(middle) > movement_term(middle):
+            low = middle
+        else:
+            high = middle
+    return Contraction(min(gradient_term(low), movement_term(low)), low)
+
+
+def contraction_within_tolerance(
+    alpha: float, weights: Sequence[float], smoothness: float, strong_convexity: float
+) -> float | None:
+    """Return ``c`` for the wider region; None outside.
+
+    With ``β_d = (γ/α) Σ_{j≥d} ξ_j`` any ``1/2 ≤ γ ≤ (1 - αL)/(2S)`` will do, and the largest gives
+    ``c = min{αμ, κ (1 - S/(1 - αL))}``.
+
+    >>> round(contraction_within_tolerance(0.1, (), smoothness=1.0, strong_convexity=0.1), 6)
+    0.01
+    """
+    _check(alpha, smoothness)
+    weight_sum = math.fsum(weights)
+    if weight_sum + alpha * smoothness > 1:
+        return None
+    if weight_sum == 0:
+        return alpha * strong_convexity
+    room = 1 - weight_sum / (1 - alpha * smoothness)
+    return min(alpha * strong_convexity, slowest_share(weights) * room)
+
+
+class TheoremOne(NamedTuple):
+    """Whether each of the three conditions holds that the proof of Theorem 1 ends with."""
+
+    errors_fit: bool
+    errors_shrink: bool
+    step_is_long: bool
+
+
+def theorem_1(
+    alpha: float,
+    weights: Sequence[float],
+    smoothness: float,
+    strong_convexity: float,
+    num_clients: int,
+    widths: Sequence[int],
+    max_width: int,
+    *,
+    rho1: float,
+    rho2: float,
+    constant: float,
+    rate: float,
+    as_printed: bool = False,
+) -> TheoremOne:
+    """Check the conditions of Theorem 1, with ``P`` the constant and ``σ2`` the rate.
+
+    ``4BMP τ_bmax² + BMP Σ_b τ_b² ≤ σ2 - σ1``,
+    ``24L²/(μP) + 18 τ_{bmax-b}² + 3 τ_bmax² ≤ σ2`` for every width ``b`` in use, and
+    ``α ≥ μ/(4L²M²)``, where ``σ1 = 1 - c`` and ``B`` are those of Lemma 2. The paper prints the
+    second one without ``P``; the last line of its proof has it.
+
+    Args:
+        alpha: the step size.
+        weights: ``ξ_1..ξ_D``, all above 0.
+        smoothness: ``L``.
+        strong_convexity: ``μ``.
+        num_clients: ``M``.
+        widths: those that clients send with.
+        max_width: ``b_max``.
+        rho1: as in Lemma 1.
+        rho2: as in Lemma 1.
+        constant: ``P``.
+        rate: ``σ2``, above 0 and below 1.
+        as_printed: leave ``P`` out of the second condition.
+
+    >>> numbers = dict(rho1=0.1, rho2=0.5, constant=1e-6, rate=0.9999)
+    >>> theorem_1(0.3, (0.005,) * 10, 0.01, 0.01, 10, (1,), 12, as_printed=True, **numbers)
+    TheoremOne(errors_fit=True, errors_shrink=True, step_is_long=True)
+    >>> theorem_1(0.3, (0.005,) * 10, 0.01, 0.01, 10, (1,), 12, **numbers).errors_shrink
+    False
+
+    """
+    _check(alpha, smoothness)
+    beta = np.append(step_weights(weights, alpha), 0.0)
+    forward = (smoothness + 2 * beta[0]) * (1 + rho2) * alpha**2
+    bracket = alpha / 2 + (smoothness / 2 + beta[0]) * (1 + 1 / rho2) * alpha**2
+    shrinking = 1 - bracket * np.asarray(weights) / (alpha**2 * beta[:-1]) - beta[1:] / beta[:-1]
+    gradient_term = 2 * strong_convexity * (alpha / 2 - alpha * rho1 / 2 - forward)
+    shares = min(gradient_term, float(shrinking.min()))
+    growth = max(alpha / (2 * rho1) + forward, 3 * num_clients * bracket)
+    finest, squares = granularity(max_width) ** 2, [granularity(b) ** 2 for b in widths]
+    spent = growth * num_clients * constant * (4 * finest + sum(squares))
+    coarsest = max(granularity(max_width - b) ** 2 for b in widths)
+    curvature = 24 * smoothness**2 / (strong_convexity * (1 if as_printed else constant))
+    return TheoremOne(
+        bool(spent <= rate - (1 - shares)),
+        curvature + 18 * coarsest + 3 * finest <= rate < 1,
+        alpha >= strong_convexity / (4 * smoothness**2 * num_clients**2),
+    )
+
+
+def granularity(width: int) -> float:
+    """Return ``τ_b``, the step of a grid of ``2^b`` values over twice the radius.
+
+    >>> granularity(1), granularity(4), granularity(0)
+    (1.0, 0.06666666666666667, inf)
+    """
+    return 1 / (2**width - 1) if width else np.inf
+
+
+def fewest_bits_of_theorem_1(num_clients: int, smoothness: float, strong_convexity: float) -> int:
+    """Return a width below which no upload fits Theorem 1, whatever ``α``, ``ξ``, ``P`` and rate.
+
+    Its conditions give ``P ≥ 24L²/μ`` and ``B M P τ_b² ≤ c``; with ``B ≥ 3Mα/2`` and ``c ≤ μα``
+    that is ``τ_b ≤ μ/(6ML)``.
+
+    >>> fewest_bits_of_theorem_1(num_clients=10, smoothness=57.0, strong_convexity=0.1)
+    16
+    """
+    finest = strong_convexity / (6 * num_clients * smoothness)
+    return math.ceil(math.log2(1 + 1 / finest))
+
+
+def slowest_share(weights: Sequence[float]) -> float:
+    """Return ``κ = min_d ξ_d / Σ_{j≥d} ξ_j``."""
+    values = np.asarray(weights, np.float64)
+    return float((values / np.cumsum(values[::-1])[::-1]).min())
+
+
+def _check(alpha: float, smoothness: float) -> None:
+    if not alpha > 0:
+        raise ConfigError(f"alpha is {alpha}; it must be above 0")
+    if not smoothness > 0:
+        raise ConfigError(f"the smoothness constant is {smoothness}; it must be above 0")
+
+
+class Simulation(Protocol):
+    """What a simulator offers to be watched."""
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The current model."""
+
+    def run_round(self, evaluate: bool = True) -> RoundRecord:
+        """Run one round."""
+
+
+@dataclass(frozen=True)
+class LyapunovTrace:
+    """``V^k`` and ``f(θ^k) - f*`` for ``k = 1, 2, …``, both of the sum over clients."""
+
+    values: Float64Array
+    residuals: Float64Array
+
+    @property
+    def above_rounding(self) -> int:
+        """How many of the values are more than rounding."""
+        small = np.flatnonzero(~(self.values > _ROUNDING * self.values[0]))
+        return int(small[0]) if len(small) else len(self.values)
+
+    @property
+    def decrease_share(self) -> float:
+        """The part of the rounds in which ``V`` did not rise."""
+        steps = np.diff(self.values[: self.above_rounding])
+        return float(np.mean(steps <= 0)) if len(steps) else float("nan")
+
+    @property
+    def fitted_rate(self) -> float:
+        """``σ`` of the ``V^k ≈ C σ^k`` that fits the later half best."""
+        return fit_rate(self.values[: self.above_rounding])
+
+
+def step_weights(weights: Sequence[float], alpha: float) -> Float64Array:
+    """Return ``β_1..β_D``.
+
+    >>> step_weights((0.25, 0.25), alpha=0.5)
+    array([1. , 0.5])
+    """
+    if not alpha > 0:
+        raise ConfigError(f"alpha is {alpha}; it must be above 0")
+    beta: Float64Array = np.cumsum(np.asarray(weights, np.float64)[::-1])[::-1] / alpha
+    return beta
+
+
+def watch_run(
+    simulation: Simulation,
+    num_rounds: int,
+    num_clients: int,
+    minimum: float,
+    weights: Sequence[float],
+    alpha: float,
+    report: Callable[[int], None] | None = None,
+) -> LyapunovTrace:
+    """Run and measure ``V`` before every round.
+
+    Args:
+        simulation: at its first round.
+        num_rounds: how many rounds to run.
+        num_clients: ``M``; reported losses and ``minimum`` are means over the clients.
+        minimum: ``f*/M``.
+        weights: ``ξ_1..ξ_D``.
+        alpha: the step size.
+        report: is told the number of every finished round.
+
+    """
+    beta = step_weights(weights, alpha)
+    steps: deque[float] = deque(maxlen=max(1, len(beta)))
+    values, residuals = [], []
+    before = simulation.parameters.astype(np.float64)
+    for number in range(1, num_rounds + 1):
+        moved = sum(b * step for b, step in zip(beta, steps, strict=False))
+        record = simulation.run_round()
+        if record.loss is None or not np.isfinite(record.loss):
+            break
+        residual = num_clients * (record.loss - minimum)
+        residuals.append(residual)
+        values.append(residual + moved)
+        after = simulation.parameters.astype(np.float64)
+        steps.appendleft(float(np.sum((after - before) ** 2)))
+        before = after
+        if report is not None:
+            report(number)
+    return LyapunovTrace(np.array(values), np.array(residuals))
+
+
+def fit_rate(values: Float64Array) -> float:
+    """Return the ``σ`` of the line through the logarithms of the later half; NaN if there is none.
+
+    >>> round(fit_rate(5.0 * 0.9 ** np.arange(40)), 12)
+    0.9
+    """
+    half = values[len(values) // 2 :]
+    half = half[half > 0]
+    if len(half) < 2:
+        return float("nan")
+    slope = np.polyfit(np.arange(len(half)), np.log(half), 1)[0]
+    return float(np.exp(slope))

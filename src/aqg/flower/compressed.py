@@ -1,0 +1,251 @@
+"""The server's line: ``strategy = Compressed(FedAvg(...))``.
+
+The strategy inside works on a grid that compresses; it is not changed, and need not be one of
+Flower's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from flwr.serverapp import strategy as strategies
+from flwr.serverapp.strategy import Result, Strategy
+
+from aqg.channel.server import Settings
+from aqg.core.downlink import Condensed, make_downlink
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.errors import ConfigError
+from aqg.flower.grid import CompressedGrid, Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+    from flwr.serverapp import Grid
+
+    from aqg.core.recipe import Recipe
+
+_logger = logging.getLogger("flwr.aqg")
+
+_CLIENTS_CLIP = (
+    strategies.DifferentialPrivacyClientSideFixedClipping,
+    strategies.DifferentialPrivacyClientSideAdaptiveClipping,
+)
+_ADAPTIVE_NOISE = 0.1
+_AVERAGING = (
+    strategies.FedAvg,
+    strategies.FedAvgM,
+    strategies.FedAdam,
+    strategies.FedAdagrad,
+    strategies.FedYogi,
+    strategies.FedProx,
+)
+
+
+class Compressed(Strategy):
+    """Runs another strategy with messages compressed in both directions.
+
+    Clients need the mod: ``ClientApp(mods=[aqg_mod])``. It must be the outermost wrapper, around
+    those for differential privacy, and the mod the first in the list.
+
+    Args:
+        strategy: does what it always does.
+        recipe: the compressor, one of ``aqg recipes``. By default ``auto`` for those of Flower's
+            strategies that average replies, with a tenth of its noise where they divide by the
+            root of past squares (FedAdagrad, FedAdam, FedYogi), and ``lean`` for all others: with
+            it every reply is near the client's model, as strategies expect that look at single
+            replies.
+        bits: the most bits per parameter of recipes that have such a limit.
+        max_staleness: after how many silent rounds a client sends something all the same.
+        include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
+        exclude: patterns for the names of tensors that travel as they are.
+        downlink: how clients' copy of the model follows the server's: ``"condensed"`` with
+            options, see `aqg.core.downlink.Condensed`. By default the recipe's own.
+        seed: of recipes that draw.
+
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        recipe: str | None = None,
+        bits: int = 4,
+        max_staleness: int = 100,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        downlink: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        _require_strategy(strategy)
+        self.counts = Counts()
+        self._is_running = False
+        if recipe is None:
+            recipe = own_recipe(strategy)
+        made = _made(recipe, bits, max_staleness)
+        self.settings = Settings(
+            recipe=recipe,
+            bits=bits,
+            max_staleness=max_staleness,
+            seed=seed,
+            include=_patterns(include),
+            exclude=_patterns(exclude),
+            downlink=_condensed(downlink or _own(made)),
+            clip=self._clipping_norm,
+        )
+        self.strategy = strategy  # what is set from here on may be the strategy's own
+
+    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
+        compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
+        self.counts = compressed.counts
+        self._is_running = True
+        _logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
+        try:
+            result = self.strategy.start(compressed, *arguments, **options)
+        finally:
+            self._is_running = False
+        compressed.finish()
+        if isinstance(result, Result):
+            result.traffic = compressed.counts  # type: ignore[attr-defined]
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the strategy has and this class has not."""
+        if name == "strategy":  # while a copy is made of this object
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the strategy has on the strategy."""
+        inner = self.__dict__.get("strategy")
+        is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
+        object.__setattr__(inner if is_inner else self, name, value)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the strategy."""
+        self._require_running()
+        return self.strategy.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Ask the strategy."""
+        return self.strategy.aggregate_train(server_round, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the strategy."""
+        self._require_running()
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Ask the strategy."""
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Log what the strategy is set to."""
+        self.strategy.summary()
+
+    def _require_running(self) -> None:
+        if not self._is_running:
+            raise ConfigError(
+                "Compressed must be the outermost strategy: write Compressed(Other(FedAvg())), "
+                "not Other(Compressed(FedAvg()))"
+            )
+
+    def _clipping_norm(self) -> float | None:
+        """Return the norm to which clients have clipped: what is decoded must not be longer."""
+        if not isinstance(self.strategy, _CLIENTS_CLIP):
+            return None
+        return float(self.strategy.clipping_norm)
+
+
+def own_recipe(strategy: Strategy) -> str:
+    """Return the recipe that suits a strategy.
+
+    Where a step is divided by the root of past squares, noise makes coordinates that hardly move
+    as fast as all others: it must be less than where the mean itself is the step.
+    """
+    if not averages(strategy):
+        return "lean"
+    adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
+    return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
+
+
+def averages(strategy: Strategy) -> bool:
+    """Tell whether a strategy makes the model from the mean of the replies, as Flower's own do.
+
+    A class that aggregates in a way of its own may look at single replies, as medians do: each of
+    them must then be near the node's model.
+    """
+    return type(strategy).aggregate_train in {kind.aggregate_train for kind in _AVERAGING}
+
+
+def _own(recipe: Recipe) -> str:
+    """Return the recipe's downlink; one that sends whole models has none that fits here."""
+    return "condensed" if recipe.downlink == "full" else recipe.downlink
+
+
+def weighted_by(strategy: Strategy) -> str | None:
+    """Return the metric that a strategy weights replies by, where it takes one kind of them only.
+
+    That is FedAvg, all of Flower's that are made from it, and wrappers around one.
+    """
+    while not isinstance(strategy, strategies.FedAvg):
+        inner = getattr(strategy, "strategy", None)
+        if not isinstance(inner, Strategy):
+            return None
+        strategy = inner
+    return strategy.weighted_by_key
+
+
+def _require_strategy(strategy: object) -> None:
+    if isinstance(strategy, Strategy):
+        return
+    name = type(strategy).__name__
+    for kind in type(strategy).__mro__:
+        if kind.__module__.startswith("flwr.server.strategy"):
+            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
+            raise ConfigError(
+                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
+                f"flwr.serverapp.strategy.{new}"
+            )
+    raise ConfigError(
+        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
+    )
+
+
+def _made(recipe: str, bits: int, max_staleness: int) -> Recipe:
+    name = recipe.partition(":")[0]
+    if name not in RECIPES:
+        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
+        raise ConfigError(
+            f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
+            f"lean, for all others; there are also {others}"
+        )
+    return make_recipe(recipe, bits, max_staleness)
+
+
+def _condensed(spec: str) -> Condensed:
+    name = spec.partition(":")[0]
+    if name != Condensed.name:
+        known = ", ".join(f"{f.name}={f.default}" for f in fields(Condensed))
+        raise ConfigError(
+            f"downlink is {spec!r}; here it is {Condensed.name!r}, alone or with options, as in "
+            f"'condensed:ratio=0.5'; they are, with their defaults, {known}"
+        )
+    downlink = make_downlink(spec)
+    assert isinstance(downlink, Condensed)
+    return downlink
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -1,1 +1,0 @@
-"""Deployments on one machine: processes, their supervision, certificates, workers."""

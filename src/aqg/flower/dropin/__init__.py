@@ -1,1 +1,0 @@
-"""Two lines on any Flower app: a mod for its ClientApp, and a wrapper for its strategy."""

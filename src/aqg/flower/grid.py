@@ -1,0 +1,634 @@
+"""A grid between a strategy and Flower's: arrays go in and come out, compressed parts travel.
+
+Strategies see what they would see without it. A reply that cannot be used becomes an error reply
+with the reason, which strategies report and leave out; it is counted, and changes nothing. A node
+that lacks part of the model is sent the whole of it, in the same round.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+
+from aqg.channel.server import Channel, LostError, Settings
+from aqg.channel.tensors import is_finite
+from aqg.errors import AqgError, ConfigError, MessageError
+from aqg.flower.arrays import is_readable, record_of, tensor_of, values_of
+from aqg.flower.envelope import (
+    BESIDE,
+    COMPRESSED,
+    ENDED,
+    FULL,
+    ON_DISK,
+    RECORD,
+    Envelope,
+    num_bytes,
+    pack,
+    unpack,
+)
+from aqg.flower.private import answer_to, bounded_pulls, name_message, pause_after
+from aqg.flower.records import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flwr.supercore.run import Run
+
+    from aqg.channel.server import Phase, Taken
+    from aqg.channel.tensors import Values
+
+_logger = logging.getLogger("flwr.aqg")
+
+_KINDS = ("train", "evaluate")
+_MOST_REPEATS = 2
+_FOREVER = 1e9
+_UNKNOWN = 0
+_LONGEST = 300
+_MOST_EXAMPLES = 1e12
+"""A node that says it has more examples is refused."""
+_MOST_TIMES = 1e6
+"""Likewise one that says it has so many times the examples of all others together."""
+_FAREWELL_SECONDS = 15.0
+"""How long the end of a run waits for nodes to forget it."""
+
+
+class _Sent(NamedTuple):
+    """A message on its way, as the strategy wrote it."""
+
+    message: Message
+    phases: dict[str, Phase]
+    identifier: str
+    repeats: int = 0
+
+
+@dataclass
+class Traffic:
+    """What went to and from nodes, in bytes handed to Flower.
+
+    Attributes:
+        down: to nodes.
+        up: from nodes.
+        plain_down: what it would have been without compression.
+        plain_up: likewise.
+
+    """
+
+    down: int = 0
+    up: int = 0
+    plain_down: int = 0
+    plain_up: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.down + other.down,
+            self.up + other.up,
+            self.plain_down + other.plain_down,
+            self.plain_up + other.plain_up,
+        )
+
+    def __str__(self) -> str:
+        sizes = self.up, self.plain_up, self.down, self.plain_down
+        up, plain_up, down, plain_down = (f"{size / 1000:.1f} kB" for size in sizes)
+        return f"{up} up (of {plain_up}), {down} down (of {plain_down})"
+
+
+@dataclass
+class NodeCounts:
+    """What happened with one node.
+
+    Attributes:
+        train: bytes of training.
+        evaluate: bytes of evaluation.
+        refused: its replies that were refused.
+        lost: how often it had to be sent the whole model again.
+
+    """
+
+    train: Traffic = field(default_factory=Traffic)
+    evaluate: Traffic = field(default_factory=Traffic)
+    refused: int = 0
+    lost: int = 0
+
+    def of(self, kind: str) -> Traffic:
+        """Return the bytes of one kind of message."""
+        return self.train if kind == "train" else self.evaluate
+
+
+@dataclass
+class Counts:
+    """What happened in a run so far.
+
+    Attributes:
+        nodes: with each node.
+
+    """
+
+    nodes: dict[int, NodeCounts] = field(default_factory=dict)
+
+    def node(self, node: int) -> NodeCounts:
+        """Return what happened with a node."""
+        return self.nodes.setdefault(node, NodeCounts())
+
+    @property
+    def train(self) -> Traffic:
+        """Bytes of training, of all nodes."""
+        return sum((counts.train for counts in self.nodes.values()), Traffic())
+
+    @property
+    def evaluate(self) -> Traffic:
+        """Bytes of evaluation, of all nodes."""
+        return sum((counts.evaluate for counts in self.nodes.values()), Traffic())
+
+    @property
+    def refused(self) -> Counter[int]:
+        """Replies that were refused, by node."""
+        return Counter({n: counts.refused for n, counts in self.nodes.items() if counts.refused})
+
+    @property
+    def lost(self) -> int:
+        """How often a node had to be sent the whole model again."""
+        return sum(counts.lost for counts in self.nodes.values())
+
+
+class CompressedGrid(Grid):
+    """Compresses what passes through another grid.
+
+    Args:
+        grid: Flower's.
+        settings: what the user chose.
+        weighted_by: the metric that says how many examples a node has, where the strategy is
+            Flower's and takes replies of one kind only; None: it takes any.
+
+    """
+
+    def __init__(self, grid: Grid, settings: Settings, weighted_by: str | None = None) -> None:
+        self._grid = grid
+        self._settings = settings
+        self._weighted_by = weighted_by
+        self._run_name = secrets.token_hex(8)
+        self._num_models = 0
+        self._channels: dict[str, Channel] = {}
+        self._read: dict[str, tuple[dict[str, Any], Values]] = {}
+        self._whole: dict[str, ArrayRecord] = {}
+        self._open: dict[str, _Sent] = {}
+        self._renamed: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._speakers: set[int] = set()
+        self._plain: set[int] = set()
+        self._remembering: dict[int, str] = {}
+        self.counts = Counts()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def set_run(self, run: Run) -> None:
+        """Tell the grid which run it is for."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self._grid.run
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        """Make a message, as Flower's grid does."""
+        return self._grid.create_message(*arguments, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are connected."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return what is known of the nodes that are connected."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, compressed; return their identifiers."""
+        messages = list(messages)
+        phases = self._publish(messages)
+        sent = [
+            message if phase is None else self._compress(message, phase)
+            for message, phase in zip(messages, phases, strict=True)
+        ]
+        identifiers = list(self._grid.push_messages(sent))
+        now = time.time()
+        self._open = {i: s for i, s in self._open.items() if _expiry(s.message) > now}
+        taken = set(identifiers)
+        for message, own, phase in zip(sent, messages, phases, strict=True):
+            identifier = message.metadata.message_id
+            if phase is not None and identifier in taken:
+                name_message(own, identifier)
+                self._open[identifier] = _Sent(own, phase, identifier)
+        return identifiers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there, with whole models."""
+        wanted = {self._renamed.get(identifier, identifier) for identifier in message_ids}
+        replies = []
+        for reply in self._grid.pull_messages(wanted):
+            identifier = reply.metadata.reply_to_message_id
+            sent = self._open.pop(identifier, None)
+            whole = reply if sent is None else self._restore(sent, reply)
+            if whole is not None:
+                self._renamed.pop(whole.metadata.reply_to_message_id, None)
+                replies.append(whole)
+        return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and return their replies, once all are there or the time is over."""
+        before = self.counts.train + self.counts.evaluate
+        identifiers = set(self.push_messages(messages))
+        sent = {i: self._open[i] for i in identifiers if i in self._open}
+        started, replies = time.monotonic(), list[Message]()
+        seconds = _FOREVER if timeout is None else timeout
+        while identifiers:
+            waited = time.monotonic() - started
+            with bounded_pulls(max(0.0, seconds - waited)):
+                found = list(self.pull_messages(identifiers))
+            replies += found
+            identifiers -= {reply.metadata.reply_to_message_id for reply in found}
+            waited = time.monotonic() - started
+            if not identifiers or waited >= seconds:
+                break
+            time.sleep(pause_after(waited, seconds))
+        for identifier in identifiers:  # what comes for them now finds nobody
+            self._open.pop(self._renamed.pop(identifier, identifier), None)
+        _log_traffic(before, self.counts.train + self.counts.evaluate)
+        return self._comparable(replies, sent)
+
+    def finish(self) -> None:
+        """Let nodes forget what they keep of the run on disk, and log what it took."""
+        messages = [
+            Message(
+                RecordDict({RECORD: pack(Envelope([(self._run_name, ENDED, None)]))}),
+                node,
+                message_type,
+                ttl=_FAREWELL_SECONDS,
+            )
+            for node, message_type in self._remembering.items()
+        ]
+        if messages:
+            self._remembering = {}
+            identifiers = set(self._grid.push_messages(messages))
+            started = time.monotonic()
+            while identifiers and (waited := time.monotonic() - started) < _FAREWELL_SECONDS:
+                with bounded_pulls(_FAREWELL_SECONDS - waited):
+                    found = list(self._grid.pull_messages(identifiers))
+                identifiers -= {reply.metadata.reply_to_message_id for reply in found}
+                if identifiers:
+                    time.sleep(pause_after(waited, _FAREWELL_SECONDS))
+        _logger.info("aqg: training took %s", self.counts.train)
+        _logger.info("aqg: evaluation took %s", self.counts.evaluate)
+
+    def _publish(self, messages: list[Message]) -> list[dict[str, Phase] | None]:
+        """Bring the public copies up to date; return what is sent of the models of each message.
+
+        That is None for messages that are left alone.
+        """
+        phases: list[dict[str, Phase] | None] = []
+        published: dict[str, tuple[ArrayRecord, Phase]] = {}
+        asked: set[int] = set()
+        for message in messages:
+            phases.append(None)
+            kind, node = _kind_of(message), message.metadata.dst_node_id
+            if kind not in _KINDS or not message.has_content() or node in asked:
+                continue
+            own = {}
+            for name, record in message.content.items():
+                if not isinstance(record, ArrayRecord):
+                    continue
+                if name not in published:
+                    phase = self._phase(name, record, message)
+                    if phase is None:
+                        continue
+                    published[name] = record, phase
+                first, phase = published[name]
+                if record is not first and not _is_equal(record, first):
+                    self._warn(f"{name!r} is not the same for all nodes; it is sent as it is")
+                    continue
+                own[name] = phase
+            phases[-1] = own
+            asked.add(node)
+        return phases
+
+    def _phase(self, name: str, record: ArrayRecord, message: Message) -> Phase | None:
+        """Bring a model's public copy up to date; None where the model cannot be compressed."""
+        if not record or not is_readable(record):
+            self._warn(f"{name!r} holds nothing that can be compressed; it is sent as it is")
+            return None
+        values = self._values(name, record)
+        channel = self._channels.get(name)
+        if channel is not None and not channel.schema.fits(values):
+            _logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
+            channel = None
+        if channel is None:
+            run = f"{self._run_name}{self._num_models}"
+            try:
+                channel = Channel(run, values, self._settings)
+            except ConfigError as error:
+                has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
+                if has_floats and len(message.content.array_records) == 1 and not self._channels:
+                    raise
+                self._channels.pop(name, None)
+                self._warn(f"{name!r} is sent as it is: {error}")
+                return None
+            self._channels[name] = channel
+            self._whole[name] = record  # at first the copy is the model
+            self._num_models += 1
+            if channel.odd:
+                odd = ", ".join(channel.odd[:3])
+                self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
+        is_plain = bool(self._plain) and not self._speakers
+        version = channel.version
+        phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
+        if channel.version != version:
+            self._whole.pop(name, None)
+        if channel.fault:
+            _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
+        return phase
+
+    def _values(self, name: str, record: ArrayRecord) -> Values:
+        """Return a record's tensors: the same as last time where its arrays are."""
+        arrays = dict(record)
+        known, values = self._read.get(name, ({}, {}))
+        if list(known) != list(arrays) or any(known[n] is not a for n, a in arrays.items()):
+            values = values_of(record)
+            self._read[name] = arrays, values
+        return values
+
+    def _compress(self, message: Message, phases: dict[str, Phase]) -> Message:
+        """Return the message that travels in place of the strategy's."""
+        kind, node = _kind_of(message), message.metadata.dst_node_id
+        traffic = self.counts.node(node).of(kind)
+        traffic.plain_down += num_bytes(message.content)
+        if not phases:
+            traffic.down += num_bytes(message.content)
+            return message
+        envelope, beside = Envelope(), dict[str, Any]()
+        for name, record in message.content.items():
+            if name in phases:
+                channel = phases[name].channel
+                order, is_full = channel.order(node, kind == "evaluate")
+                envelope.add_model(name, FULL if is_full else COMPRESSED, order)
+                if is_full:
+                    beside[name] = self._copied(name, channel)
+            elif isinstance(record, ArrayRecord):
+                envelope.records.append((name, BESIDE, None))
+                beside[name] = record
+            else:
+                envelope.add(name, record)
+                if node not in self._speakers:  # it may lack the mod, and must still understand
+                    beside[name] = record
+        content = RecordDict({**beside, RECORD: pack(envelope)})
+        traffic.down += num_bytes(content)
+        metadata = message.metadata
+        return Message(
+            content,
+            node,
+            metadata.message_type,
+            ttl=max(_expiry(message) - time.time(), 1.0),
+            group_id=metadata.group_id,
+        )
+
+    def _copied(self, name: str, channel: Channel) -> ArrayRecord:
+        """Return the public copy as a record."""
+        if name not in self._whole:
+            self._whole[name] = record_of(channel.copied().items())
+        return self._whole[name]
+
+    def _restore(self, sent: _Sent, reply: Message) -> Message | None:
+        """Return a reply as the strategy expects it; None where the node was sent more."""
+        node = sent.message.metadata.dst_node_id
+        if reply.has_error():
+            return _replaced(sent, reply)
+        traffic = self.counts.node(node).of(_kind_of(sent.message))
+        try:
+            traffic.up += num_bytes(reply.content)
+            content, taken = self._unpack(sent, reply.content, node)
+            self._check(sent, content)
+        except LostError as error:
+            return self._send_again(sent, str(error))
+        except AqgError as error:
+            return self._refused(sent, plain(str(error), _LONGEST))
+        except Exception as error:  # whatever a node sends, the run goes on
+            reason = f"its reply cannot be read: {type(error).__name__}: {error}"
+            return self._refused(sent, plain(reason, _LONGEST))
+        for part in taken:  # nothing has changed before
+            part.commit()
+        traffic.plain_up += num_bytes(content)
+        reply.content = content
+        return _replaced(sent, reply)
+
+    def _unpack(
+        self, sent: _Sent, content: RecordDict, node: int
+    ) -> tuple[RecordDict, list[Taken]]:
+        """Return a reply's records, and what is to be noted once they have been checked."""
+        if not sent.phases:
+            return content, []
+        if RECORD not in content:
+            return self._unpack_plain(sent, content, node), []
+        envelope = unpack(content)
+        parts, records, taken = iter(envelope.parts), dict[str, Any](), []
+        for name, kind, values in envelope.records:
+            if kind == COMPRESSED:
+                phase = sent.phases.get(name)
+                if phase is None:
+                    raise MessageError(f"it sent a model {name!r}, for which it was not asked")
+                taken.append(phase.channel.take(node, phase, next(parts)))
+                records[name] = record_of(taken[-1].tensors())
+            elif kind == BESIDE:
+                record = content.get(name)
+                if not isinstance(record, ArrayRecord):
+                    raise MessageError(f"its reply has no arrays {name!r}, which it announces")
+                records[name] = record
+            elif kind == ON_DISK:
+                self._remembering[node] = sent.message.metadata.message_type
+            elif kind in (FULL, ENDED):
+                raise MessageError(f"it sent an order for {name!r}")
+            else:
+                records[name] = envelope.small(kind, values)
+        self._speakers.add(node)
+        for phase in sent.phases.values():
+            phase.channel.note(node, phase)
+        return RecordDict(records), taken
+
+    def _unpack_plain(self, sent: _Sent, content: RecordDict, node: int) -> RecordDict:
+        """Return the reply of a node without the mod, which holds whole models."""
+        if node in self._speakers:
+            raise MessageError(
+                "it answers without the mod, with which it answered before; write "
+                "ClientApp(mods=[aqg_mod]) in its app"
+            )
+        if not self._plain:
+            self._warn(
+                f"node {node} answers without the mod, with whole models, which are taken as they "
+                "are, and so are those of other nodes like it; write ClientApp(mods=[aqg_mod]) in "
+                "its app"
+            )
+        self._plain.add(node)
+        records = dict[str, Any](content)
+        for name, phase in sent.phases.items():
+            record = records.get(name)
+            if isinstance(record, ArrayRecord) and is_readable(record):
+                values = values_of(record)
+                if phase.channel.schema.fits(values):
+                    records[name] = record_of(phase.channel.take_whole(phase, values))
+        return RecordDict(records)
+
+    def _check(self, sent: _Sent, content: RecordDict) -> None:
+        """Raise `MessageError` where a reply would end a strategy, or ruin its model."""
+        for name, record in content.items():
+            if isinstance(record, ArrayRecord):
+                self._check_arrays(sent, name, record)
+                continue
+            for key, value in record.items():
+                numbers = value if isinstance(value, list) else [value]
+                if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
+                    raise MessageError(f"{key!r} of its record {name!r} is {value!r}")
+        if self._weighted_by is not None:
+            self._check_weight(sent, content, self._weighted_by)
+
+    def _check_weight(self, sent: _Sent, content: RecordDict, key: str) -> None:
+        metrics, arrays = list(content.metric_records.values()), len(content.array_records)
+        if len(metrics) != 1:
+            raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
+        if _kind_of(sent.message) == "train" and arrays != 1:
+            raise MessageError(f"its reply has {arrays} ArrayRecords; it must have one")
+        weight: Any = metrics[0].get(key)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise MessageError(f"its metric {key!r} is {weight!r}; it must be a number")
+        if not 0 <= weight <= _MOST_EXAMPLES:
+            raise MessageError(f"its metric {key!r} is {weight}; 0 to {_MOST_EXAMPLES:g} is taken")
+
+    def _check_arrays(self, sent: _Sent, name: str, record: ArrayRecord) -> None:
+        known = sent.message.content.get(name)
+        for key, array in record.items():
+            if array.stype != "numpy.ndarray" or is_finite(tensor_of(array)):
+                continue
+            first = known.get(key) if isinstance(known, ArrayRecord) else None
+            if first is None or is_finite(tensor_of(first)):
+                raise MessageError(f"tensor {key!r} of its record {name!r} holds NaN or infinity")
+
+    def _comparable(self, replies: list[Message], sent: dict[str, _Sent]) -> list[Message]:
+        """Refuse replies that Flower's strategies could not use beside the others.
+
+        They end the run where replies have other metrics or arrays than the rest, and where all
+        weights are zero; and a single node that says it has a million times the examples of all
+        others would be the model.
+        """
+        key = self._weighted_by
+        found = [r for r in replies if not r.has_error() and _answers(r) in sent]
+        if key is None or not found:
+            return replies
+        kinds = {_answers(r): _signature(r.content) for r in found}
+        most = Counter(kinds.values()).most_common(1)[0][0]
+        reasons = {}
+        for answers, kind in kinds.items():
+            if kind != most:
+                odd = sorted(set(kind) ^ set(most))[:1]
+                reasons[answers] = f"its reply differs from most others in {odd[0]}"
+        weights = {
+            _answers(r): float(next(iter(r.content.metric_records.values()))[key])  # type: ignore[arg-type]
+            for r in found
+            if _answers(r) not in reasons
+        }
+        total = sum(weights.values())
+        for answers, weight in weights.items():
+            if not total:
+                reasons[answers] = f"its metric {key!r} is 0, as that of all others"
+            elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
+                reasons[answers] = (
+                    f"its metric {key!r} is {weight:g}; all others together have {total - weight:g}"
+                )
+        return [
+            self._refused(sent[_answers(r)], plain(reasons[_answers(r)], _LONGEST))
+            if _answers(r) in reasons
+            else r
+            for r in replies
+        ]
+
+    def _send_again(self, sent: _Sent, why: str) -> Message | None:
+        """Send a node the whole model, in the place of what it could not follow."""
+        node = sent.message.metadata.dst_node_id
+        for phase in sent.phases.values():
+            phase.channel.forget(node)
+        self.counts.node(node).lost += 1
+        is_late = any(p.channel.version != p.version for p in sent.phases.values())
+        if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
+            return self._refused(sent, f"it cannot follow the model: {plain(why, _LONGEST)}")
+        again = self._compress(sent.message, sent.phases)
+        taken = list(self._grid.push_messages([again]))
+        if not taken or taken[0] is None:
+            return self._refused(sent, "the whole model could not be sent to it")
+        self._open[taken[0]] = sent._replace(repeats=sent.repeats + 1)
+        self._renamed[sent.identifier] = taken[0]
+        return None
+
+    def _refused(self, sent: _Sent, reason: str) -> Message:
+        node = sent.message.metadata.dst_node_id
+        self.counts.node(node).refused += 1
+        text = f"node {node}: {reason}"
+        _logger.warning("%s", text)
+        return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=sent.message)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _logger.warning("%s", text)
+
+
+def _kind_of(message: Message) -> str:
+    return message.metadata.message_type.partition(".")[0]
+
+
+def _expiry(message: Message) -> float:
+    return message.metadata.created_at + message.metadata.ttl
+
+
+def _answers(reply: Message) -> str:
+    return reply.metadata.reply_to_message_id
+
+
+def _signature(content: RecordDict) -> tuple[str, ...]:
+    """Return the names of all that a reply holds."""
+    names = (
+        f"{'array' if isinstance(record, ArrayRecord) else 'metric'} {key!r} of {name!r}"
+        for name, record in content.items()
+        if isinstance(record, ArrayRecord | MetricRecord)
+        for key in record
+    )
+    return tuple(sorted(names))
+
+
+def _is_equal(one: ArrayRecord, other: ArrayRecord) -> bool:
+    return list(one) == list(other) and all(
+        one[name] is other[name] or one[name].data == other[name].data for name in one
+    )
+
+
+def _replaced(sent: _Sent, reply: Message) -> Message:
+    """Return a reply that answers the strategy's message, even if it had to be sent again."""
+    if reply.metadata.reply_to_message_id != sent.identifier:
+        answer_to(reply, sent.identifier)
+    return reply
+
+
+def _log_traffic(before: Traffic, after: Traffic) -> None:
+    moved = Traffic(
+        after.down - before.down,
+        after.up - before.up,
+        after.plain_down - before.plain_down,
+        after.plain_up - before.plain_up,
+    )
+    if moved.up or moved.down:
+        _logger.info("aqg: %s", moved)

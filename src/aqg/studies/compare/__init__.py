@@ -1,1 +1,0 @@
-"""Recipes side by side: bytes uploaded until a task's target is reached."""

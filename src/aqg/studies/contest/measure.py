@@ -1,0 +1,345 @@
+"""The measure: every byte, and the rounds, until a model is good enough.
+
+A `Goal` is a fixed target, or to be as good as federated averaging. *Plateau*: the mean, over the
+last tenth of a task's rounds, of what federated averaging reaches on the validation set in full
+precision, with the server step for which that is best. The targets are shares of it (90 % of a
+loss: 1.1 times the plateau), and the plateau less one point (a loss: plus one percent), which is
+the one that counts. Such a target is reached in the first round that meets it if the mean over that
+round and the next ones (`hold_of`) meets it too. *Cost* is every byte that all clients sent and
+received until then (`aqg.runs.cost.count_every_byte`), *delay* the rounds over those of federated
+averaging, with that of the steps tried for which these are fewest. A recipe whose delay is at most
+`MOST_DELAY` is a *swap-in*. Runs that go to the last round have a plateau of their own, compared in
+points. Comparisons are paired by seed, with 95 % intervals of Student's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aqg.runs.stopping import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from aqg.runs.stopping import Kind
+
+MOST_DELAY = 1.25
+FIXED, PLATEAU = "target", "plateau"
+"""What counts: a fixed target, or the plateau less one point."""
+_SHARES = {"90%": 0.90, "95%": 0.95, PLATEAU: None, "99%": 0.99}
+_POINT = 0.01
+_CEILING = 2
+"""Where the target is fixed, so many times the bytes of federated averaging are of no interest."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be reached.
+
+    Attributes:
+        kind: of what is measured.
+        num_rounds: of federated averaging, or at most.
+        target: a fixed one; None: federated averaging's plateau.
+
+    """
+
+    kind: Kind
+    num_rounds: int
+    target: Target | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the target that counts."""
+        return PLATEAU if self.target is None else FIXED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all targets."""
+        return tuple(_SHARES) if self.target is None else (FIXED,)
+
+    @property
+    def sign(self) -> int:
+        """1 where less is better, and -1 where more is."""
+        return -1 if self.kind == "accuracy" else 1
+
+    def targets(self, plateau: float) -> dict[str, Target]:
+        """Return the targets by name, the easiest first.
+
+        >>> {name: round(t.value, 4) for name, t in Goal("accuracy", 100).targets(0.9).items()}
+        {'90%': 0.81, '95%': 0.855, 'plateau': 0.89, '99%': 0.891}
+        """
+        if self.target is not None:
+            return {FIXED: self.target}
+        hold = hold_of(self.num_rounds)
+
+        def value(share: float | None) -> float:
+            if self.kind == "accuracy":
+                return plateau - _POINT if share is None else share * plateau
+            return plateau * (1 + _POINT) if share is None else plateau * (2 - share)
+
+        return {
+            name: Target(self.kind, value(share), hold, is_mean=True)
+            for name, share in _SHARES.items()
+        }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run on the validation set; entry ``k`` is after ``k`` rounds.
+
+    Attributes:
+        values: accuracies or losses; NaN where the model holds NaN or infinity.
+        total_bytes: sent and received by all clients until then.
+        tests: pairs of rounds and test accuracy, where it was measured.
+
+    """
+
+    values: tuple[float, ...]
+    total_bytes: tuple[int, ...]
+    tests: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Curve:
+        """Read the curve in a run's summary."""
+        values = (math.nan if value is None else float(value) for value in row["values"])
+        tests = ((int(rounds), float(value)) for rounds, value in row["tests"])
+        return Curve(tuple(values), tuple(map(int, row["bytes"])), tuple(tests))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        values = [None if math.isnan(value) else value for value in self.values]
+        tests = [list(pair) for pair in self.tests]
+        return {"values": values, "bytes": list(self.total_bytes), "tests": tests}
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds were run."""
+        return len(self.values) - 1
+
+    def test_after(self, rounds: int) -> float | None:
+        """Return the first test accuracy that was measured after so many rounds or more."""
+        return next((value for at, value in self.tests if at >= rounds), None)
+
+    def reach(self, goal: Target) -> Crossing | None:
+        """Return when the run reaches a goal; None if it does not."""
+        rounds = goal.first_reached(self.values)
+        if rounds is None:
+            return None
+        return Crossing(rounds, self.total_bytes[rounds], self.test_after(rounds))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """When a run reached a goal: its rounds and bytes, and the test accuracy then."""
+
+    rounds: int
+    total_bytes: int
+    test: float | None = None
+
+
+def hold_of(num_rounds: int) -> int:
+    """Return over how many rounds a goal must hold: a fortieth of the task's, and at least 3.
+
+    >>> hold_of(400), hold_of(60)
+    (10, 3)
+    """
+    return max(3, num_rounds // 40)
+
+
+def plateau_of(curve: Curve, num_rounds: int) -> float:
+    """Return the mean over the last tenth of so many rounds; NaN for a run that ended before.
+
+    >>> plateau_of(Curve((0.1, 0.5, 0.9), (0, 1, 2)), num_rounds=2)
+    0.9
+    """
+    if curve.num_rounds < num_rounds:
+        return math.nan
+    last = curve.values[: num_rounds + 1][-max(1, num_rounds // 10) :]
+    return sum(last) / len(last)
+
+
+def points_above(kind: Kind, plateau: float, reference: float) -> float:
+    """Return how many points better a plateau is: of accuracy or, for losses, percent.
+
+    >>> round(points_above("accuracy", 0.91, 0.90), 6), round(points_above("loss", 0.99, 1.0), 6)
+    (1.0, 1.0)
+    """
+    if kind == "accuracy":
+        return (plateau - reference) / _POINT
+    return (reference - plateau) / reference / _POINT
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Federated averaging on one task and seed: what others are measured against.
+
+    Attributes:
+        plateau: of its best run; None where the target is fixed.
+        targets: by name.
+        crossings: by target, of the run that reaches it in the fewest rounds.
+        ceiling: bytes beyond which another recipe is of no interest: those of a run to the last
+            round, or where the target is fixed some times those that reach it.
+
+    """
+
+    plateau: float | None
+    targets: Mapping[str, Target]
+    crossings: Mapping[str, Crossing]
+    ceiling: float
+
+    @property
+    def hardest(self) -> Target:
+        """The target with which runs of other recipes end."""
+        reached = [self.targets[name] for name in self.crossings]
+        is_share = reached[0].kind == "accuracy"
+        return max(reached, key=lambda target: target.value if is_share else -target.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plateau, targets and crossings, for people to read."""
+        rows = {}
+        for name, target in self.targets.items():
+            crossing = self.crossings.get(name)
+            found = {} if crossing is None else vars(crossing)
+            rows[name] = {target.kind: target.value, "hold": target.hold, **found}
+        return {"plateau": self.plateau, "goals": rows}
+
+
+def make_reference(goal: Goal, curves: Iterable[Curve]) -> Reference | None:
+    """Return the reference that federated averaging's runs of one seed make.
+
+    None where the goal is its plateau and no run came to its last round, or none reaches the
+    target that counts.
+    """
+    curves = list(curves)
+    plateau = None
+    if goal.target is None:
+        found = [value for c in curves if not math.isnan(value := plateau_of(c, goal.num_rounds))]
+        plateau = min(found, key=lambda value: goal.sign * value, default=None)
+        if plateau is None or (goal.kind == "accuracy" and plateau <= _POINT):
+            return None
+    targets = goal.targets(plateau or math.nan)
+    crossings = {}
+    for name, target in targets.items():
+        reached = [crossing for c in curves if (crossing := c.reach(target)) is not None]
+        if reached:
+            crossings[name] = min(reached, key=lambda crossing: crossing.rounds)
+    if goal.target is None:
+        if PLATEAU not in crossings:
+            return None
+        ceiling = float(max(curve.total_bytes[-1] for curve in curves))
+    else:
+        ceiling = _CEILING * min((c.total_bytes for c in crossings.values()), default=math.inf)
+    return Reference(plateau, targets, crossings, ceiling)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run against federated averaging's of the same seed, for one target.
+
+    Attributes:
+        cost: total bytes.
+        savings: federated averaging's bytes over these; None where it does not reach the target.
+        delay: rounds over those of federated averaging; likewise.
+        test: the test accuracy when the target was reached.
+        rounds: until then.
+
+    """
+
+    cost: int
+    savings: float | None
+    delay: float | None
+    test: float | None
+    rounds: int
+
+
+def score(curve: Curve, reference: Reference, name: str) -> Score | None:
+    """Return what a run is worth; None if it does not reach the target.
+
+    Or if federated averaging does not, whose plateau it comes from.
+    """
+    theirs = reference.crossings.get(name)
+    ours = curve.reach(reference.targets[name])
+    if ours is None or (theirs is None and name != FIXED):
+        return None
+    delay = savings = None
+    if theirs is not None:
+        delay = max(1, ours.rounds) / max(1, theirs.rounds)
+        savings = theirs.total_bytes / max(1, ours.total_bytes)
+    return Score(max(1, ours.total_bytes), savings, delay, ours.test, ours.rounds)
+
+
+Rank: TypeAlias = tuple[int, float]
+"""Of a setting: the smallest is the best."""
+
+
+def rank(goal: Goal, curve: Curve, reference: Reference) -> Rank:
+    """Order runs of one seed: swap-ins by cost, others by delay, then by how far they came.
+
+    Where the target is fixed, all that reach it are ordered by cost.
+    """
+    found = score(curve, reference, goal.name)
+    if found is None:
+        values = [goal.sign * value for value in curve.values if math.isfinite(value)]
+        return 2, min(values, default=math.inf)
+    if goal.target is None and found.delay is not None and found.delay > MOST_DELAY:
+        return 1, found.delay
+    return 0, found.cost
+
+
+def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
+    """Order runs of federated averaging by their plateaus; those that did not end come last."""
+    plateau = plateau_of(curve, goal.num_rounds)
+    return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds with a 95 % confidence interval; none where there is a single seed."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def includes(self, value: float) -> bool:
+        """Tell whether the interval includes a value; without an interval nothing is known."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
+
+
+def arithmetic_mean(values: Sequence[float]) -> Mean:
+    """Return the mean of some numbers, with Student's interval.
+
+    >>> mean = arithmetic_mean([1.0, 2.0, 3.0])
+    >>> mean.value, round(mean.low, 3), round(mean.high, 3)
+    (2.0, -0.484, 4.484)
+    """
+    count = len(values)
+    center = sum(values) / count
+    if count < 2:
+        return Mean(center)
+    spread = math.sqrt(sum((x - center) ** 2 for x in values) / (count - 1) / count)
+    margin = _quantile(count - 1) * spread
+    return Mean(center, center - margin, center + margin)
+
+
+@cache
+def _quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution."""
+    from scipy.stats import t  # slow to import, and not needed to run a trial
+
+    return float(t.ppf(0.975, degrees))
+
+
+def geometric_mean(values: Sequence[float]) -> Mean:
+    """Return the geometric mean of positive numbers, with Student's interval of the logarithms.
+
+    >>> mean = geometric_mean([1.0, 4.0, 2.0])
+    >>> round(mean.value, 6), round(mean.low, 3), round(mean.high, 2)
+    (2.0, 0.357, 11.19)
+    """
+    mean = arithmetic_mean([math.log(value) for value in values])
+    if mean.low is None or mean.high is None:
+        return Mean(math.exp(mean.value))
+    return Mean(math.exp(mean.value), math.exp(mean.low), math.exp(mean.high))

@@ -1,0 +1,634 @@
+"""What is compared, and which run comes next: asked whenever a worker is free.
+
+Federated averaging comes first. Where its plateau is the goal of a task, its step is searched on
+seed 0 for the best plateau: fixed ones, and our own, which sets itself. Its runs go to the last
+round, and are never stopped for their bytes. The step with the best plateau and the one that
+reaches the target in the fewest rounds are run with all other seeds. From each seed's runs comes
+the reference of that seed (`measure.make_reference`), and only then are other recipes run with it.
+Ours goes to the last round as well, so that plateaus can be compared; the others go to the hardest
+target or to a quarter more rounds. Where the target is fixed, all runs end with it, and federated
+averaging is searched like any other recipe.
+
+A recipe is searched on seed 0, if there is a search (`search.pending_settings`); its best setting
+is run with all seeds if it comes close to the best of all, and else with fewer. Recipes come in
+their order, so that a comparison that is cut off is complete for the first ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from aqg.core.downlink import AUTO, make_downlink
+from aqg.errors import AqgError, ConfigError, RunError
+from aqg.runs.directory import create_directory, read_summary
+from aqg.runs.files import Records, write_atomically
+from aqg.runs.loop import slug
+from aqg.runs.plan import Job
+from aqg.runs.stopping import Limits
+from aqg.studies.contest.measure import Curve, make_reference, rank, rank_of_fedavg
+from aqg.studies.contest.search import (
+    FEDAVG,
+    FORMER_STEP,
+    SEARCH_SEED,
+    SELF_SETTING,
+    STEP,
+    Setting,
+    applies,
+    default_setting,
+    fixed_steps,
+    is_ours,
+    parse_recipes,
+    pending_settings,
+)
+from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from aqg.runs.config import RunConfig
+    from aqg.runs.stopping import Target
+    from aqg.studies.contest.measure import Rank, Reference
+    from aqg.studies.contest.search import Tuned
+
+PLAN = "compare.json"
+TRIALS = "trials.jsonl"
+TARGETS = "targets.json"
+CONTENDER = 1.5
+"""A recipe is run with all seeds if it needs at most so many times the bytes of the best one."""
+FEWER_SEEDS = 3
+"""For the others."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        tasks: on what.
+        recipes: names, in the order they are run, federated averaging first.
+        seeds: how many; each makes its own split, start, batches, dropouts and targets.
+        search: find every recipe's best setting first, on seed 0.
+        quick: search a small part of the grid.
+        downlink: how clients receive the model; what suits each recipe, by default.
+
+    """
+
+    tasks: tuple[Task, ...]
+    recipes: tuple[str, ...]
+    seeds: int
+    search: bool = False
+    quick: bool = False
+    downlink: str = AUTO
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ConfigError(f"seeds is {self.seeds}; it must be at least 1")
+        if self.downlink != AUTO:
+            make_downlink(self.downlink)
+
+    def pairs(self) -> Iterator[tuple[str, Task]]:
+        """Yield what is measured: every recipe on every task where it makes a difference."""
+        for recipe in self.recipes:
+            yield from ((recipe, task) for task in self.tasks if applies(recipe, task))
+
+    def parse_tasks(self, text: str) -> tuple[Task, ...]:
+        """Return the tasks that ``--task`` names, which may be the user's own."""
+        own = {task.name: task for task in self.tasks if task.is_own}
+        names = [name.strip() for name in text.split(",")]
+        ours = [name for name in names if name not in own]
+        chosen = parse_tasks(",".join(ours)) if ours else ()
+        return (*chosen, *(own[name] for name in names if name in own))
+
+    def extended(
+        self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
+    ) -> Comparison:
+        """Return the comparison with more tasks and recipes, and another number of seeds."""
+        return replace(
+            self,
+            tasks=in_order((*self.tasks, *tasks)),
+            recipes=parse_recipes(",".join(dict.fromkeys((*self.recipes, *recipes)))),
+            seeds=self.seeds if seeds is None else seeds,
+        )
+
+    def narrowed(self, tasks: Sequence[Task], recipes: Sequence[str]) -> Comparison:
+        """Return the part with these tasks and recipes; none given means all of them."""
+        return replace(
+            self,
+            tasks=tuple(task for task in self.tasks if not tasks or task in tasks),
+            recipes=parse_recipes(",".join(recipes)) if recipes else self.recipes,
+        )
+
+    def write(self, directory: Path, *, is_new: bool = False) -> None:
+        """Write down what is compared; make the directory of a new comparison."""
+        row: dict[str, Any] = vars(self) | {
+            "tasks": [task.name for task in self.tasks if not task.is_own]
+        }
+        if own := [to_row(task) for task in self.tasks if task.is_own]:
+            row["own"] = own
+        if is_new:
+            create_directory(directory)
+        write_atomically(directory / PLAN, (json.dumps(row, indent=1) + "\n").encode())
+
+    @staticmethod
+    def open(directory: Path) -> Comparison:
+        """Read what a directory compares."""
+        path = directory / PLAN
+        if not path.is_file():
+            raise RunError(f"{str(directory)!r} is not a comparison's directory: it has no {PLAN}")
+        try:
+            row = json.loads(path.read_bytes())
+            own = tuple(map(from_row, row.get("own", ())))
+            rest = {name: row[name] for name in ("seeds", "search", "downlink")}
+            recipes = parse_recipes(",".join(row["recipes"]))
+            quick = row.get("quick", False)
+            return Comparison((*select_tasks(row["tasks"]), *own), recipes, quick=quick, **rest)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{str(path)!r} is damaged ({error!r}); start a new comparison"
+            ) from None
+
+
+def safe(text: str) -> str:
+    """Make a name that can be read and that a file system takes.
+
+    >>> safe("heart.py:problem:folder=a/b")
+    'heart.py_problem_folder-a%2Fb'
+    """
+    return slug(quote(text, safe=":=+"))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run: a task by name, a recipe by name, its setting and the seed."""
+
+    task: str
+    recipe: str
+    setting: Setting
+    seed: int
+
+    @property
+    def directory(self) -> str:
+        """Where the run is kept: ``TASK/RECIPE/SETTING-seed-N``."""
+        setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
+        return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
+
+
+@dataclass(frozen=True)
+class TrialJob(Job):
+    """The run of a trial."""
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        trial: what was run.
+        ending: why it ended, as in `aqg.runs.stopping`; ``"rounds"``: the rounds were over.
+        curve: on the validation set or, where the task has none, of what its target measures.
+        seconds: that it took.
+        upload_bytes: what all clients sent until the run's target was reached, or to the end; None
+            where it had none.
+
+    """
+
+    trial: Trial
+    ending: str
+    curve: Curve
+    seconds: float
+    upload_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object, for a line of the file."""
+        trial, setting = self.trial, self.trial.setting
+        row = {"task": trial.task, "recipe": trial.recipe, "seed": trial.seed, **setting.to_json()}
+        row |= {"ending": self.ending, "seconds": round(self.seconds, 3)}
+        if self.upload_bytes is not None:
+            row["upload_bytes"] = self.upload_bytes
+        return {**row, "curve": self.curve.to_json()}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Outcome:
+        """Read what `to_json` wrote."""
+        trial = Trial(row["task"], row["recipe"], Setting.from_json(row), row["seed"])
+        curve = Curve.from_json(row["curve"])
+        return Outcome(trial, row["ending"], curve, row["seconds"], row.get("upload_bytes"))
+
+    @staticmethod
+    def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
+        """Return what a finished run says of itself in its ``summary.json``."""
+        found = summary.get("outcome", {"ending": "diverged" if summary["diverged"] else "rounds"})
+        curve = Curve.from_json(summary["curve"])
+        return Outcome(trial, found["ending"], curve, seconds, found.get("upload_bytes"))
+
+    def is_cut(self, target: Target) -> bool:
+        """Tell whether the run ended at an easier target, so that it says nothing of this one."""
+        return self.ending == "reached" and self.curve.reach(target) is None
+
+
+def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
+    """Return all outcomes on record by trial, the last one of each."""
+    records = Records(directory / TRIALS)
+    found = {}
+    for number, row in enumerate(records.read(), start=1):
+        try:
+            outcome = Outcome.from_json(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{str(records.path)!r} is damaged: line {number} is not a trial ({error!r})"
+            ) from None
+        found[outcome.trial] = outcome
+    return found
+
+
+class Findings:
+    """What is known of a comparison from its outcomes.
+
+    Attributes:
+        by_pair: outcomes by recipe and task.
+        references: federated averaging's, by task and seed: where its plateau is the goal, those
+            whose runs are finished.
+
+    """
+
+    def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
+        self._tasks = {task.name: task for task in comparison.tasks}
+        self._num_seeds = comparison.seeds
+        self._ranks: dict[Trial, Rank] = {}
+        self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
+        self.references: dict[tuple[str, int], Reference] = {}
+        for trial, outcome in outcomes.items():
+            self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        for task in comparison.tasks:
+            self._refer(task)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take in one more outcome."""
+        trial = outcome.trial
+        self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        if trial.recipe == FEDAVG:
+            self._ranks = {t: found for t, found in self._ranks.items() if t.task != trial.task}
+            self._refer(self._tasks[trial.task])
+
+    def _refer(self, task: Task) -> None:
+        """Find the references of a task, as far as federated averaging's runs are finished."""
+        own = self.by_pair.get((FEDAVG, task.name), {})
+        for seed in range(self._num_seeds):
+            self.references.pop((task.name, seed), None)
+            if (found := make_reference(task.goal, ())) is not None:
+                self.references[task.name, seed] = found
+        if task.goal.target is None and self._pending_fixed(task)[0]:
+            return
+        chosen = self.fedavg_settings(task)
+        for seed in range(self._num_seeds):
+            if all(Trial(task.name, FEDAVG, setting, seed) in own for setting in chosen):
+                curves = [
+                    o.curve
+                    for trial, o in own.items()
+                    if trial.seed == seed and (task.goal.target is None or trial.setting in chosen)
+                ]
+                found = make_reference(task.goal, curves)
+                if found is not None:
+                    self.references[task.name, seed] = found
+
+    def _searched_curves(self, task: Task) -> dict[Setting, Curve]:
+        own = self.by_pair.get((FEDAVG, task.name), {}).items()
+        return {trial.setting: o.curve for trial, o in own if trial.seed == SEARCH_SEED}
+
+    def counted(self, recipe: str, task: Task) -> dict[Trial, Outcome]:
+        """Return the outcomes that count: not those that ended at an easier target than today's."""
+        own = self.by_pair.get((recipe, task.name), {})
+        if recipe == FEDAVG or task.goal.target is not None:
+            return own
+        found = {}
+        for trial, outcome in own.items():
+            reference = self.references.get((task.name, trial.seed))
+            if reference is None or not outcome.is_cut(reference.targets[task.goal.name]):
+                found[trial] = outcome
+        return found
+
+    def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
+        """Return the ranks of the settings that were tried on seed 0."""
+        goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
+        if reference is None and recipe != FEDAVG:
+            return {}
+        found = {}
+        for trial, outcome in self.counted(recipe, task).items():
+            if trial.seed == SEARCH_SEED:
+                if trial not in self._ranks:
+                    self._ranks[trial] = (
+                        rank_of_fedavg(goal, outcome.curve)
+                        if reference is None or (recipe == FEDAVG and goal.target is None)
+                        else rank(goal, outcome.curve, reference)
+                    )
+                found[trial.setting] = self._ranks[trial]
+        return found
+
+    def best(self, recipe: str, task: Task, with_former: bool = True) -> Setting | None:
+        """Return the best setting on seed 0; None where none was tried.
+
+        ``with_former`` are those whose step can no longer be run.
+        """
+        ranks = self.ranks(recipe, task)
+        if not with_former:
+            ranks = {s: found for s, found in ranks.items() if s.multiplier != FORMER_STEP}
+        return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
+
+    def pending_fedavg(self, task: Task) -> tuple[list[Setting], int]:
+        """Return what the search for federated averaging's plateau needs next.
+
+        And about how many may follow. The step that sets itself is one of them.
+        """
+        settings, later = self._pending_fixed(task)
+        adaptive = Setting(FEDAVG, multiplier=SELF_SETTING)
+        is_tried = adaptive in self._searched_curves(task)
+        return [*settings, *([] if is_tried else [adaptive])], later
+
+    def _pending_fixed(self, task: Task) -> tuple[list[Setting], int]:
+        """Return what the search of its fixed steps needs next.
+
+        It goes on where the best plateau is at the edge of the steps that were tried, and where the
+        step that reaches the target first is.
+        """
+        settings, later = pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
+        first = None if settings else self._first_to_reach(task, fixed_only=True)
+        if first is None:
+            return settings, later
+        tried = [setting.multiplier for setting in self._searched_curves(task)]
+        further = fixed_steps(task).beyond(tried, first.multiplier)
+        return ([] if further is None else [replace(first, multiplier=float(further))]), 0
+
+    def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
+        """Return federated averaging's setting that reaches the target in the fewest rounds."""
+        curves = self._searched_curves(task)
+        found = make_reference(task.goal, curves.values())
+        if found is None:
+            return None
+        target = found.targets[task.goal.name]
+        if fixed_only:
+            curves = {s: curve for s, curve in curves.items() if s.multiplier != SELF_SETTING}
+        reached = {s: at for s, curve in curves.items() if (at := curve.reach(target)) is not None}
+        return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
+
+    def fedavg_settings(self, task: Task) -> list[Setting]:
+        """Return federated averaging's settings for all seeds, after its search.
+
+        These are the best one and, where its plateau is the goal, the one that reaches it first.
+        """
+        chosen = [self.best(FEDAVG, task)]
+        if task.goal.target is None:
+            chosen.append(self._first_to_reach(task))
+        return list(dict.fromkeys(setting for setting in chosen if setting is not None))
+
+    def lowest_cost(self, task: Task) -> float:
+        """Return the bytes of the best recipe on seed 0; infinity where there is none."""
+        costs = [math.inf]
+        for recipe, name in self.by_pair:
+            if name == task.name and recipe != FEDAVG:
+                ranks = self.ranks(recipe, task).values()
+                costs += [value for is_other, value in ranks if not is_other]
+        return min(costs)
+
+
+def pending_trials(
+    comparison: Comparison, recipe: str, task: Task, findings: Findings, tuned: Tuned
+) -> tuple[list[Trial], int]:
+    """Return the trials that the finished ones call for, and about how many may follow."""
+    own = findings.counted(recipe, task)
+    is_reference = recipe == FEDAVG and task.goal.target is None
+    seeds = comparison.seeds
+
+    def searched(tried: Mapping[Setting, Rank]) -> tuple[list[Setting], int]:
+        if is_reference:
+            return findings.pending_fedavg(task)
+        if comparison.search:
+            return pending_settings(recipe, task, tried, comparison.quick)
+        setting = tuned.get(task.name, {}).get(recipe) or default_setting(recipe, task)
+        return ([] if setting in tried else [setting]), 0
+
+    has_reference = (task.name, SEARCH_SEED) in findings.references
+    needs_fedavg = task.goal.target is None and not is_reference
+    if needs_fedavg and (not has_reference or findings.pending_fedavg(task)[0]):
+        settings, later = searched({})
+        is_waiting = pending_trials(comparison, FEDAVG, task, findings, tuned)[0]
+        return [], (len(settings) + later + seeds - 1 if is_waiting else 0)
+    ranks = findings.ranks(recipe, task)
+    settings, later = searched(ranks)
+    if settings:
+        trials = [Trial(task.name, recipe, setting, SEARCH_SEED) for setting in settings]
+        return trials, later + seeds - 1
+    if is_reference:
+        chosen = findings.fedavg_settings(task)
+    else:
+        best = findings.best(recipe, task, with_former=False)
+        assert best is not None, "a search that is over has tried something"
+        chosen = [best]
+        is_other, cost = ranks[best]
+        is_close = not is_other and cost <= CONTENDER * findings.lowest_cost(task)
+        if recipe != FEDAVG and not is_ours(recipe, task) and not is_close:
+            seeds = min(seeds, FEWER_SEEDS)
+    wanted = [Trial(task.name, recipe, s, seed) for s in chosen for seed in range(seeds)]
+    missing = [trial for trial in wanted if trial not in own]
+    if is_reference:
+        return missing, 0
+    ready = [trial for trial in missing if (task.name, trial.seed) in findings.references]
+    return ready, len(missing) - len(ready)
+
+
+def make_config(
+    trial: Trial, task: Task, target: Target | None, downlink: str = AUTO, device: str = "cpu"
+) -> RunConfig:
+    """Return the config of a trial's run.
+
+    Args:
+        trial: what is run.
+        task: that the trial names.
+        target: made from federated averaging's, with which the run ends; None where the task has
+            one of its own, and for runs that go to the last round.
+        downlink: where the trial's setting does not name one.
+        device: where to compute, if the task is one of the larger ones.
+
+    """
+    config = task.config if target is None else task.with_target(target)
+    setting = trial.setting
+    chosen: dict[str, Any] = {"alpha": config.alpha * setting.multiplier, "step": "fixed"}
+    if setting.multiplier == SELF_SETTING:
+        chosen = {"step": AUTO if is_ours(trial.recipe, task) else STEP}
+    elif setting.multiplier == FORMER_STEP:
+        raise ConfigError(f"{setting} cannot be run: the rule for its step is no longer there")
+    return replace(
+        config,
+        recipe=setting.spec,
+        bits=setting.bits,
+        seed=trial.seed,
+        downlink=downlink if setting.downlink == AUTO else setting.downlink,
+        device=device if task.uses_device else "cpu",
+        **chosen,
+    )
+
+
+class ContestPlan:
+    """Hands out the runs of a comparison, and writes their outcomes and the targets down.
+
+    Args:
+        comparison: what is to be run now.
+        directory: of the comparison, whose lock is held.
+        tuned: settings that a search found before, for a comparison without one.
+        device: where to compute the larger tasks.
+
+    Attributes:
+        failures: trials that ended without an outcome, by their directory; they are not handed out
+            again, and a search that needs one of them does not go on.
+
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        directory: Path,
+        tuned: Tuned | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self._comparison = comparison
+        self._directory = directory
+        self._tuned = tuned or {}
+        self._device = device
+        self._records = Records(directory / TRIALS)
+        self._outcomes = read_outcomes(directory)
+        self._findings = Findings(comparison, self._outcomes)
+        self._made: set[Trial] = set()
+        self._under_way: dict[Trial, float] = {}
+        self._failed: set[Trial] = set()
+        self.failures: dict[str, AqgError] = {}
+
+    @property
+    def num_finished(self) -> int:
+        """How many trials have an outcome, those of other recipes and tasks among them."""
+        return len(self._outcomes)
+
+    def problems(self) -> Iterator[RunConfig]:
+        """Yield a config for every problem, and for every minimum that a target is measured from.
+
+        Seeds that share a minimum come after the first one, which computes it.
+        """
+        for seed in range(self._comparison.seeds):
+            for task in self._comparison.tasks:
+                if seed == 0 or task.goal.kind == "residual":
+                    device = self._device if task.uses_device else "cpu"
+                    yield replace(task.config, seed=seed, device=device)
+
+    def next(self) -> TrialJob | None:
+        """Return what to run now; None while everything left depends on trials under way."""
+        while (found := self._next_trial()) is not None:
+            trial, task = found
+            job = TrialJob(trial.directory, self._config(trial, task), trial)
+            place = self._directory / job.name
+            if trial in self._outcomes:  # it ended at an easier target than today's
+                shutil.rmtree(place, ignore_errors=True)
+            summary = read_summary(place)
+            if summary is not None:  # stopped between the end of the run and its record
+                self._keep(trial, summary, 0.0)
+                continue
+            self._under_way[trial] = time.monotonic()
+            return job
+        return None
+
+    def take(self, job: TrialJob, result: Mapping[str, Any] | AqgError) -> None:
+        """Write down what came of a trial."""
+        started = self._under_way.pop(job.trial)
+        if isinstance(result, AqgError):
+            self._failed.add(job.trial)
+            self.failures[job.name] = result
+        else:
+            self._keep(job.trial, result, time.monotonic() - started)
+
+    def most_left(self) -> int:
+        """Return how many trials have not ended yet, at most: some of them may prove needless."""
+        left = set(self._under_way)
+        num_later = 0
+        for pair in self._comparison.pairs():
+            trials, most_later = self._pending(*pair)
+            left.update(trial for trial in trials if trial not in self._failed)
+            num_later += most_later if self._failed.isdisjoint(trials) else 0
+        return len(left) + num_later
+
+    def note(self, job: TrialJob) -> Limits:
+        """Return the bytes beyond which a run is of no interest: those of the reference.
+
+        Federated averaging itself is not stopped for its bytes, and neither is ours.
+        """
+        trial = job.trial
+        reference = self._findings.references.get((trial.task, trial.seed))
+        task = next(task for task in self._comparison.tasks if task.name == trial.task)
+        if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
+            return Limits()
+        return Limits(reference.ceiling)
+
+    def _next_trial(self) -> tuple[Trial, Task] | None:
+        for recipe, task in self._comparison.pairs():
+            for trial in self._pending(recipe, task)[0]:
+                if trial not in self._under_way and trial not in self._failed:
+                    return trial, task
+        return None
+
+    def _pending(self, recipe: str, task: Task) -> tuple[list[Trial], int]:
+        """Return what is pending, but for runs that were made just now: none is made twice."""
+        found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
+        return [trial for trial in found[0] if trial not in self._made], found[1]
+
+    def _config(self, trial: Trial, task: Task) -> RunConfig:
+        target = None
+        if task.goal.target is None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
+            target = self._findings.references[task.name, trial.seed].hardest
+        return make_config(trial, task, target, self._comparison.downlink, self._device)
+
+    def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
+        outcome = Outcome.of_run(trial, summary, seconds)
+        self._records.add(outcome.to_json())
+        self._outcomes[trial] = outcome
+        self._made.add(trial)
+        self._findings.add(outcome)
+        if trial.recipe == FEDAVG:
+            write_targets(self._directory, self._findings)
+
+
+def write_targets(directory: Path, findings: Findings) -> None:
+    """Write federated averaging's plateaus and targets, for people to read."""
+    rows: dict[str, dict[str, Any]] = {}
+    for (task, seed), reference in findings.references.items():
+        if reference.plateau is not None:
+            rows.setdefault(task, {})[f"seed {seed}"] = reference.to_json()
+    if rows:
+        write_atomically(directory / TARGETS, (json.dumps(rows, indent=1) + "\n").encode())
+
+
+def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -> int:
+    """Drop all runs of these recipes on these tasks, and return how many there were.
+
+    Where federated averaging is among the recipes and its plateau the goal, runs of all recipes are
+    dropped: their targets are.
+    """
+    stored = read_outcomes(directory)
+    whole = {task.name for task in tasks if FEDAVG in recipes and task.goal.target is None}
+    pairs = {(recipe, task.name) for recipe in recipes for task in tasks}
+    kept = [
+        outcome
+        for trial, outcome in stored.items()
+        if trial.task not in whole and (trial.recipe, trial.task) not in pairs
+    ]
+    if len(kept) < len(stored):
+        Records(directory / TRIALS).replace([outcome.to_json() for outcome in kept])
+    for name in whole:
+        shutil.rmtree(directory / safe(name), ignore_errors=True)
+    for recipe, name in pairs:
+        shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
+    return len(stored) - len(kept)

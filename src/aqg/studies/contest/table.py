@@ -1,0 +1,504 @@
+"""What a comparison found: cost, savings and delay of every recipe, for every task and target.
+
+A comparison's directory holds
+
+================ ============================================================================
+``compare.json``  what is compared
+``trials.jsonl``  every finished run with its curve, a line each
+``targets.json``  federated averaging's plateaus, the targets, and when it reaches them
+``results.json``  a cell for each recipe, task and target
+``tables.md``     the tables
+``frontier.png``  the picture
+``tuned.json``    after a search: the best setting of every recipe and task
+``TASK/RECIPE/``  a run directory for each trial
+================ ============================================================================
+
+Tables in a document, between ``<!-- table: NAME -->`` and ``<!-- end -->``, are written anew with
+
+    python -m aqg.studies.contest.table docs/explanation/measure.md DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aqg.core.field import FROM_MEMORY
+from aqg.runs.files import write_atomically
+from aqg.runs.table import Table, format_bytes
+from aqg.studies.contest.measure import (
+    FIXED,
+    MOST_DELAY,
+    PLATEAU,
+    Mean,
+    Score,
+    arithmetic_mean,
+    geometric_mean,
+    plateau_of,
+    points_above,
+    score,
+)
+from aqg.studies.contest.picture import draw
+from aqg.studies.contest.plan import (
+    Comparison,
+    Findings,
+    pending_trials,
+    read_outcomes,
+    write_targets,
+)
+from aqg.studies.contest.search import FEDAVG, OURS, SEARCH_SEED, TUNED, write_tuned
+from aqg.studies.document import refresh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aqg.studies.contest.measure import Goal
+    from aqg.studies.contest.plan import Outcome, Trial
+    from aqg.studies.contest.search import Setting
+    from aqg.studies.contest.tasks import Task
+
+RESULTS = "results.json"
+TABLES = "tables.md"
+PICTURE = "frontier.png"
+PARTIAL = "†"
+AS_GOOD = "as good as"
+_FROM_MEMORY = "‡"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe on one task for one target, over the seeds that were run.
+
+    Attributes:
+        task: its name.
+        recipe: its name.
+        goal: the target's name.
+        setting: what was run, the best on seed 0.
+        num_seeds: how many were run.
+        num_reached: how many of them reached the target.
+        cost: total bytes, over the seeds that reached it; None where none did, as the next two.
+        savings: federated averaging's bytes over these; None where it was not run, as the next.
+        delay: rounds over those of federated averaging.
+        test: the mean test accuracy when the target was reached.
+        best_value: the best that was measured, over all seeds.
+        is_partial: whether runs are missing.
+        same_as: an earlier recipe whose runs were the same, to the byte.
+        level: the mean plateau on the validation set, where all runs went to the last round.
+        plateau: how many points it is above federated averaging's, paired by seed; for losses
+            percent.
+        versus: its bytes over those of `auto`, paired by seed; None without a common seed.
+        num_settings: how many were tried on seed 0.
+        rounds: the mean of those until the target.
+        upload_bytes: the mean of what was uploaded until a fixed target.
+
+    """
+
+    task: str
+    recipe: str
+    goal: str
+    setting: Setting
+    num_seeds: int
+    num_reached: int
+    cost: Mean | None
+    savings: Mean | None
+    delay: Mean | None
+    test: float | None
+    best_value: float | None
+    is_partial: bool = False
+    same_as: str | None = None
+    level: float | None = None
+    plateau: Mean | None = None
+    versus: Mean | None = None
+    num_settings: int = 1
+    rounds: float | None = None
+    upload_bytes: float | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the target is the one that counts."""
+        return self.goal in (PLATEAU, FIXED)
+
+    @property
+    def is_swap_in(self) -> bool:
+        """Whether all seeds reach the target, on average with little delay."""
+        if self.delay is None or self.num_reached < self.num_seeds:
+            return False
+        return self.delay.value <= MOST_DELAY
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object."""
+        names = ("cost", "savings", "delay", "plateau", "versus")
+        means = {name: getattr(self, name) for name in names}
+        row = {key: value for key, value in vars(self).items() if key != "setting"}
+        row |= {name: None if mean is None else vars(mean) for name, mean in means.items()}
+        return {**self.setting.to_json(), **row, "is_swap_in": self.is_swap_in}
+
+
+def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
+    """Return the cells of every recipe and task with at least one run, the targets in order."""
+    findings = Findings(comparison, outcomes)
+    pairs = set(comparison.pairs())
+    cells: list[Cell] = []
+    for task in comparison.tasks:
+        seen: dict[tuple[Any, ...], str] = {}
+        ours = _runs(OURS, task, findings)
+        for recipe in comparison.recipes:
+            runs = _runs(recipe, task, findings)
+            if not runs or (recipe, task) not in pairs:
+                continue
+            same = seen.setdefault(tuple(o.curve for o in runs), recipe)
+            setting = runs[0].trial.setting
+            tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
+            left, later = pending_trials(comparison, recipe, task, findings, tuned)
+            tried = findings.by_pair[recipe, task.name]
+            cells += [
+                replace(
+                    _make_cell(task, name, runs, ours, findings),
+                    is_partial=bool(left or later),
+                    same_as=None if same == recipe else same,
+                    num_settings=len({t.setting for t in tried if t.seed == SEARCH_SEED}),
+                )
+                for name in task.goal.names
+            ]
+    return cells
+
+
+def _runs(recipe: str, task: Task, findings: Findings) -> list[Outcome]:
+    """Return the runs of a recipe's best setting by seed; nothing while there is no target."""
+    setting = findings.best(recipe, task)
+    if setting is None or (task.name, SEARCH_SEED) not in findings.references:
+        return []
+    if recipe == FEDAVG:
+        setting = findings.fedavg_settings(task)[-1]
+    own = findings.counted(recipe, task)
+    return sorted((o for t, o in own.items() if t.setting == setting), key=lambda o: o.trial.seed)
+
+
+def _scores(
+    task: Task, name: str, runs: Sequence[Outcome], findings: Findings
+) -> dict[int, Score | None]:
+    """Return each seed's score, None where it does not reach the target.
+
+    Seeds without a target are left out, and runs that ended at an easier one.
+    """
+    found = {}
+    for outcome in runs:
+        seed = outcome.trial.seed
+        reference = findings.references.get((task.name, seed))
+        if reference is None or outcome.is_cut(reference.targets[name]):
+            continue
+        one = score(outcome.curve, reference, name)
+        if one is not None and outcome.trial.recipe == FEDAVG and name in reference.crossings:
+            # of several steps, the one that gets there first
+            first = reference.crossings[name]
+            one = Score(first.total_bytes, 1.0, 1.0, one.test, first.rounds)
+        found[seed] = one
+    return found
+
+
+def _make_cell(
+    task: Task, name: str, runs: Sequence[Outcome], ours: Sequence[Outcome], findings: Findings
+) -> Cell:
+    recipe, goal = runs[0].trial.recipe, task.goal
+    found = _scores(task, name, runs, findings)
+    scores = [one for one in found.values() if one is not None]
+    savings = [one.savings for one in scores if one.savings is not None]
+    delays = [one.delay for one in scores if one.delay is not None]
+    tests = [one.test for one in scores if one.test is not None]
+    own = [o for o in runs if o.trial.seed in found]
+    values = [v for o in own for v in o.curve.values if v == v]
+    default = _scores(task, name, ours, findings)
+    ratios = [
+        one.cost / other.cost
+        for seed, one in found.items()
+        if one is not None and (other := default.get(seed)) is not None
+    ]
+    uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
+    level, plateau = _plateau(task, own, findings)
+    return Cell(
+        task=task.name,
+        recipe=recipe,
+        goal=name,
+        setting=runs[0].trial.setting,
+        num_seeds=len(found),
+        num_reached=len(scores),
+        cost=geometric_mean([one.cost for one in scores]) if scores else None,
+        savings=geometric_mean(savings) if savings else None,
+        delay=geometric_mean(delays) if delays else None,
+        test=_mean(tests),
+        best_value=min(values, key=lambda value: goal.sign * value, default=None),
+        level=level,
+        rounds=_mean([one.rounds for one in scores]),
+        upload_bytes=_mean([size for size in uploads if size is not None]),
+        plateau=plateau,
+        versus=geometric_mean(ratios) if ratios and recipe not in (FEDAVG, OURS) else None,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _plateau(
+    task: Task, runs: Sequence[Outcome], findings: Findings
+) -> tuple[float | None, Mean | None]:
+    """Return the mean plateau, and how many points it is above federated averaging's.
+
+    The latter is that of its best step, seed by seed. Nothing where a run ended earlier.
+    """
+    references = [findings.references[task.name, o.trial.seed].plateau for o in runs]
+    known = [plateau for plateau in references if plateau is not None]
+    if not known:
+        return None, None
+    if runs[0].trial.recipe == FEDAVG:
+        return _mean(known), None
+    plateaus = [plateau_of(o.curve, task.goal.num_rounds) for o in runs]
+    if any(math.isnan(plateau) for plateau in plateaus):
+        return None, None
+    pairs = zip(plateaus, known, strict=True)
+    return _mean(plateaus), arithmetic_mean([points_above(task.goal.kind, *p) for p in pairs])
+
+
+def _order(cell: Cell) -> tuple[int, float]:
+    """Sort federated averaging first, then swap-ins by cost, others by delay, then the rest.
+
+    Where the target is fixed, all that reach it come by their cost.
+    """
+    if cell.recipe == FEDAVG:
+        return 0, 0.0
+    if cell.cost is None:
+        return 3, 0.0
+    if cell.is_swap_in or cell.delay is None or cell.goal == FIXED:
+        return 1, cell.cost.value
+    return 2, cell.delay.value
+
+
+_FOOTNOTE = f"{_FROM_MEMORY}: implemented from memory, not checked against its paper's text."
+_NOTE = (
+    "Federated averaging's plateau, and every byte that all clients send and receive until the "
+    "validation accuracy is that of the plateau less one point (a loss: plus one percent); for "
+    "each recipe how many times fewer it needs, its delay, which is its rounds over those of "
+    "federated averaging, and, where runs go that far, by how many points its own plateau is "
+    f"higher. Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. "
+    f"{PARTIAL}: runs are missing. {_FOOTNOTE}"
+)
+_FIXED_NOTE = "Where the head of a column names a target, that is the goal, and not the plateau. "
+_TASK_NOTE = (
+    "Geometric means over seeds, in brackets the 95 % confidence interval. Tried: settings on seed "
+    "0. Plateau: federated averaging's on the validation set, and points above it. Against `auto`: "
+    "bytes of a swap-in over those of `auto`, paired by seed; where the interval includes 1, seeds "
+    "do not tell them apart. Test: accuracy on the test set when the target is reached."
+)
+_FIXED_TASK_NOTE = _TASK_NOTE.replace(
+    "Plateau: federated averaging's on the validation set, and points above it",
+    "Uploaded: the part of the bytes that clients send",
+).replace("a swap-in", "what reaches the target")
+_HEADER: tuple[str, ...] = (
+    *("recipe", "setting", "tried", "cost", "saved", "delay", "plateau", "swap-in"),
+    *("against `auto`", "test", "seeds"),
+)
+
+
+def label(recipe: str) -> str:
+    """Return a recipe's name, marked where it was not checked against its paper.
+
+    >>> label("stc"), label("aquila:beta=1")
+    ('stc', 'aquila:beta=1‡')
+    """
+    return recipe + (_FROM_MEMORY if recipe.partition(":")[0] in FROM_MEMORY else "")
+
+
+def format_saving(factor: float) -> str:
+    """Return how many times fewer bytes.
+
+    >>> format_saving(1661.4), format_saving(8.349)
+    ('1,661×', '8.35×')
+    """
+    return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
+
+
+def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
+    """Return a table of all tasks, one for each task, and one of several targets."""
+    tables = []
+    for task in comparison.tasks:
+        own = [cell for cell in cells if cell.task == task.name and cell.is_main]
+        if own:
+            rows = tuple(_row(cell, task.goal) for cell in sorted(own, key=_order))
+            title, note, header = task.name, _TASK_NOTE, _HEADER
+            if task.goal.target is not None:
+                title, note = f"{task.name}, {task.goal.target}", _FIXED_TASK_NOTE
+                header = tuple("uploaded" if name == "plateau" else name for name in _HEADER)
+            tables.append(Table(f"swap-in-{task.name}", title, note, header, rows, 2))
+    if tables:
+        goals = _all_goals(comparison, cells)
+        tables = [_overview(comparison, cells), *tables, *([goals] if goals.rows else [])]
+    return tables
+
+
+def _row(cell: Cell, goal: Goal) -> tuple[str, ...]:
+    name = f"`{label(cell.recipe)}`{PARTIAL if cell.is_partial else ''}"
+    setting, tried = setting_text(cell), str(cell.num_settings)
+    share = f"{cell.num_reached}/{cell.num_seeds}"
+    if cell.same_as is not None:
+        return name, f"the same as `{cell.same_as}`, to the byte", tried, *[""] * 7, share
+    plateau = plateau_text(cell, goal)
+    if goal.target is not None:
+        plateau = "" if cell.upload_bytes is None else format_bytes(cell.upload_bytes)
+    if cell.cost is None:
+        best = f"– ({_value(cell.best_value, goal)})"
+        return name, setting, tried, best, "", "", plateau, "no", "", "", share
+    is_swap_in = "" if cell.recipe == FEDAVG else "**yes**" if cell.is_swap_in else "no"
+    return (
+        *(name, setting, tried, _with_interval(cell.cost, format_bytes)),
+        "" if cell.savings is None else _with_interval(cell.savings, format_saving),
+        "" if cell.delay is None else _with_interval(cell.delay, lambda value: f"{value:.2f}"),
+        plateau,
+        is_swap_in,
+        versus_text(cell) if cell.is_swap_in or goal.target is not None else "",
+        "" if cell.test is None else f"{cell.test:.1%}",
+        share,
+    )
+
+
+def plateau_text(cell: Cell, goal: Goal) -> str:
+    """Write federated averaging's plateau, and others as points above it."""
+    if cell.recipe == FEDAVG:
+        return "" if cell.level is None else _value(cell.level, goal)
+    return "" if cell.plateau is None else _with_interval(cell.plateau, format_points)
+
+
+def format_points(points: float) -> str:
+    """Return points with their sign.
+
+    >>> format_points(0.26), format_points(-1.0)
+    ('+0.3', '-1.0')
+    """
+    return f"{points:+.1f}"
+
+
+def versus_text(cell: Cell) -> str:
+    """Say how a recipe's bytes compare with those of `auto`; not at all within the noise of seeds.
+
+    With a single common seed there is no interval, and the ratio is marked as such.
+    """
+    versus = cell.versus
+    if versus is None:
+        return ""
+    if versus.low is None or versus.high is None:
+        return f"{versus.value:.2f}× (one seed)"
+    interval = f"({versus.low:.2f}–{versus.high:.2f})"
+    return f"{AS_GOOD} {interval}" if versus.includes(1) else f"{versus.value:.2f}× {interval}"
+
+
+def _value(value: float | None, goal: Goal) -> str:
+    if value is None:
+        return "diverged"
+    return f"{value:.1%}" if goal.kind == "accuracy" else f"{value:.3g}"
+
+
+def _with_interval(mean: Mean, write: Any) -> str:
+    if mean.low is None or mean.high is None or mean.low == mean.high:
+        return str(write(mean.value))
+    return f"{write(mean.value)}<br>({write(mean.low)}–{write(mean.high)})"
+
+
+def setting_text(cell: Cell) -> str:
+    """Write a setting without the name of its recipe; a step that is the task's is left out."""
+    return str(cell.setting).removeprefix(cell.recipe).lstrip(":, ") or "step ×1"
+
+
+def _short(cell: Cell | None, goal: Goal) -> str:
+    """Write a cell as what it saves and its delay; bold for a swap-in."""
+    if cell is None:
+        return ""
+    mark = PARTIAL if cell.is_partial else ""
+    if cell.same_as is not None:
+        return f"as `{cell.same_as}`"
+    if cell.cost is None:
+        return f"–{mark}"
+    if cell.recipe == FEDAVG or cell.savings is None or cell.delay is None:
+        is_shown = cell.level is not None and cell.goal == PLATEAU
+        level = f"{_value(cell.level, goal)}, " if is_shown else ""
+        return f"{level}{format_bytes(cell.cost.value)}{mark}"
+    text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
+    if cell.plateau is not None and cell.goal == PLATEAU:
+        text += f", {format_points(cell.plateau.value)}"
+    if cell.num_reached < cell.num_seeds:
+        text += f" ({cell.num_reached}/{cell.num_seeds})"
+    return (f"**{text}**" if cell.is_swap_in else text) + mark
+
+
+def _overview(comparison: Comparison, cells: Sequence[Cell]) -> Table:
+    by_place = {(c.recipe, c.task): c for c in cells if c.is_main}
+    tasks = [t for t in comparison.tasks if any(name == t.name for _, name in by_place)]
+    rows = []
+    for recipe in comparison.recipes:
+        own = [by_place.get((recipe, task.name)) for task in tasks]
+        if any(own):
+            texts = [_short(cell, task.goal) for cell, task in zip(own, tasks, strict=True)]
+            rows.append((f"`{label(recipe)}`", *texts))
+    fixed = {task.name: f"<br>{task.goal.target}" for task in tasks if task.goal.target is not None}
+    heads = [task.name + fixed.get(task.name, "") for task in tasks]
+    title, note = "In the place of federated averaging", (_FIXED_NOTE if fixed else "") + _NOTE
+    return Table("swap-in", title, note, ("recipe", *heads), tuple(rows), 1)
+
+
+def _all_goals(comparison: Comparison, cells: Sequence[Cell]) -> Table:
+    by_place = {(c.task, c.recipe, c.goal): c for c in cells}
+    names: tuple[str, ...] = ()
+    rows = []
+    for task in comparison.tasks:
+        if task.goal.target is not None:
+            continue
+        names = task.goal.names
+        for recipe in comparison.recipes:
+            own = [by_place.get((task.name, recipe, name)) for name in names]
+            if own[0] is not None and own[0].same_as is None:
+                texts = [_short(cell, task.goal) for cell in own]
+                rows.append((task.name, f"`{label(recipe)}`", *texts))
+    note = (
+        "As above, until shares of federated averaging's plateau are reached, and the plateau less "
+        "one point, with the setting that is best for the latter."
+    )
+    header = ("task", "recipe", *(name.replace(PLATEAU, "plateau − 1 point") for name in names))
+    return Table("swap-in-goals", "Several goals", note, header, tuple(rows), 2)
+
+
+def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
+    """Write every view of what is finished, and return the cells."""
+    outcomes = read_outcomes(directory)
+    cells = make_cells(comparison, outcomes)
+    text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)
+    write_atomically(directory / RESULTS, (text + "\n").encode())
+    tables = "\n".join(table.to_markdown() for table in as_tables(comparison, cells))
+    write_atomically(directory / TABLES, tables.encode())
+    write_atomically(directory / PICTURE, draw(comparison, cells))
+    write_targets(directory, Findings(comparison, outcomes))
+    if comparison.search:
+        tuned: dict[str, dict[str, Setting]] = {}
+        for cell in cells:
+            if cell.is_main and cell.num_reached:
+                tuned.setdefault(cell.task, {})[cell.recipe] = cell.setting
+        write_atomically(directory / TUNED, write_tuned(tuned).encode())
+    return cells
+
+
+def read_tables(directory: Path) -> list[Table]:
+    """Return the tables of a directory."""
+    comparison = Comparison.open(directory)
+    return as_tables(comparison, make_cells(comparison, read_outcomes(directory)))
+
+
+def main(arguments: list[str]) -> None:
+    """Refresh the document named first from the comparison named second."""
+    document, directory = map(Path, arguments)
+    text = refresh(document.read_text(encoding="utf-8"), read_tables(directory))
+    write_atomically(document, text.encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,469 @@
+"""The tasks that recipes are compared on: what is learned, by whom, and when it is good enough.
+
+A task is a run's config. With a target, that is its goal; without one, its goal is the plateau of
+federated averaging, whose rounds are then the task's, and other recipes may take a quarter more.
+Two regimes: with exact gradients updates repeat themselves from round to round, with local training
+they are mostly noise. A user's own task is the same thing with the user's settings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from aqg.data import data_directory
+from aqg.errors import ConfigError, DataError
+from aqg.runs.config import OWN, RunConfig, check_files, read_stored, refuse_unnamed_code, resolve
+from aqg.runs.stopping import Target
+from aqg.spec import Code
+from aqg.studies.contest.measure import MOST_DELAY, Goal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from aqg.runs.stopping import Kind
+
+_HOLD: dict[str, int] = {"residual": 20, "loss": 20, "accuracy": 3}
+_LOSS_POINTS = 50
+"""About so many rounds of a run also have their training loss computed, where it is not needed."""
+_OF_THE_COMPARISON = (
+    *("recipe", "seed", "bits", "device", "engine", "eval_every", "plugins", "downlink", "step"),
+)
+_OF_THE_TARGET = ("target", "target_kind", "hold")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to learn.
+
+    Attributes:
+        name: how the command line calls it.
+        config: of its runs, up to recipe, step size, seed and device.
+        files: that it needs, relative to the data directory.
+        uses_device: whether a GPU is worth its while.
+        is_hold_out: whether it is set aside, to be run once, when the default recipe is final. No
+            choice was made by it.
+        is_own: whether it is the user's own.
+
+    """
+
+    name: str
+    config: RunConfig
+    files: tuple[str, ...] = ()
+    uses_device: bool = True
+    is_hold_out: bool = False
+    is_own: bool = False
+
+    @cached_property
+    def goal(self) -> Goal:
+        """When it is learned."""
+        config = self.config
+        return Goal(cast("Kind", config.target_kind), config.rounds, config.goal)
+
+    @property
+    def dropout(self) -> float:
+        """The probability that a client drops out of a round."""
+        return self.config.dropout
+
+    @cached_property
+    def regime(self) -> str:
+        """The part of the grid that is searched: with exact gradients another than with noise."""
+        return "full-batch" if self.config.training().local.is_one_gradient else "local"
+
+    def with_target(self, target: Target) -> RunConfig:
+        """Return the config of a run that ends at a target made from federated averaging's."""
+        rounds = math.ceil(MOST_DELAY * self.config.rounds)
+        return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
+
+    def missing_file(self, data_dir: Path | None) -> Path | None:
+        """Return the first of its files that is not there."""
+        folder = data_directory(data_dir)
+        return next((folder / f for f in self.files if not (folder / f).is_file()), None)
+
+
+def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
+    """Return the config with a target that ends the run once it is met some rounds in a row."""
+    hold, kind = _HOLD[target.kind], target.kind
+    is_followed = kind == "accuracy" or config.validation > 0
+    eval_every = max(1, config.rounds // _LOSS_POINTS) if is_followed else 1
+    return replace(config, target=target.value, target_kind=kind, hold=hold, eval_every=eval_every)
+
+
+def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settings: Any) -> Task:
+    """Make a task with a fixed target."""
+    chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32"} | settings
+    config = RunConfig(recipe="gd", target_kind=kind, **chosen)
+    return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
+
+
+def _averaging(
+    name: str,
+    kind: str = "accuracy",
+    *,
+    validation: float = 0.1,
+    files: tuple[str, ...] = (),
+    small: bool = False,
+    is_hold_out: bool = False,
+    **settings: Any,
+) -> Task:
+    """Make a task whose goal is federated averaging's plateau; its step is rate · steps / clients.
+
+    ``settings`` may name a ``function`` in ``natural.py`` that makes the problem.
+    """
+    chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
+    if function := settings.pop("function", None):
+        problem = f"{Path(__file__).with_name('natural.py')}:{function}"
+        chosen |= {"problem": problem, "dataset": OWN, "model": OWN, "partition": OWN}
+    chosen |= settings
+    chosen["alpha"] = chosen["local_rate"] * chosen["local_steps"] / chosen["clients"]
+    chosen["eval_every"] = max(1, chosen["rounds"] // _LOSS_POINTS)
+    config = RunConfig(recipe="fedavg", target_kind=kind, validation=validation, **chosen)
+    return Task(name, config, files, not small, is_hold_out)
+
+
+def _bursts(clients: int, rounds: int, length: int) -> tuple[tuple[int, int, int], ...]:
+    """Let every client be away for one stretch of rounds, one client after the other.
+
+    >>> _bursts(clients=3, rounds=10, length=4)
+    ((0, 1, 4), (1, 4, 7), (2, 7, 10))
+    """
+    last = rounds - length
+    starts = [1 + round(client * last / max(1, clients - 1)) for client in range(clients)]
+    return tuple((client, start, start + length - 1) for client, start in enumerate(starts))
+
+
+def _local(batch_size: int, steps: int, rate: float) -> dict[str, Any]:
+    return {"batch_size": batch_size, "local_steps": steps, "local_rate": rate}
+
+
+_IID: dict[str, Any] = {"partition": "iid"}
+_DIRICHLET: dict[str, Any] = {"partition": "dirichlet:0.3"}
+_LOGISTIC: dict[str, Any] = {
+    "dataset": "heterogeneous",
+    "model": "logistic",
+    "clients": 18,
+    "alpha": 0.008,
+} | {"rounds": 1000, "l2": 0.01, "dtype": "float64", "small": True}
+_SOFTMAX: dict[str, Any] = (
+    {"dataset": "mnist", "model": "softmax", "clients": 10}
+    | {"alpha": 0.02, "rounds": 2000, "l2": 0.01}
+)  # fmt: skip
+_PERCEPTRON = {**_SOFTMAX, "model": "mlp:200", "rounds": 1500}
+_SMALL_CNN: dict[str, Any] = (
+    {"dataset": "mnist", "model": "cnn", "clients": 10, "samples": 10_000, "reset": True}
+    | {"rounds": 100, "batch_size": 64, "local_epochs": 1, "local_rate": 0.1}
+    | {"alpha": 0.1 * (1000 / 64) / 10, "validation": 0.1}
+)
+_DIGITS: dict[str, Any] = {"dataset": "digits", "clients": 10, "small": True}
+_MNIST: dict[str, Any] = (
+    {"dataset": "mnist", "model": "mlp:200", "clients": 10, "rounds": 200} | _local(64, 5, 0.1)
+)  # fmt: skip
+_SAMPLED = {**_MNIST, "clients": 100, "participation": 0.1}
+_HEART = tuple(f"heart/processed.{h}.data" for h in ("cleveland", "hungarian", "switzerland", "va"))
+_WATCH = ("watch/watch_windows.npz",)
+_ROLES = ("shakespeare/roles.json.gz",)
+_CIFAR = ("cifar10.npz",)
+_UNSEEN: dict[str, Any] = {"is_hold_out": True}
+_AWAY = _bursts(clients=16, rounds=100, length=15)
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        # A fixed target.
+        _fixed(
+            *("digits-softmax", "residual", 1e-3),
+            **{
+                **_SOFTMAX,
+                **_DIGITS,
+                "partition": "label",
+                "alpha": 0.1,
+                "rounds": 1000,
+                "dtype": "float64",
+            },
+        ),
+        _fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC),
+        _fixed("logistic-source", "residual", 1e-4, partition="source", **_LOGISTIC),
+        _fixed("softmax-iid", "residual", 1e-4, **_IID, **_SOFTMAX),
+        _fixed("softmax-label", "residual", 1e-4, partition="label", **_SOFTMAX),
+        _fixed(
+            "softmax-label-dropout", "residual", 1e-4, partition="label", dropout=0.5, **_SOFTMAX
+        ),
+        _fixed("mlp-iid", "loss", 0.525, **_IID, **_PERCEPTRON),
+        _fixed("mlp-label", "loss", 0.525, partition="label", **_PERCEPTRON),
+        _fixed("cnn-dirichlet", "accuracy", 0.90, **_DIRICHLET, **_SMALL_CNN),
+        _fixed("cnn-iid", "accuracy", 0.90, **_IID, **_SMALL_CNN),
+        # Federated averaging's plateau.
+        _averaging(
+            "digits-local",
+            **{**_DIGITS, **_DIRICHLET, **_local(16, 5, 0.1)},
+            validation=0.2,
+            model="mlp:32",
+            rounds=200,
+        ),
+        _averaging(
+            *("heart", "loss"),
+            **{**_local(32, 5, 0.05), "function": "heart", "clients": 4, "rounds": 100},
+            validation=0.2,
+            files=_HEART,
+            small=True,
+        ),
+        _averaging(
+            "watch",
+            **{**_local(32, 5, 0.1), "function": "watch", "clients": 8, "rounds": 100},
+            validation=0.2,
+            files=_WATCH,
+        ),
+        _averaging("local-iid", **_IID, **_MNIST),
+        _averaging("local-dirichlet", **_DIRICHLET, **_MNIST),
+        _averaging("local-dirichlet-dropout", **_DIRICHLET, dropout=0.5, **_MNIST),
+        _averaging("sampled-dirichlet", **_DIRICHLET, **_SAMPLED),
+        _averaging("sampled-iid", **_IID, **_SAMPLED),
+        _averaging(
+            "shakespeare",
+            **{**_local(16, 20, 0.3), "function": "shakespeare:clients=60", "clients": 60},
+            rounds=200,
+            participation=0.2,
+            files=_ROLES,
+        ),
+        _averaging(
+            "cifar10",
+            **{**_local(32, 10, 0.05), "function": "cifar10:clients=10:images=12000"},
+            clients=10,
+            rounds=200,
+            files=_CIFAR,
+        ),
+        _averaging(
+            "cifar10-batchnorm",
+            **{**_local(32, 10, 0.1), "function": "cifar10:clients=20:images=24000:norm=batch"},
+            clients=20,
+            rounds=200,
+            files=_CIFAR,
+        ),
+        _averaging(
+            "hold-out-cnn",
+            **{**_local(32, 10, 0.05), "dataset": "mnist", "model": "cnn", "reset": True},
+            partition="dirichlet:0.1",
+            clients=50,
+            participation=0.2,
+            dropout=0.1,
+            samples=30_000,
+            rounds=150,
+        ),
+        _averaging(
+            "hold-out-plays",
+            **{**_local(16, 10, 0.3), "function": "shakespeare:clients=30:by=play"},
+            clients=30,
+            rounds=150,
+            participation=0.5,
+            files=_ROLES,
+        ),
+        # The next five are set aside. Their settings were written down before any run but two
+        # or three rounds of federated averaging, to see that they can be run.
+        _averaging(
+            "unseen-synthetic",
+            **{**_UNSEEN, **_local(10, 10, 0.05), "function": "synthetic:clients=30"},
+            validation=0.2,
+            clients=30,
+            rounds=100,
+            participation=1 / 3,
+            small=True,
+        ),
+        _averaging(
+            "unseen-arms",
+            **{**_UNSEEN, **_local(32, 10, 0.1), "function": "arms", "clients": 16},
+            validation=0.2,
+            rounds=100,
+            absences=_AWAY,
+            files=_WATCH,
+            small=True,
+        ),
+        _averaging(
+            "unseen-many",
+            **{**_UNSEEN, **_DIRICHLET, **_local(20, 5, 0.1), "dataset": "mnist"},
+            model="mlp:64",
+            clients=500,
+            participation=0.02,
+            rounds=200,
+        ),
+        _averaging(
+            "unseen-vit",
+            **{**_UNSEEN, **_local(32, 10, 0.05)},
+            function="vision_transformer:clients=6:images=10000",
+            clients=6,
+            rounds=120,
+        ),
+        _averaging(
+            "unseen-lstm",
+            **{**_UNSEEN, **_local(16, 10, 0.5)},
+            function="shakespeare:clients=100:skip=60:net=lstm",
+            clients=100,
+            rounds=150,
+            participation=0.1,
+            files=_ROLES,
+        ),
+    )
+}
+"""By name: those with a fixed target, the others, the cheap ones first, and those set aside."""
+
+QUICK_TASKS = ("digits-softmax", "digits-local")
+"""One of each kind. They need no download and take seconds."""
+
+
+def parse_tasks(text: str | None) -> tuple[Task, ...]:
+    """Return the tasks that ``--task`` names: some, those on digits without it, or many at once.
+
+    ``all`` is those not set aside, ``averaging`` those of them whose goal is federated averaging's
+    plateau.
+
+    >>> [task.name for task in parse_tasks(None)]
+    ['digits-softmax', 'digits-local']
+    >>> parse_tasks("mnist")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    aqg.errors.ConfigError: unknown task 'mnist'; choose from all, averaging, digits-softmax, ...
+    """
+    if text is None:
+        return select_tasks(QUICK_TASKS)
+    names = [name.strip() for name in text.split(",")]
+    if names in (["all"], ["averaging"]):
+        known = [task for task in TASKS.values() if not task.is_hold_out]
+        return tuple(t for t in known if names == ["all"] or t.goal.target is None)
+    return select_tasks(names)
+
+
+def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
+    """Return the tasks of these names, in the order of `TASKS`."""
+    chosen = set(names)
+    for name in sorted(chosen):
+        if name not in TASKS:
+            known = ", ".join(["all", "averaging", *TASKS])
+            raise ConfigError(f"unknown task {name!r}; choose from {known}")
+    return tuple(task for name, task in TASKS.items() if name in chosen)
+
+
+def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """Return each task once, ours in the order of `TASKS` and then the user's own."""
+    chosen = {task.name: task for task in tasks}
+    places = {name: place for place, name in enumerate(TASKS)}
+    return tuple(sorted(chosen.values(), key=lambda task: places.get(task.name, len(places))))
+
+
+def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
+    """Return the tasks whose files are there, and a line about each of the others.
+
+    Raises:
+        DataError: where nothing is left.
+
+    """
+    kept, lines = [], []
+    for task in tasks:
+        missing = task.missing_file(data_dir)
+        if missing is None:
+            kept.append(task)
+        else:
+            lines.append(f"task {task.name} is left out: {str(missing)!r} is missing")
+    if not kept:
+        raise DataError("; ".join(lines))
+    return tuple(kept), lines
+
+
+def parse_target(loss: float | None, accuracy: float | None) -> Target | None:
+    """Return what ``--target`` or ``--target-accuracy`` asks for; None without either.
+
+    >>> str(parse_target(None, 0.9))
+    'accuracy 90.0%'
+    >>> parse_target(None, 90)
+    Traceback (most recent call last):
+    aqg.errors.ConfigError: target accuracy is 90; it must be above 0 and at most 1
+    """
+    if loss is not None and accuracy is not None:
+        raise ConfigError("--target and --target-accuracy exclude each other: a task has 1 target")
+    if loss is not None:
+        return Target("loss", loss)
+    return None if accuracy is None else Target("accuracy", accuracy)
+
+
+def make_own_task(
+    named: Mapping[str, Any],
+    target: Target | None,
+    data_dir: Path | None = None,
+    before: Iterable[Task] = (),
+) -> Task:
+    """Return the task that settings on the command line describe.
+
+    Where a comparison has the task already (``before``), the settings and the target must be those
+    that it has; they need not be repeated.
+    """
+    for key in (*_OF_THE_COMPARISON, *_OF_THE_TARGET):
+        if key in named:
+            is_target = key in _OF_THE_TARGET
+            meant = "use --target or --target-accuracy" if is_target else "leave it out"
+            raise ConfigError(f"{key} cannot be set for a task: the comparison does that; {meant}")
+    config = _resolve(named, target, data_dir)
+    stored = next((task for task in before if task.name == _name(config)), None)
+    if stored is None:
+        if target is None:
+            raise ConfigError(
+                f"task {_name(config)} has no target; give --target LOSS or --target-accuracy SHARE"
+            )
+        return _own(config, target)
+    settings = asdict(stored.config)
+    for key in (*_OF_THE_COMPARISON, *_OF_THE_TARGET):
+        settings.pop(key)
+    fixed = stored.goal.target
+    assert fixed is not None, "an own task has a target"
+    target = target or fixed
+    asked = _own(_resolve({**settings, **named}, target, data_dir), target)
+    if asked != stored:
+        pairs = asdict(stored.config) | {"target": fixed}
+        others = asdict(asked.config) | {"target": asked.goal.target}
+        key = next(key for key in pairs if pairs[key] != others[key])
+        raise ConfigError(
+            f"task {stored.name} has {key} {pairs[key]}, not {others[key]}; drop the option, or "
+            "start a new comparison"
+        )
+    return stored
+
+
+def _resolve(
+    settings: Mapping[str, Any], target: Target | None, data_dir: Path | None
+) -> RunConfig:
+    kind = "accuracy" if target is None else target.kind
+    (config,) = resolve({**settings, "recipe": "gd", "target_kind": kind}, data_dir)
+    # A file's SETTINGS may hold what is not the task's to say.
+    plain = {key: getattr(RunConfig, key) for key in (*_OF_THE_COMPARISON[1:], *_OF_THE_TARGET)}
+    return replace(config, **plain | {"target_kind": kind})
+
+
+def _own(config: RunConfig, target: Target) -> Task:
+    return Task(_name(config), _with_fixed(config, target), is_own=True)
+
+
+def _name(config: RunConfig) -> str:
+    """Name a task after its files and functions; no task of ours has a colon in its name."""
+    parts = [config.problem] if config.problem is not None else [config.data_name, config.model]
+    codes = [(part, Code.parse(part)) for part in parts]
+    return ":".join(part if code is None else code.short for part, code in codes)
+
+
+def to_row(task: Task) -> dict[str, Any]:
+    """Return what a comparison's file remembers of an own task."""
+    return {k: v for k, v in asdict(task.config).items() if v is not None and v != ()}
+
+
+def from_row(row: Mapping[str, Any]) -> Task:
+    """Read what `to_row` wrote; no file that it names is opened."""
+    config = read_stored(row)
+    return Task(_name(config), config, is_own=True)
+
+
+def check_code_and_files(
+    tasks: Iterable[Task], named: Mapping[str, Any], *, allowed: bool, where: str
+) -> None:
+    """Refuse to go on with code that the command line does not name, or with changed files."""
+    for task in tasks:
+        if task.is_own:
+            refuse_unnamed_code(asdict(task.config), named, allowed=allowed, where=where)
+            check_files(task.config)

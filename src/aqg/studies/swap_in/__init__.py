@@ -1,1 +1,0 @@
-"""Which recipes can take the place of federated averaging: same accuracy, fewer bytes."""

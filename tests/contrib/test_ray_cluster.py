@@ -1,0 +1,162 @@
+"""Sweeps on a real Ray cluster of several nodes on this machine, one of which is killed."""
+
+from __future__ import annotations
+
+import operator
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.contrib.ray_cluster import RayCluster
+from aqg.errors import ConfigError
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("default")
+
+SLOW = """
+import time
+from dataclasses import replace
+from aqg.core.policies import Tolerance
+from aqg.core.recipes import make_recipe, register
+
+class Slow(Tolerance):
+    def decide(self, case):
+        time.sleep(0.005)
+        return super().decide(case)
+
+@register("slow", "like lean, but slower")
+def _slow(bits):
+    return replace(make_recipe("lean"), policy=Slow())
+"""
+GRID = """
+rounds = 160
+dropout = 0.2
+target = 1.0
+[grid]
+recipe = ["slow"]
+seed = [0, 1]
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Start a head that runs nothing and two nodes with a core each."""
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    root = Path(__file__).parents[2]
+    folder = tempfile.mkdtemp(prefix="ray-")  # short, for sockets, and for this cluster alone
+    os.environ |= {
+        "PYTHONPATH": str(root / "src"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": folder,
+        "RAY_health_check_period_ms": "500",  # a node that is dead is noticed sooner
+    }
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Return a folder with a grid and what its sweep gives on this machine."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "slow.py").write_text(textwrap.dedent(SLOW))
+    (folder / "grid.toml").write_text(f'plugins = ["{folder}/slow.py"]\n{GRID}')
+    options = SweepOptions(folder / "grid.toml", folder / "local", jobs=2, allow_code=True)
+    assert sweep_command(options) == 0
+    return folder
+
+
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@contextmanager
+def started(*arguments, cwd):
+    with subprocess.Popen(
+        [sys.executable, "-m", "aqg", "sweep", *arguments, "--allow-code"],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+
+
+@pytest.mark.soak
+def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster, local):
+    doomed = cluster.add_node(num_cpus=1)
+    address = ("--cluster", cluster.address)
+    directory = local / "away"
+    with started("grid.toml", "--out", "away", *address, cwd=local) as process:
+        # Two runs under way, one on each node, both with a checkpoint here.
+        wait_for(process, lambda: len(list(directory.glob("*/checkpoint.npz"))) >= 2)
+        cluster.remove_node(doomed, allow_graceful=False)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors
+    assert "everything is saved" in errors
+    assert "Traceback" not in errors
+    assert not (directory / "summary.json").exists()
+
+    with started("--resume", "away", *address, cwd=local) as process:
+        output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    assert contents(directory) == contents(local / "local")
+    assert f"on the Ray cluster at {cluster.address}" in output
+
+
+@pytest.mark.soak
+def test_an_idle_worker_gives_its_place_to_one_that_waits(cluster):
+    """Two places were counted just before a node died; there is one."""
+    with RayCluster(cluster.address) as place:
+        place._counted = time.monotonic(), 2
+        for index in range(2):
+            place.start(index, operator.attrgetter("__class__.__name__"))
+        events = []
+        deadline = time.monotonic() + 120
+        while len(events) < 2:
+            assert time.monotonic() < deadline
+            place.wait(0.2, events.append)
+    assert {event.index for event in events} == {0, 1}
+
+
+def test_without_a_cluster_there_is_one_line():
+    with (
+        pytest.raises(ConfigError, match=r"no Ray cluster at '127\.0\.0\.1:1': .*refused"),
+        RayCluster("127.0.0.1:1"),
+    ):
+        pytest.fail("there is one")
+    with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
+        RayCluster("127.0.0.1:1", jobs=0)

@@ -1,0 +1,419 @@
+"""L and μ against dense Hessians, Lemma 1 against a search, V along runs, and ``aqg theory``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqg.cli.app import run_app
+from aqg.contrib import theory
+from aqg.contrib.theory import global_constants, local_curvature, step_weights, watch_run
+from aqg.core.movement import Movement
+from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError
+from aqg.objectives import make_objective
+from aqg.objectives.optimum import find_optimum
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem, Samples
+
+from tests.problems import tiny_problem
+
+RHOS1 = np.geomspace(1e-6, 0.9, 12)
+RHOS2 = np.concatenate([np.geomspace(1e-2, 1e2, 100), np.linspace(0.45, 0.55, 101)])
+
+
+def found_by_search(alpha, weights, smoothness):
+    pairs = itertools.product(RHOS1, RHOS2)
+    return any(theory.inequalities_hold(alpha, weights, smoothness, *pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("weight_sum", [0.02, 0.1, 0.16])
+@pytest.mark.parametrize("smoothness", [0.3, 50.0])
+def test_the_largest_step_size_is_what_a_search_finds(weight_sum, smoothness):
+    weights = np.array([4.0, 3, 2, 1]) * weight_sum / 10
+    largest = theory.largest_step_size(weight_sum, smoothness)
+    assert found_by_search(0.95 * largest, weights, smoothness)
+    assert not found_by_search(1.0001 * largest, weights, smoothness)
+
+
+def test_no_step_size_fits_the_papers_weights():
+    assert theory.largest_step_size(1.0, 1.0) == 0
+    assert not found_by_search(1e-6, (0.1,) * 10, 1.0)
+    assert not found_by_search(1e-6, (1 / 60 + 1e-4,) * 10, 1.0)
+    assert found_by_search(1e-6, (1 / 60 - 1e-3,) * 10, 1.0)
+
+
+@pytest.mark.parametrize("rho1", [0.0, 0.1, 0.7])
+def test_the_best_rho2_is_the_best(rho1):
+    best = theory.capacity(rho1, theory.best_rho2(rho1))
+    assert best >= max(theory.capacity(rho1, rho2) for rho2 in RHOS2)
+    assert best == pytest.approx((1 - rho1) / (6 - 2 * rho1))
+
+
+@given(
+    weight_sum=st.floats(0.001, 0.15),
+    part=st.floats(0.05, 0.95),
+    condition=st.floats(1.0, 1e4),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
+    weights = (weight_sum / 5,) * 5
+    smoothness, strong = 2.0, 2.0 / condition
+    alpha = part * theory.largest_step_size(weight_sum, smoothness)
+    found = theory.contraction(alpha, weights, smoothness, strong)
+    load = smoothness * alpha + 2 * weight_sum
+    by_search = np.max(
+        np.minimum(
+            strong * alpha * (1 - 2 * load * (1 + RHOS2)),
+            theory.slowest_share(weights) * (0.5 - load / 2 * (1 + 1 / RHOS2)),
+        )
+    )
+    assert 0 < found.c < 1
+    assert found.c >= by_search - 1e-12
+    assert found.c <= strong * alpha
+
+
+EIGENVALUES = np.array([3.0, 1.0, 0.05])
+SMOOTHNESS, STRONG = 3.0, 0.05
+
+
+def descend_with_errors(alpha, weights, num_rounds, seed, fill="zero"):
+    """Descend on a quadratic with errors as large as the tolerance allows.
+
+    Return the loss before each round, and the squared length of each round's step.
+    """
+    movement = Movement(tuple(weights), fill)
+    random = np.random.default_rng(seed)
+    point = random.standard_normal(len(EIGENVALUES))
+    losses, steps = [], []
+    for _ in range(num_rounds):
+        losses.append(0.5 * np.sum(EIGENVALUES * point**2))
+        allowed = movement.of(tuple(steps[: -len(weights) - 1 : -1])) / alpha**2
+        gradient = EIGENVALUES * point
+        error = random.standard_normal(len(point))
+        if random.random() < 0.5:
+            error = -gradient  # the worst direction: it stops the descent
+        norm = np.linalg.norm(error)
+        error *= np.sqrt(allowed) / norm if norm else 0.0
+        change = -alpha * (gradient + error)
+        point = point + change
+        steps.append(float(change @ change))
+    return np.array(losses), np.array(steps)
+
+
+def run_with_errors(alpha, weights, num_rounds, seed, fill="zero"):
+    """Return V, with half of the paper's β, before each round."""
+    losses, steps = descend_with_errors(alpha, weights, num_rounds, seed, fill)
+    beta = step_weights(weights, alpha) / 2
+    for number in range(num_rounds):
+        recent = steps[:number][::-1][: len(beta)]
+        losses[number] += beta[: len(recent)] @ recent
+    return losses
+
+
+@given(
+    weight_sum=st.floats(0.0, 0.99),
+    part=st.floats(0.05, 1.0),
+    depth=st.integers(1, 10),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_wider_region_descends_whatever_the_errors(weight_sum, part, depth, seed):
+    weights = (weight_sum / depth,) * depth
+    alpha = part * theory.largest_step_size_within_tolerance(weight_sum, SMOOTHNESS)
+    values = run_with_errors(alpha, weights, 60, seed)
+    assert (np.diff(values) <= 1e-12 * values[0]).all()
+
+
+@given(
+    weight_sum=st.floats(0.05, 0.99),
+    part=st.floats(0.05, 1.0),
+    depth=st.integers(1, 10),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_with_missing_steps_filled_it_descends_once_none_is_missing(weight_sum, part, depth, seed):
+    weights = (weight_sum / depth,) * depth
+    alpha = part * theory.largest_step_size_within_tolerance(weight_sum, SMOOTHNESS)
+    values = run_with_errors(alpha, weights, 60, seed, fill="mean")
+    assert (np.diff(values[depth:]) <= 1e-12 * values.max()).all()
+
+
+def test_with_missing_steps_filled_it_can_rise_before():
+    weights = (0.09,) * 10
+    alpha = theory.largest_step_size_within_tolerance(0.9, SMOOTHNESS)
+    early = [run_with_errors(alpha, weights, 11, seed, fill="mean") for seed in range(20)]
+    assert (np.diff(early) > 0).any()
+    assert theory.early_weight_sum(weights) + alpha * SMOOTHNESS > 1
+
+
+@given(
+    shape=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=10),
+    early=st.floats(0.1, 0.99),
+    part=st.floats(0.05, 1.0),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_with_smaller_weights_the_first_rounds_descend_too(shape, early, part, seed):
+    weights = np.array(shape) * early / theory.early_weight_sum(shape)
+    alpha = part * (1 - early) / SMOOTHNESS
+    losses, steps = descend_with_errors(alpha, weights, 60, seed, fill="mean")
+    # Every step is charged with what all tolerances still to come make of it.
+    depth = len(weights)
+    charges = np.zeros((60, 60))
+    for now in range(60):
+        known = min(now, depth)
+        factor = weights.sum() / weights[:known].sum() if known else 0.0
+        for back in range(1, known + 1):
+            charges[now, now - back] = weights[back - 1] * factor
+    to_come = charges[::-1].cumsum(axis=0)[::-1]
+    assert to_come.max() <= early * (1 + 1e-12)
+    values = [loss + to_come[k, :k] @ steps[:k] / (2 * alpha) for k, loss in enumerate(losses)]
+    shown = 60 - depth  # beyond it, some of what is to come lies after the last round
+    assert (np.diff(values[:shown]) <= 1e-12 * values[0]).all()
+
+
+@given(part=st.floats(0.05, 0.99), seed=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_wider_region_contracts_as_promised(part, seed):
+    weights = (0.03,) * 10
+    alpha = part * theory.largest_step_size_within_tolerance(0.3, SMOOTHNESS)
+    promised = theory.contraction_within_tolerance(alpha, weights, SMOOTHNESS, STRONG)
+    # The promise is for the largest admissible γ, of which the halved weights are a special case.
+    gamma = (1 - alpha * SMOOTHNESS) / (2 * 0.3)
+    scaled = run_with_errors(alpha, weights, 60, seed)
+    assert gamma >= 0.5
+    assert scaled[-1] <= 2 * gamma * (1 - promised) ** 59 * scaled[0] * (1 + 1e-9)
+
+
+def test_outside_the_wider_region_it_can_rise():
+    values = run_with_errors(0.6, (0.095,) * 10, 60, 0)
+    assert (np.diff(values) > 0).any()
+
+
+@pytest.mark.parametrize(("alpha", "smoothness"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)])
+def test_numbers_that_make_no_sense(alpha, smoothness):
+    with pytest.raises(ConfigError, match="must be above 0"):
+        theory.contraction(alpha, (0.01,), smoothness, 0.1)
+
+
+def make_problem(model, scaling, num_classes=3, l2=0.05):
+    random = np.random.default_rng(5)
+    objective = make_objective(model, 4, num_classes, l2, scaling)
+    clients = tuple(
+        Samples(
+            random.standard_normal((size, 4)) * [1, 2, 0.5, 1],
+            random.integers(0, num_classes, size),
+        )
+        for size in (7, 12, 9)
+    )
+    return Problem(objective, clients, objective.init_params(1))
+
+
+def dense_hessian(problem, params, weights, step=1e-5):
+    def gradient(at):
+        pairs = zip(problem.clients, weights, strict=True)
+        return sum(w * problem.objective.losses_and_gradients(at, *c)[1] for c, w in pairs)
+
+    units = np.eye(len(params)) * step
+    columns = [(gradient(params + u) - gradient(params - u)) / (2 * step) for u in units]
+    hessian = np.column_stack(columns)
+    return (hessian + hessian.T) / 2
+
+
+WEIGHTS = np.array([0.75, 1.5, 0.75])
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+def test_logistic_constant_is_the_curvature_at_zero(scaling):
+    problem = make_problem("logistic", scaling, num_classes=2)
+    constants = global_constants(problem, WEIGHTS)
+    values = np.linalg.eigvalsh(dense_hessian(problem, np.zeros(4), WEIGHTS))
+    assert constants.smoothness == pytest.approx(values[-1], rel=1e-6)
+    assert constants.strong_convexity == pytest.approx(0.05 * 3)
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+@pytest.mark.parametrize(("model", "num_classes"), [("logistic", 2), ("softmax", 3)])
+def test_no_model_is_more_or_less_curved(model, num_classes, scaling):
+    problem = make_problem(model, scaling, num_classes)
+    constants = global_constants(problem, WEIGHTS)
+    random = np.random.default_rng(0)
+    for scale in (0.0, 0.3, 3.0, 30.0):
+        params = scale * random.standard_normal(problem.objective.num_params)
+        values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
+        assert values[-1] <= constants.smoothness * (1 + 1e-6)
+        assert values[0] >= constants.strong_convexity - 1e-6
+
+
+def test_softmax_constants_are_approached():
+    problem = make_problem("softmax", "mean")
+    constants = global_constants(problem, WEIGHTS)
+    params = np.zeros(problem.objective.num_params)
+    params[-3:] = [20.0, 20.0, 0.0]  # two classes share everything, by their biases alone
+    values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
+    assert values[-1] == pytest.approx(constants.smoothness, rel=1e-5)
+    params[-3:] = [40.0, 0.0, 0.0]  # one class has it all
+    values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
+    assert values[-1] == pytest.approx(constants.strong_convexity, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["logistic", "softmax", "mlp:3"])
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+def test_local_curvature_is_the_hessians(model, scaling):
+    problem = make_problem(model, scaling, 2 if model == "logistic" else 3)
+    params = problem.initial_params + 0.1
+    curvature = local_curvature(problem, params, WEIGHTS)
+    values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
+    assert curvature.largest == pytest.approx(values[-1], rel=1e-3)
+    assert curvature.smallest == pytest.approx(values[0], abs=1e-3 * values[-1])
+
+
+def test_a_network_has_no_global_constants():
+    assert global_constants(make_problem("mlp:3", "mean"), WEIGHTS) is None
+
+
+def test_float32_samples_and_wrong_weights():
+    single, double = tiny_problem("float32"), tiny_problem("float64")
+    weights = np.ones(4)
+    assert global_constants(single, weights).smoothness == pytest.approx(
+        global_constants(double, weights).smoothness, rel=1e-5
+    )
+    with pytest.raises(ConfigError, match="3 weights for 4 clients"):
+        global_constants(double, np.ones(3))
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return tiny_problem()
+
+
+@pytest.fixture(scope="module")
+def minimum(problem):
+    return find_optimum(problem.objective, problem.clients).value
+
+
+def test_it_is_the_papers_formula(problem, minimum):
+    recipe, alpha = make_recipe("laq"), 0.05
+    trace = watch_run(
+        FastSimulation(problem, recipe, alpha), 15, 4, minimum, recipe.movement.weights, alpha
+    )
+    simulation = FastSimulation(problem, recipe, alpha)
+    models = [simulation.parameters.copy()]
+    beta = step_weights(recipe.movement.weights, alpha)
+    for k in range(15):
+        loss = simulation.run_round().loss
+        value = 4 * (loss - minimum)
+        for d in range(1, len(beta) + 1):
+            if k - d >= 0:
+                value += beta[d - 1] * np.sum((models[k - d + 1] - models[k - d]) ** 2)
+        models.append(simulation.parameters.copy())
+        assert trace.values[k] == pytest.approx(value, rel=1e-12)
+
+
+def test_lean_inside_its_region_always_descends_and_as_fast_as_promised(problem, minimum):
+    constants = global_constants(problem, np.ones(4))
+    recipe = make_recipe("lean:xi=0.5", bits=8)  # with 8 bits the tolerance is always met
+    alpha = theory.largest_step_size_within_tolerance(0.5, constants.smoothness)
+    weights = recipe.movement.weights
+    trace = watch_run(FastSimulation(problem, recipe, alpha), 400, 4, minimum, weights, alpha)
+    assert trace.decrease_share == 1.0
+    inside = 0.9 * alpha
+    trace = watch_run(FastSimulation(problem, recipe, inside), 400, 4, minimum, weights, inside)
+    promised = theory.contraction_within_tolerance(
+        inside, weights, constants.smoothness, constants.strong_convexity
+    )
+    assert trace.fitted_rate <= 1 - promised
+
+
+def test_a_diverging_run_ends_the_trace(problem, minimum):
+    recipe = make_recipe("gd")
+    trace = watch_run(FastSimulation(problem, recipe, 50.0), 300, 4, minimum, (), 50.0)
+    assert np.isfinite(trace.values).all()
+    assert trace.decrease_share < 1 or len(trace.values) < 300
+
+
+def test_the_command_on_settings_and_on_a_run(tmp_path, capsys):
+    assert run_app(["theory", "--recipe", "lean,gd", "--json"]) == 0
+    lean, gd = json.loads(capsys.readouterr().out)["theory"]
+    assert lean["weight_sum"] == 1.0
+    assert lean["largest_guaranteed_alpha"] == 0.0
+    assert not lean["is_guaranteed"]
+    assert gd["largest_guaranteed_alpha"] == pytest.approx(1 / (2 * gd["smoothness"]))
+
+    run = tmp_path / "run"
+    alpha = str(0.4 / lean["smoothness"])
+    arguments = ["run", "--recipe", "lean:xi=0.5", "--alpha", alpha, "--rounds", "30"]
+    assert run_app([*arguments, "--out", str(run)]) == 0
+    capsys.readouterr()
+    assert run_app(["theory", str(run / "lean_xi-0.5"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["theory"]
+    assert row["is_guaranteed"]
+    assert row["lyapunov"]["decrease_share"] == 1.0
+    assert row["lyapunov"]["fitted_rate"] <= row["rate_bound"] < 1
+    assert run_app(["theory", str(run)]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "is inside" in words
+    assert "did not rise in 100.0%" in words
+
+
+def test_the_command_says_that_a_run_diverges(tmp_path, capsys):
+    run = tmp_path / "run"
+    arguments = ["run", "--recipe", "gd", "--alpha", "50", "--rounds", "8", "--out", str(run)]
+    assert run_app(arguments) == 0
+    assert run_app(["theory", str(run / "gd")]) == 0
+    assert "the run does not converge" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_says_what_is_outside_the_theory(capsys):
+    arguments = ["theory", "--model", "mlp:4", "--recipe", "aqg-2", "--set", "dropout=0.5"]
+    assert run_app(arguments) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "not convex" in words
+    assert "the paper's own setting, Σξ = 1, is outside its guarantee" in words
+    assert "drop out with probability 0.5" in words
+    assert run_app(["theory", "nowhere"]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+
+
+NUMBERS = {"rho1": 0.1, "rho2": 0.5}
+
+
+def test_theorem_1_asks_for_finer_uploads_than_the_papers():
+    """With four bits no P and no rate fit, for any width above one; with enough bits they do."""
+    smoothness, convexity, clients, weights = 1.0, 0.5, 2, (1e-4,) * 10
+    fewest = theory.fewest_bits_of_theorem_1(clients, smoothness, convexity)
+    rate = 1 - 1e-6
+
+    def holds(widths, max_width):
+        tried = (
+            theory.theorem_1(
+                0.05,
+                weights,
+                *(smoothness, convexity, clients, widths, max_width),
+                constant=constant,
+                rate=rate,
+                **NUMBERS,
+            )
+            for constant in np.geomspace(1e-6, 1e6, 200)
+        )
+        return any(all(one) for one in tried)
+
+    assert holds((fewest + 8,), fewest + 11)
+    assert not holds((fewest + 8,), fewest + 10)  # less than three bits below b_max
+    assert not holds((fewest - 1,), 40)
+    for width in (1, 2, 3, 4):
+        assert not holds((width,), 4)
+
+
+def test_theorem_1_has_a_step_that_is_too_short():
+    numbers = {**NUMBERS, "constant": 1.0, "rate": 0.9}
+    shortest = 0.5 / (4 * 2.0**2 * 3**2)
+    for alpha in (0.99 * shortest, 1.01 * shortest):
+        found = theory.theorem_1(alpha, (0.01,), 2.0, 0.5, 3, (1,), 8, **numbers)
+        assert found.step_is_long == (alpha > shortest)

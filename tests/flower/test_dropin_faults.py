@@ -1,0 +1,388 @@
+"""The drop-in used and broken: what nodes say, what strategies make, and one line of the two."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import FedAvg
+
+from aqg.errors import ConfigError
+from aqg.flower import Compressed, aqg_mod
+
+from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, TARGETS, distance, make_app
+from tests.flower.test_dropin import FLOOR, everyone, make_grid, run, unevaluated
+from tests.flower.test_dropin import _own_state as _own_state
+
+ODD = 101
+"""The node that misbehaves, client 1."""
+
+
+def changed_in(rounds, change, kind="train"):
+    """Return a mod that changes what client 1's handler answers in some rounds."""
+
+    def mod(message, context, call_next):
+        reply = call_next(message, context)
+        number = int(message.content["config"]["server-round"])
+        is_due = context.node_id == ODD and number in rounds
+        if is_due and message.metadata.message_type == kind:
+            change(reply.content)
+        return reply
+
+    return mod
+
+
+def with_array(name, value):
+    def change(content):
+        arrays = content["arrays"]
+        tensor = arrays[name].numpy().copy()
+        tensor.reshape(-1)[0] = value
+        content["arrays"] = ArrayRecord({**arrays, name: Array(tensor)})
+
+    return change
+
+
+def with_metric(name, value):
+    def change(content):
+        metrics = dict(content["metrics"])
+        metrics[name] = value
+        content["metrics"] = MetricRecord(metrics)
+
+    return change
+
+
+def without_metric(name):
+    def change(content):
+        metrics = dict(content["metrics"])
+        del metrics[name]
+        content["metrics"] = MetricRecord(metrics)
+
+    return change
+
+
+def with_two_metrics(content):
+    content["more"] = MetricRecord({"num-examples": 3})
+
+
+def with_more_arrays(content):
+    content["more"] = ArrayRecord({"x": Array(np.array([np.inf]))})
+
+
+BAD = {
+    "NaN in statistics": (with_array("bn.running_mean", np.nan), "'bn.running_mean' holds NaN"),
+    "infinity in statistics": (with_array("bn.running_mean", np.inf), "'bn.running_mean' holds"),
+    "NaN in a frozen tensor": (with_array("layer.frozen", np.nan), "'layer.frozen' holds NaN"),
+    "NaN in weights": (with_array("layer.weight", np.nan), "'layer.weight' holds NaN"),
+    "other arrays": (with_more_arrays, "'x' of its record 'more' holds NaN"),
+    "NaN in a metric": (with_metric("loss", np.nan), "'loss' of its record 'metrics' is nan"),
+    "NaN examples": (with_metric("num-examples", np.nan), "'num-examples' of its record"),
+    "too many examples": (with_metric("num-examples", 10**15), "1000000000000000"),
+    "negative examples": (with_metric("num-examples", -5), "is -5"),
+    "list of examples": (with_metric("num-examples", [10, 20]), "must be a number"),
+    "no examples": (without_metric("num-examples"), "is None; it must be a number"),
+    "a missing metric": (without_metric("loss"), "differs from most others in metric 'loss'"),
+    "another metric": (with_metric("more", 1.0), "differs from most others in metric 'more'"),
+    "two records of metrics": (with_two_metrics, "2 MetricRecords; it must have one"),
+    "nearly all examples": (with_metric("num-examples", 10**9), "others together have 80"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_node_says_is_refused_before_it_weighs(name, caplog):
+    """Refused by name; the others go on, the strategy never sees it, and the node may return."""
+    change, text = BAD[name]
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
+    app = make_app([aqg_mod, changed_in({1, 4}, change)])
+    result = run(strategy, make_grid(app), rounds=14)
+    assert strategy.counts.refused == {ODD: 2}
+    lines = [line for line in caplog.messages if f"node {ODD}" in line and text in line]
+    assert lines, caplog.messages
+    assert distance(result.arrays) < 0.1
+    assert np.isfinite(result.arrays["bn.running_mean"].numpy()).all()
+
+
+@pytest.mark.parametrize("change", [with_metric("distance", np.inf), without_metric("distance")])
+def test_evaluation_is_checked_as_well(change):
+    strategy = Compressed(FedAvg(**everyone()))
+    app = make_app([aqg_mod, changed_in({2}, change, "evaluate")])
+    result = run(strategy, make_grid(app), rounds=3)
+    assert strategy.counts.refused == {ODD: 1}
+    assert np.isfinite(result.evaluate_metrics_clientapp[2]["distance"])
+
+
+def test_nobody_has_examples(caplog):
+    """FedAvg divides by their sum."""
+
+    def mod(message, context, call_next):
+        reply = call_next(message, context)
+        if int(message.content["config"]["server-round"]) == 2:
+            with_metric("num-examples", 0)(reply.content)
+        return reply
+
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
+    result = run(strategy, make_grid(make_app([aqg_mod, mod])), rounds=18)
+    assert sum(strategy.counts.refused.values()) == NUM_CLIENTS
+    assert distance(result.arrays) < 0.1
+
+
+def test_a_strategy_that_makes_nan(caplog):
+    """Clients go on from the last model of numbers, and so does the strategy."""
+
+    class Overflowing(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            if server_round in (3, 4):
+                bad = arrays["layer.weight"].numpy() * np.nan
+                arrays = ArrayRecord({**arrays, "layer.weight": Array(bad)})
+            return arrays, metrics
+
+    received = []
+
+    def look(message, context, call_next):
+        received.extend(
+            np.isfinite(array.numpy()).all() for array in message.content["arrays"].values()
+        )
+        return call_next(message, context)
+
+    strategy = Compressed(Overflowing(**unevaluated()), recipe="lean")
+    result = run(strategy, make_grid(make_app([aqg_mod, look])), rounds=16)
+    assert all(received)
+    assert len(received) == 16 * NUM_CLIENTS * 4
+    assert any("is not sent: tensor 'layer.weight' holds NaN" in m for m in caplog.messages)
+    assert distance(result.arrays) < 0.1
+
+
+def test_a_mask_with_infinity_is_no_fault():
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message, context):
+        arrays = {n: a.numpy() for n, a in message.content["arrays"].items()}
+        arrays["w"] = arrays["w"] + 0.5 * (1 - arrays["w"])
+        assert np.isneginf(arrays["mask"]).any()
+        content = {"arrays": ArrayRecord({n: Array(v) for n, v in arrays.items()})}
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(RecordDict(content), reply_to=message)
+
+    mask = np.triu(np.full((5, 5), -np.inf, np.float32), 1)
+    first = ArrayRecord({"w": Array(np.zeros(300, np.float32)), "mask": Array(mask)})
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
+    result = strategy.start(make_grid(app), first, num_rounds=8)
+    assert not strategy.counts.refused
+    assert np.abs(result.arrays["w"].numpy() - 1).max() < 0.05
+
+
+# Apps that compression is not made for.
+
+
+def test_attributes_of_the_strategy():
+    class Custom(FedAvg):
+        def set_save_path_and_run_dir(self, path, run_dir):
+            self.save_path, self.run_dir = path, run_dir
+
+    inner = Custom(**everyone())
+    strategy = Compressed(inner)
+    strategy.set_save_path_and_run_dir("there", "run")
+    assert (strategy.save_path, inner.run_dir) == ("there", "run")
+    strategy.fraction_evaluate = 0.25
+    assert inner.fraction_evaluate == 0.25
+    assert strategy.strategy is inner
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = strategy.no_such
+
+
+def test_a_model_of_bytes_runs_as_before(caplog):
+    """Trees that grow, as XGBoost's, in an array of bytes."""
+
+    def make(mods):
+        app = ClientApp(mods=mods)
+
+        @app.train()
+        def train(message, context):
+            (trees,) = message.content["arrays"].numpy_ndarrays or [np.zeros(0, np.uint8)]
+            grown = np.append(trees, np.uint8(context.node_id % 256))
+            content = {"arrays": ArrayRecord([grown])}
+            content["metrics"] = MetricRecord({"num-examples": 1})
+            return Message(RecordDict(content), reply_to=message)
+
+        return app
+
+    def train(strategy, mods):
+        options = {"num_rounds": 5}
+        first = ArrayRecord([np.zeros(0, np.uint8)])
+        return strategy.start(make_grid(make(mods), 2), first, **options).arrays
+
+    options = {"min_available_nodes": 2, "fraction_evaluate": 0.0}
+    stock = train(flower.FedXgbCyclic(**options), [])
+    caplog.clear()
+    strategy = Compressed(flower.FedXgbCyclic(**options))
+    arrays = train(strategy, [aqg_mod])
+    assert [list(a.numpy()) for a in arrays.values()] == [list(a.numpy()) for a in stock.values()]
+    warnings = [r for r in caplog.records if "sent as it is" in r.message]
+    assert len(warnings) == 1
+    assert not strategy.counts.refused
+    assert strategy.counts.train.up == strategy.counts.train.plain_up
+
+
+def test_a_model_that_changes_its_shape(caplog):
+    """It is compressed anew from there."""
+
+    class Growing(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            if server_round == 4:
+                grown = np.append(arrays["w"].numpy(), np.zeros(3000, np.float32))
+                arrays = ArrayRecord({"w": Array(grown)})
+            return arrays, metrics
+
+    app = ClientApp(mods=[aqg_mod])
+
+    @app.train()
+    def train(message, context):
+        w = message.content["arrays"]["w"].numpy()
+        content = {"arrays": ArrayRecord({"w": Array(w + 0.5 * (1 - w))})}
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(RecordDict(content), reply_to=message)
+
+    strategy = Compressed(Growing(**unevaluated()), recipe="lean")
+    first = ArrayRecord({"w": Array(np.zeros(3000, np.float32))})
+    result = strategy.start(make_grid(app), first, num_rounds=14)
+    assert result.arrays["w"].numpy().shape == (6000,)
+    assert np.abs(result.arrays["w"].numpy() - 1).max() < 0.05
+    assert sum("other tensors or shapes" in line for line in caplog.messages) == 1
+    traffic = strategy.counts.train
+    assert traffic.up < traffic.plain_up / 50
+    assert traffic.down < NUM_CLIENTS * (12_000 + 24_000) * 1.2  # two whole models for each node
+
+
+def test_settings_that_do_not_work_are_told_what_does():
+    from flwr.server import strategy as legacy
+
+    class Mine(legacy.FedTrimmedAvg):
+        pass
+
+    for old, name in ((legacy.FedAvg(), "FedAvg"), (Mine(), "FedTrimmedAvg")):
+        with pytest.raises(ConfigError, match=rf"use flwr\.serverapp\.strategy\.{name}$"):
+            Compressed(old)
+    with pytest.raises(ConfigError, match=r"defaults are auto, .* and lean, .* also .*stc"):
+        Compressed(FedAvg(), recipe="corse")
+    for downlink in ("none", "exact", "full"):
+        with pytest.raises(
+            ConfigError, match=r"here it is 'condensed'.*ratio=1.0.*bits=6"
+        ) as error:
+            Compressed(FedAvg(), downlink=downlink)
+        assert "choose from" not in str(error.value)
+
+
+# One line of the two.
+
+
+def test_only_the_servers_line(caplog):
+    """Whole models are taken as they are, with one warning, and sent as they are."""
+    strategy = Compressed(FedAvg(**everyone()))
+    result = run(strategy, make_grid(make_app([])), rounds=12)
+    stock = run(FedAvg(**everyone()), make_grid(make_app([])), rounds=12)
+    off = result.arrays["layer.weight"].numpy() - stock.arrays["layer.weight"].numpy()
+    assert np.abs(off).max() < 1e-6
+    assert not strategy.counts.refused
+    warnings = [r for r in caplog.records if "without the mod" in r.message]
+    assert len(warnings) == 1
+    assert "ClientApp(mods=[aqg_mod])" in warnings[0].message
+    assert result.evaluate_metrics_clientapp.keys() == stock.evaluate_metrics_clientapp.keys()
+
+
+@pytest.mark.parametrize("plain_nodes", [{102}, {100, 101, 103}])
+def test_nodes_can_be_moved_one_by_one(plain_nodes, caplog):
+    plain_app, app = make_app([]), make_app([aqg_mod])
+
+    def either(message, context):
+        return (plain_app if context.node_id in plain_nodes else app)(message, context)
+
+    strategy = Compressed(FedAvg(**everyone()), recipe="lean")
+    result = run(strategy, make_grid(either), rounds=14)
+    assert not strategy.counts.refused
+    assert sum("without the mod" in line for line in caplog.messages) == 1
+    assert distance(result.arrays) < 0.1
+    for node, counts in strategy.counts.nodes.items():
+        assert (counts.train.up > counts.train.plain_up / 2) == (node in plain_nodes)
+
+
+def test_a_whole_model_with_nan_is_refused():
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
+    app = make_app([changed_in({3}, with_array("layer.weight", np.nan))])
+    result = run(strategy, make_grid(app), rounds=12)
+    assert strategy.counts.refused == {ODD: 1}
+    assert distance(result.arrays) < 0.01
+
+
+def test_only_the_clients_line(caplog):
+    caplog.set_level(logging.WARNING)
+    result = run(FedAvg(**everyone()), make_grid(), rounds=8)
+    assert distance(result.arrays) < 0.01
+    lines = [line for line in caplog.messages if "nothing is compressed" in line]
+    assert len(lines) == NUM_CLIENTS  # each node has a log of its own
+    assert "Compressed(...)" in lines[0]
+
+
+# The end of a run.
+
+
+def test_bytes_are_in_the_result(caplog):
+    caplog.set_level(logging.INFO)
+    result = run(Compressed(FedAvg(**everyone())), rounds=3)
+    traffic = result.traffic
+    assert set(traffic.nodes) == {100, 101, 102, 103}
+    for counts in traffic.nodes.values():
+        assert 0 < counts.train.up < counts.train.plain_up
+        assert 0 < counts.evaluate.down < counts.evaluate.plain_down
+        assert counts.evaluate.up
+    assert traffic.train.up == sum(c.train.up for c in traffic.nodes.values())
+    assert any(line == f"aqg: training took {traffic.train}" for line in caplog.messages)
+    assert any(line == f"aqg: evaluation took {traffic.evaluate}" for line in caplog.messages)
+
+
+def test_nodes_forget_a_run_that_ended_well(tmp_path):
+    def notes():
+        return sorted((tmp_path / "state").glob("node-*/*/state.json"))
+
+    class Failing(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            if server_round == 3:
+                raise RuntimeError("no space left")
+            return super().aggregate_train(server_round, replies)
+
+    with pytest.raises(RuntimeError):
+        run(Compressed(Failing(**unevaluated()), recipe="lean"), rounds=5)
+    left = notes()
+    assert len(left) >= NUM_CLIENTS
+    run(Compressed(FedAvg(**unevaluated()), recipe="lean"), rounds=3)
+    assert notes() == left
+
+
+def test_nodes_that_remember_in_the_context_are_not_asked(monkeypatch):
+    monkeypatch.setenv("AQG_STATE_DIR", "context")
+    grid = make_grid()
+    run(Compressed(FedAvg(**unevaluated())), grid, rounds=3)
+    assert set(grid.rounds.values()) == {3}
+
+
+def test_httpx_is_for_the_worker_alone():
+    code = (
+        "import sys, flwr.serverapp.strategy, flwr.clientapp, flwr.simulation\n"
+        "sys.modules['httpx'] = None\n"
+        "from aqg.flower import Compressed, aqg_mod\n"
+        "import aqg.flower.private\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_optimum_is_another_without_a_node():
+    """The tests above would notice a client that is left out for good."""
+    others = np.average(TARGETS[[0, 2, 3]], axis=0, weights=[10, 30, 40])
+    assert np.abs(others - OPTIMUM).max() > FLOOR / 4

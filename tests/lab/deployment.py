@@ -1,0 +1,405 @@
+"""A SuperLink and its SuperNodes as real processes on this machine, for tests and benchmarks.
+
+Every process is what a deployment over several
+machines runs too; ports are free ones, and all files are below one directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import ssl
+import time
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trustme
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from aqg.errors import ConfigError, RunError
+
+from tests.lab.meter import Meter, Traffic
+from tests.lab.processes import ProcessGroup
+from tests.lab.repairs import LEASE, SWITCH
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+HOST = "127.0.0.1"
+_CONNECTION = "here"
+_LINK, _LINK_WORKER = "superlink", "superlink-worker"
+_FINISHED = "finished"
+_COMMAND_SECONDS = 60.0
+_SECONDS_BETWEEN_LOOKS = 1.0  # every look is a command of Flower
+
+ConfigValue = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The files of a SuperLink with TLS."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(directory: Path) -> Certificates:
+    """Make an authority, and a certificate that it signs for a server on this machine."""
+    authority = trustme.CA()
+    server = authority.issue_cert(HOST)
+    files = Certificates(*(directory / name for name in ("ca.crt", "server.pem", "server.key")))
+    authority.cert_pem.write_to_path(files.authority)
+    server.cert_chain_pems[0].write_to_path(files.certificate)
+    server.private_key_pem.write_to_path(files.key)
+    return files
+
+
+def make_node_key(path: Path) -> Path:
+    """Write a node's private key to ``path`` and its public key to ``path.pub``; return the latter.
+
+    The same files as ``ssh-keygen -t ecdsa -b 384 -N "" -f path``.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    path.chmod(0o600)
+    public = path.with_name(f"{path.name}.pub")
+    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return public
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentOptions:
+    """How the processes are started.
+
+    Attributes:
+        num_nodes: how many SuperNodes.
+        tls: encrypt, and let only nodes with a registered key in.
+        database: keep the SuperLink's state in a file, so that its nodes survive its restart.
+        worker: fork the processes of apps from a persistent worker (``--isolation process``).
+        quick: shorten Flower's own waits, see `tests.lab.repairs`.
+        lease_seconds: how long a silent node counts as online; None leaves Flower's 60 s.
+        restart: start nodes again that end.
+        preload: modules that apps import, imported once for all.
+
+    """
+
+    num_nodes: int = 3
+    tls: bool = False
+    database: bool = False
+    worker: bool = True
+    quick: bool = True
+    lease_seconds: float | None = None
+    restart: bool = False
+    preload: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise ConfigError(f"nodes is {self.num_nodes}; it must be at least 1")
+
+
+@dataclass
+class _Node:
+    """What stays of a node when its processes die."""
+
+    port: int
+    link_port: int
+    config: dict[str, ConfigValue]
+    key: Path | None = None
+
+
+class Deployment:
+    """Starts, watches, breaks and stops the processes; a context manager.
+
+    Args:
+        directory: where logs, keys, the nodes' state and Flower's own files go.
+        options: how to start them.
+        node_config: settings for every node, beside its partition id.
+
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        options: DeploymentOptions | None = None,
+        node_config: Mapping[str, ConfigValue] | None = None,
+    ) -> None:
+        self.directory = directory.resolve()
+        self.options = options if options is not None else DeploymentOptions()
+        self.logs = self.directory / "logs"
+        self.home = self.directory / "flower"
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.certificates = make_certificates(self.directory) if self.options.tls else None
+        self._write_connection()
+        self._numbers = itertools.count()
+        self.meter = Meter(HOST, self.port)
+        self.nodes = [
+            self._plan(node, node_config or {}, node_name(node))
+            for node in range(self.options.num_nodes)
+        ]
+        environment = {
+            "FLWR_HOME": str(self.home),
+            "NO_PROXY": HOST,
+            SWITCH: str(int(self.options.quick)),
+        }
+        if self.options.lease_seconds is not None:
+            environment[LEASE] = str(self.options.lease_seconds)
+        self.processes = ProcessGroup(self.logs, environment, self.options.preload)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.processes.close()
+        self.meter.close()
+
+    def start(self) -> None:
+        """Start the SuperLink, register keys, start all nodes, and wait until they are online."""
+        self.start_link()
+        for node in range(len(self.nodes)):
+            self.register_node(node)
+            self.launch_node(node)
+        for node in range(len(self.nodes)):
+            self.wait_for_node(node)
+
+    # The SuperLink
+
+    def start_link(self) -> None:
+        """Start the SuperLink and wait until it answers."""
+        arguments = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
+        arguments += ["--disable-runtime-dependency-installation"]
+        if self.certificates is None:
+            arguments += ["--insecure"]
+        else:
+            arguments += ["--ssl-ca-certfile", str(self.certificates.authority)]
+            arguments += ["--ssl-certfile", str(self.certificates.certificate)]
+            arguments += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
+        if self.options.database:
+            arguments += ["--database", str(self.directory / "superlink.db")]
+        self.processes.start(_LINK, self._isolated(arguments))
+        self._wait_until_healthy(_LINK, self.port)
+        if self.options.worker:
+            self._start_link_worker()
+
+    def kill_link(self) -> None:
+        """Kill the SuperLink, and the ServerApp with it."""
+        if self.options.worker:
+            self.processes.kill(_LINK_WORKER)
+        self.processes.kill(_LINK)
+
+    def kill_server(self) -> None:
+        """Kill the ServerApp alone; the next run finds a new worker."""
+        if not self.options.worker:
+            raise ConfigError("only a deployment with a worker knows the ServerApp's process")
+        self.processes.kill(_LINK_WORKER)
+        self._start_link_worker()
+
+    # SuperNodes
+
+    def state_directory(self, node: int) -> Path:
+        """Return where a node may keep what has to survive it."""
+        return self.directory / "state" / str(node)
+
+    def register_node(self, node: int) -> None:
+        """Tell the SuperLink a node's public key, where it wants to know."""
+        if self.certificates is None:
+            return
+        key = self.directory / f"node{node}.key"
+        public = make_node_key(key)
+        self.nodes[node].key = key
+        self.flower("supernode", "register", str(public), _CONNECTION)
+
+    def launch_node(self, node: int) -> None:
+        """Start a node's processes; they may not be online yet on return."""
+        plan, name = self.nodes[node], node_name(node)
+        self.processes.log_of(name).unlink(missing_ok=True)
+        arguments = self._node_arguments(plan, name)
+        self.processes.start(name, arguments, restart=self.options.restart)
+        if self.options.worker and not self.processes.is_running(f"{name}-worker"):
+            self._start_worker(f"{name}-worker", plan.port, restart=self.options.restart)
+
+    def try_key(self, key: Path) -> str:
+        """Start one more node with a key that nobody registered; return what it says as it ends."""
+        plan = self._plan(len(self.nodes), {}, "stranger")
+        plan.key = key
+        self.processes.start("stranger", self._node_arguments(plan, "stranger"))
+        self.processes.wait("stranger", _COMMAND_SECONDS)
+        return self.processes.read_log("stranger")
+
+    def _node_arguments(self, plan: _Node, name: str) -> list[str]:
+        config = self.directory / f"{name}.toml"
+        config.write_text(to_toml(plan.config))
+        arguments = ["flower-supernode", "--superlink", f"{HOST}:{plan.link_port}"]
+        arguments += ["--host", HOST, "--port", str(plan.port), "--node-config", str(config)]
+        if self.certificates is None:
+            arguments += ["--insecure"]
+        else:
+            arguments += ["--root-certificates", str(self.certificates.authority)]
+        if plan.key is not None:
+            arguments += ["--auth-supernode-private-key", str(plan.key)]
+        return self._isolated(arguments)
+
+    def wait_for_node(self, node: int, seconds: float = 60.0) -> None:
+        """Wait until the SuperLink has let a node in."""
+        name = node_name(node)
+        self.processes.wait_for(
+            lambda: "SuperNode ID:" in self.processes.read_log(name) or self._has_failed(name),
+            seconds,
+            f"{name} to be let in",
+        )
+        if self._has_failed(name):
+            raise RunError(f"{name} was not let in; see {self.processes.log_of(name)}")
+
+    def kill_node(self, node: int) -> None:
+        """Kill all processes of a node, as a power failure would."""
+        for name in (f"{node_name(node)}-worker", node_name(node)):
+            if self.processes.is_running(name):
+                self.processes.kill(name)
+
+    def stop_node(self, node: int) -> None:
+        """Let a node say goodbye and end."""
+        self.processes.stop(node_name(node))
+
+    def traffic(self, node: int) -> Traffic:
+        """Return the bytes on the connections between a node and the SuperLink."""
+        return self.meter.traffic(node_name(node))
+
+    # Runs
+
+    def run(self, app: Path, run_config: Mapping[str, ConfigValue]) -> int:
+        """Submit an app and return the number of its run."""
+        config = self.directory / "run-config.toml"
+        config.write_text(to_toml(run_config))
+        answer = self.flower("run", str(app), _CONNECTION, "--run-config", str(config))
+        return int(answer["run-id"])
+
+    def status(self, run: int) -> str:
+        """Return a run's status as Flower names it: ``running``, ``finished:completed``, ..."""
+        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
+        return str(answer["runs"][0]["status"])
+
+    def stop_run(self, run: int) -> None:
+        """Stop a run, also one whose ServerApp has died: until then nodes may wait for its data."""
+        self.flower("stop", str(run), _CONNECTION)
+
+    def wait_for_run(self, run: int, seconds: float) -> str:
+        """Wait for a run to finish, and return its status."""
+        end = time.monotonic() + seconds
+        while not (status := self.status(run)).startswith(_FINISHED):
+            if time.monotonic() > end:
+                raise RunError(f"run {run} is {status!r} after {seconds:g} s; see {self.logs}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return status
+
+    def flower(self, *arguments: str) -> dict[str, Any]:
+        """Run ``flwr ...`` and return the JSON that it prints."""
+        name = f"flwr-{next(self._numbers)}"
+        self.processes.start(name, ["flwr", *arguments, "--format", "json"])
+        code = self.processes.wait(name, _COMMAND_SECONDS)
+        text = self.processes.read_log(name)
+        with contextlib.suppress(ValueError):
+            answer: dict[str, Any] = json.loads(text[text.index("{") :])
+            if answer.get("success"):
+                self.processes.log_of(name).unlink()
+                return answer
+        log = self.processes.log_of(name)
+        raise RunError(f"`flwr {' '.join(arguments[:2])}` failed with code {code}; see {log}")
+
+    # Parts
+
+    def _plan(self, node: int, node_config: Mapping[str, ConfigValue], name: str) -> _Node:
+        config: dict[str, ConfigValue] = {
+            "partition-id": node,
+            "num-partitions": self.options.num_nodes,
+            "aqg-state-dir": str(self.state_directory(node)),
+            **node_config,
+        }
+        return _Node(free_port(), self.meter.listen(name), config)
+
+    def _isolated(self, arguments: list[str]) -> list[str]:
+        return [*arguments, "--isolation", "process" if self.options.worker else "subprocess"]
+
+    def _start_link_worker(self) -> None:
+        self._start_worker(_LINK_WORKER, self.port, tls=self.certificates is not None)
+
+    def _start_worker(self, name: str, port: int, tls: bool = False, restart: bool = False) -> None:
+        arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}"]
+        if tls and self.certificates is not None:
+            arguments += ["--root-certificates", str(self.certificates.authority)]
+        self.processes.start(name, arguments, restart=restart)
+
+    def _has_failed(self, name: str) -> bool:
+        return not self.options.restart and not self.processes.is_running(name)
+
+    def _wait_until_healthy(self, name: str, port: int) -> None:
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        scheme = "http"
+        if self.certificates is not None:
+            scheme = "https"
+            context = ssl.create_default_context(cafile=str(self.certificates.authority))
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        opener = urllib.request.build_opener(*handlers)
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                opener.open(f"{scheme}://{HOST}:{port}/health", timeout=1).close()
+                return True
+            return not self.processes.is_running(name)
+
+        self.processes.wait_for(answers, 60, f"{name} to answer")
+        if not self.processes.is_running(name):
+            raise RunError(f"{name} did not start; see {self.processes.log_of(name)}")
+
+    def _write_connection(self) -> None:
+        security = "insecure = true"
+        if self.certificates is not None:
+            security = f"root-certificates = {json.dumps(str(self.certificates.authority))}"
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{_CONNECTION}"\n\n'
+            f'[superlink.{_CONNECTION}]\naddress = "{HOST}:{self.port}"\n{security}\n'
+        )
+
+
+def node_name(node: int) -> str:
+    """Return what a node's process and log are called."""
+    return f"node{node}"
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def to_toml(settings: Mapping[str, ConfigValue]) -> str:
+    """Write flat settings as TOML.
+
+    >>> print(to_toml({"rounds": 3, "name": "a b", "trust": True}), end="")
+    rounds = 3
+    name = "a b"
+    trust = true
+    """
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())

@@ -1,0 +1,130 @@
+"""One share of the digits, behind a mod that does what the test orders, once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord
+from flwr.supernode.runtime import run_clientapp
+
+from aqg.flower import make_client_app
+from aqg.flower.demo import digits_task
+from aqg.flower.envelope import RECORD, pack, unpack
+from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.store import ClientStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flwr.app import Context, Message
+    from flwr.clientapp.typing import ClientAppCallable
+
+BEFORE = ("backup", "restore", "wipe", "damage", "linger")
+AFTER = ("announce", "corrupt", "drop", "delay", "replay")
+FOREVER = 1e6
+SHORTEST_UPLOAD = 10
+"""A frame of fewer bytes moves no mirror."""
+
+
+def misbehave(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Look for an order beside the state directory, and carry it out with the next upload."""
+    is_order = message.metadata.message_type == "train" and unpack(message.content).parts
+    if not is_order:  # the server evaluates, or asks a node to introduce itself
+        return call_next(message, context)
+    state = Path(str(context.node_config["aqg-state-dir"]))
+    order = state.with_name(f"{state.name}.order")
+    deed, _, argument = (order.read_text() if order.exists() else "").partition(" ")
+    if deed == "away":
+        stay_away(order, int(argument))
+    if deed in BEFORE:
+        os.unlink(order)
+        prepare(deed, state, message)
+    reply = call_next(message, context)
+    if deed == "twice":
+        os.unlink(order)
+        again = call_next(message, context)
+        assert part_of(again, reply_from_bytes).stale, "an order was obeyed twice"
+    frame = b"" if reply.has_error() else part_of(reply, reply_from_bytes).frame
+    earlier = state.with_name(f"{state.name}.earlier")
+    if deed in AFTER and len(frame) >= SHORTEST_UPLOAD:
+        os.unlink(order)
+        reply = change_reply(deed, argument, reply, earlier)
+    elif len(frame) >= SHORTEST_UPLOAD:
+        keep(reply, earlier)
+    return reply
+
+
+def stay_away(order: Path, rounds: int) -> None:
+    """Lose so many orders: the handler never sees them."""
+    if rounds == 0:
+        os.unlink(order)
+        return
+    order.write_text(f"away {rounds - 1}")
+    raise ConnectionError("the order is lost, as ordered")
+
+
+def prepare(deed: str, state: Path, message: Message) -> None:
+    """Do what happens to disks and to orders before a client sees them."""
+    copy = state.with_name(f"{state.name}.backup")
+    match deed:
+        case "backup":
+            shutil.copytree(state, copy)
+        case "wipe":
+            shutil.rmtree(state)
+        case "restore":
+            shutil.rmtree(state)
+            shutil.copytree(copy, state)
+        case "damage":
+            order = part_of(message, order_from_bytes)
+            put(message, replace(order, log=flipped(order.log)))
+        case "linger":  # with the entries read, and nothing saved
+            ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
+
+
+def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Message:
+    """Do to a reply what happens on networks."""
+    match deed:
+        case "drop":
+            raise ConnectionError("the reply is dropped, as ordered")
+        case "delay":
+            time.sleep(float(argument))
+        case "announce":  # the reply, without ever sending what is in it
+            run_clientapp.push_objects = lambda *_, **__: time.sleep(FOREVER)
+        case "corrupt":
+            upload = part_of(reply, reply_from_bytes)
+            put(reply, replace(upload, frame=flipped(upload.frame)))
+        case "replay":
+            reply.content[RECORD] = ConfigRecord.inflate(earlier.read_bytes())
+    return reply
+
+
+def keep(reply: Message, path: Path) -> None:
+    """Write an upload down, for a later replay."""
+    path.write_bytes(reply.content[RECORD].deflate())
+
+
+def part_of(message: Message, read: Callable[[bytes], Any]) -> Any:
+    """Return the order or the reply in a message."""
+    return read(unpack(message.content).parts[0])
+
+
+def put(message: Message, part: Any) -> None:
+    """Replace it, with checksums that fit."""
+    envelope = unpack(message.content)
+    envelope.parts = [to_bytes(part)]
+    message.content[RECORD] = pack(envelope)
+
+
+def flipped(data: bytes) -> bytes:
+    """Return bytes with one bit in their middle flipped."""
+    damaged = bytearray(data)
+    damaged[len(data) // 2] ^= 0x10
+    return bytes(damaged)
+
+
+app = make_client_app(lambda context: digits_task(context.run_config, context), mods=[misbehave])

@@ -1,0 +1,407 @@
+"""Real processes, real connections, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.flower.demo import digits_config
+from aqg.runs.setup import build_problem, make_simulation
+from aqg.sim.record import DROPPED
+
+from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_key
+from tests.lab.meter import Meter, Traffic
+from tests.lab.watch import (
+    APP,
+    PATIENCE_SECONDS,
+    PRELOAD,
+    WatchedRun,
+    clean_losses,
+    incidents_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
+
+DROPIN_APP = Path(__file__).parents[1] / "flower" / "dropin_app"
+ROUND_SECONDS = 8.0
+DELAY_SECONDS = 9.5
+LEASE_SECONDS = 5.0
+FOREVER = 10_000
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory):
+    """Start one for all tests: encrypted, with registered nodes that are started again."""
+    options = DeploymentOptions(
+        tls=True, lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD
+    )
+    with Deployment(tmp_path_factory.mktemp("deployment"), options) as started:
+        started.start()
+        yield started
+
+
+def simulated(config):
+    """Return the simulator's run of the same, and its rounds."""
+    found = digits_config(config)
+    simulation = make_simulation(found, build_problem(found))
+    return simulation, [simulation.run_round() for _ in range(config["num-server-rounds"])]
+
+
+def assert_same(directory: Path, simulation, records) -> dict:
+    """Compare a run with the simulator's, bit for bit and byte for byte; return its summary."""
+    with np.load(directory / "checkpoint.npz") as checkpoint:
+        model = checkpoint["parameters"]
+    assert model.tobytes() == simulation.parameters.tobytes()
+    rows = [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [record.loss for record in records]
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert [row[name] for row in rows] == [getattr(record, name) for record in records]
+    assert not any(row.get("incidents") for row in rows)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["final_loss"] == simulation.loss()
+    assert summary["download_bytes"] == sum(record.download_bytes for record in records)
+    return summary
+
+
+def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    config = {"num-clients": 3, "num-server-rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
+    config |= {"recipe": "auto", "exact": True}
+    config["alpha"] = digits_config(config).alpha
+    before = [deployment.traffic(node) for node in range(3)]
+    run = deployment.run(APP, config)
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    moved = [deployment.traffic(node) - before[node] for node in range(3)]
+    summary = assert_same(tmp_path / "run", *simulated(config))
+    for traffic, up, down in zip(
+        moved, summary["client_upload_bytes"], summary["client_download_bytes"], strict=True
+    ):
+        assert traffic.up_bytes > up > 0
+        assert traffic.down_bytes > down > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bound"),
+    [("FedAvg", 1.3), pytest.param("FedAdam", 3.0, marks=pytest.mark.soak), ("AQG", 1.2)],
+)
+def test_one_app_with_any_strategy(deployment: Deployment, strategy: str, bound: float) -> None:
+    before = [deployment.traffic(node) for node in range(3)]
+    run = deployment.run(DROPIN_APP, {"strategy": strategy, "rounds": 2, "num-clients": 3})
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    log = deployment.processes.read_log("superlink-worker")
+    found = re.findall(rf"{strategy}: distance ([\d.]+), refused (\d+), up (\d+)(.*)", log)
+    (distance, refused, up, evaluated) = found[-1]
+    assert float(distance) < bound
+    assert int(refused) == 0
+    for node in range(3):
+        moved = deployment.traffic(node) - before[node]
+        assert moved.up_bytes > int(up) / 3 / 4
+    if strategy == "AQG":
+        assert evaluated == ", [1, 2]"
+
+
+def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    with pytest.raises((OSError, http.client.HTTPException)):
+        urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
+    make_node_key(tmp_path / "forged")
+    assert "Exit Code: 305" in deployment.try_key(tmp_path / "forged")
+
+
+def test_training_survives_a_lost_reply_and_a_killed_node(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
+    run.submit(FOREVER)
+    run.wait_for_round(2)
+    disturb(run, {1: ("drop", "error", "rollback")})
+    before = run.last_round
+    deployment.kill_node(2)
+    gone = run.wait_for_incident("missing|error", 2, after=before)
+    back = run.wait_for_clean_round(after=gone)["round"]
+    happened = {kind for row in run.rows()[before:back] for kind in incidents_of(row, 2)}
+    assert not happened & {"resync", "lost"}
+    deployment.stop_run(run.number)
+    for client in range(3):
+        assert run.mirrors_settle(client)
+    losses = clean_losses(run.rows())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.soak
+def test_training_survives_every_fault(tmp_path: Path) -> None:
+    options = DeploymentOptions(lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD)
+    with Deployment(tmp_path / "deployment", options) as deployment:
+        deployment.start()
+        run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
+        run.submit(FOREVER)
+        run.wait_for_round(2)
+        disturb(
+            run,
+            {
+                0: ("corrupt", "rejected", "rollback"),
+                1: ("drop", "error", "rollback"),
+                2: ("wipe", "resync"),
+            },
+        )
+        run.order(2, "backup")
+        run.wait_for_round(run.last_round + 2)
+        disturb(
+            run,
+            {
+                0: ("replay", "rejected", "rollback"),
+                1: (f"delay {DELAY_SECONDS}", "missing|error", "rollback"),
+                2: ("restore", "resync"),
+            },
+        )
+        killed_nodes_go_on_where_they_were(run)
+        # A round's checkpoint is written after its row.
+        old = run.last_round - 1, (run.directory / "checkpoint.npz").read_bytes()
+        nodes_that_miss_orders_catch_up(run)
+        a_server_from_an_older_time_is_found_out(run, *old)
+        restarted(run, deployment.kill_link)
+        restarted(run, deployment.kill_server, more_rounds=4)
+        assert deployment.wait_for_run(run.number, PATIENCE_SECONDS) == "finished:completed"
+        for client in range(3):
+            assert run.mirrors_settle(client)
+    rows = run.rows()
+    assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))
+    losses = clean_losses(rows)
+    assert losses[-1] < losses[len(losses) // 2] < losses[0]
+
+
+def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
+    """Let every client misbehave once.
+
+    ``faults`` has, for each client, the order and the incidents that must follow. Two rounds after
+    the last of them, or earlier, mirrors are equal again; and the loss goes on falling.
+    """
+    before = run.last_round
+    loss = clean_losses(run.rows())[-1]
+    for client, (deed, *_) in faults.items():
+        run.order(client, deed)
+    for client, (_, *kinds) in faults.items():
+        at = before
+        for kind in kinds:
+            at = run.wait_for_incident(kind, client, after=at)
+        assert run.wait_for_agreement(client, after=at) <= at + 2
+    assert run.wait_for_clean_round(after=run.last_round)["loss"] < loss
+
+
+def killed_nodes_go_on_where_they_were(run: WatchedRun) -> None:
+    """Kill a node that has announced a reply and sent nothing of it, and one about to save."""
+    processes = run.deployment.processes
+    upload = run.wait_for_round(run.last_round + 1)
+    run.order(2, "announce")
+    processes.wait_for(lambda: not run.has_order(2), PATIENCE_SECONDS, "an upload")
+    processes.wait_for(lambda: is_sending(processes.read_log("node2")), PATIENCE_SECONDS, "a reply")
+    run.order(0, "linger")
+    run.deployment.kill_node(2)
+    gone = run.wait_for_incident("missing|error", 2, after=upload["round"])
+    assert run.rows()[gone - 1]["round_seconds"] < 2 * ROUND_SECONDS, "it held up the round"
+    processes.wait_for(lambda: not run.has_order(0), PATIENCE_SECONDS, "an order")
+    run.deployment.kill_node(0)
+    gone = run.wait_for_incident("missing|error", 0, after=upload["round"])
+    back = run.wait_for_clean_round(after=gone)
+    between = [row for row in run.rows() if upload["round"] < row["round"] <= back["round"]]
+    happened = {kind for row in between for client in (0, 2) for kind in incidents_of(row, client)}
+    assert not happened & {"resync", "lost"}
+
+
+def nodes_that_miss_orders_catch_up(run: WatchedRun) -> None:
+    """Lose one order, four in a row, damage the entries of one, and deliver one twice."""
+    before = run.last_round
+    run.order(0, "away 1")
+    run.order(1, "damage")
+    run.order(2, "away 4")
+    damaged = run.wait_for_incident("lost", 1, after=before)
+    row = run.wait_for_round(damaged)
+    assert row["widths"][1] != DROPPED, "it was not sent what it lacked in the same round"
+    assert "checksum" in next(i["text"] for i in row["incidents"] if i["kind"] == "lost")
+    run.order(1, "twice")
+    missed = run.wait_for_incident("error", 0, after=before)
+    assert run.wait_for_agreement(0, after=missed) == missed + 1
+    first = run.wait_for_incident("error", 2, after=before)
+    back = run.wait_for_agreement(2, after=first)
+    assert not run.has_order(1)
+    rows = [row for row in run.rows() if before < row["round"] <= back]
+    assert sum("error" in incidents_of(row, 2) for row in rows) == 4
+    assert not any("lost" in incidents_of(row, client) for row in rows for client in (0, 2))
+    assert not any("error" in incidents_of(row, 1) for row in rows)
+
+
+def a_server_from_an_older_time_is_found_out(run: WatchedRun, number: int, saved: bytes) -> None:
+    """Put an old checkpoint back, while the nodes are ahead of it."""
+    now = run.wait_for_clean_round(after=run.last_round)["round"]
+    run.deployment.kill_server()
+    run.deployment.stop_run(run.number)
+    (run.directory / "checkpoint.npz").write_bytes(saved)
+    run.submit(FOREVER)
+    wait_for = run.deployment.processes.wait_for
+    wait_for(lambda: run.last_round < now, PATIENCE_SECONDS, "the server's past")
+    for client in range(3):
+        found = run.wait_for_incident("lost", client, after=number)
+        assert run.wait_for_agreement(client, after=found) <= found + 2
+        assert run.model_agrees(client)
+
+
+def is_sending(log: str) -> bool:
+    """Whether a SuperNode has announced a reply that it has not sent yet."""
+    return log.rfind("Sending:") > log.rfind("Sent successfully")
+
+
+def restarted(run: WatchedRun, kill: Callable[[], None], more_rounds: int = FOREVER) -> None:
+    """Kill the server's side and start it again: the run goes on from its checkpoint."""
+    before = run.wait_for_clean_round(after=run.last_round)
+    kill()
+    for client in range(3):
+        assert run.mirrors_settle(client)
+    if run.deployment.processes.is_running("superlink"):
+        run.deployment.stop_run(run.number)  # Flower itself finds out after about a minute
+    else:
+        run.deployment.start_link()
+    run.submit(run.last_round + more_rounds)
+    after = run.wait_for_clean_round(after=before["round"] + 2)
+    rows = run.rows()
+    assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))
+    assert after["loss"] < before["loss"]
+    resumed = [row for row in rows if row["round"] > before["round"]]
+    assert not any("resync" in incidents_of(row, client) for row in resumed for client in range(3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["interrupted", "killed"],
+)
+def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int, code: int) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "1"]
+    with subprocess.Popen(
+        [*command, "--rounds", str(FOREVER), "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"AQG_DEMO": str(out)},
+        # Whoever runs the tests in the background of a shell ignores interrupts, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as demo:
+        try:
+            written = out / "auto/rounds.jsonl"
+            wait_until(lambda: written.exists() and written.stat().st_size > 0, demo)
+            assert processes_with(str(out))
+            demo.send_signal(signum)
+            _, errors = demo.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            demo.kill()
+    assert demo.returncode == code
+    assert "Traceback" not in errors
+    end = time.monotonic() + PATIENCE_SECONDS
+    while processes_with(str(out)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not processes_with(str(out))
+
+
+def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
+    """It runs Flower's simulation, which ends with the simulator's model as well."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "4"]
+    done = subprocess.run(
+        [*command, "--json", "--out", str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    simulation, records = simulated({"num-clients": 2, "num-server-rounds": 4, "seed": 0})
+    assert_same(out / "auto", simulation, records)
+    for node in result["nodes"]:
+        for name in ("upload_bytes", "download_bytes"):
+            counts = [getattr(record, f"client_{name}")[node["node"]] for record in records]
+            assert node[name] == sum(counts) > 0
+        assert node["total_bytes"] == node["upload_bytes"] + node["download_bytes"]
+        assert node["plain_bytes"] == 4 * 2 * 4 * 650
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        assert result[name] == sum(node[name] for node in result["nodes"])
+    assert result["final_loss"] < records[0].loss
+
+
+def test_the_demonstration_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert run_app(["flower", "demo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("aqg: error: output directory")
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a process should do."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def processes_with(text: str) -> list[str]:
+    """Return the processes that were started with a text among their environment variables."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def test_the_meter_counts_what_passes_and_cuts_the_line() -> None:
+    with socket.create_server((HOST, 0)) as server, Meter(HOST, server.getsockname()[1]) as meter:
+        port = meter.listen("line")
+        with socket.create_connection((HOST, port)) as near:
+            far, _ = server.accept()
+            with far:
+                near.sendall(b"x" * 100_000)
+                assert receive_exactly(far, 100_000) == b"x" * 100_000
+                far.sendall(b"thanks")
+                assert receive_exactly(near, 6) == b"thanks"
+                assert meter.traffic("line") == Traffic(100_000, 6)
+                meter.cut("line")
+                with contextlib.suppress(ConnectionResetError):
+                    assert near.recv(1) == b""
+        with (
+            contextlib.suppress(ConnectionResetError),
+            socket.create_connection((HOST, port)) as refused,
+        ):
+            assert refused.recv(1) == b""
+        meter.mend("line")
+        with socket.create_connection((HOST, port)) as near:
+            near.sendall(b"again")
+            far, _ = server.accept()
+            with far:
+                assert receive_exactly(far, 5) == b"again"
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    connection.settimeout(60)
+    data = b""
+    while len(data) < count:
+        data += connection.recv(count - len(data))
+    return data

@@ -1,0 +1,191 @@
+"""Runs of the digits app on a deployment, watched from the files that they write."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core.downlink import resolve_downlink
+from aqg.core.recipes import make_recipe
+from aqg.flower.checkpoint import load_checkpoint
+from aqg.protocol.digests import public_digest
+from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.sim.record import DROPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aqg.flower.checkpoint import Checkpoint
+
+    from tests.lab.deployment import ConfigValue, Deployment
+
+APP = Path(__file__).parent / "digits_app"
+PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
+"""What apps import."""
+
+Row = dict[str, Any]
+
+PATIENCE_SECONDS = 180.0
+"""How long to wait for what must happen: much longer than it takes on a busy machine."""
+
+
+class WatchedRun:
+    """A run of the digits app whose clients take orders to misbehave."""
+
+    def __init__(self, deployment: Deployment, directory: Path, **config: ConfigValue) -> None:
+        self.deployment = deployment
+        self.directory = directory
+        self.number = 0
+        self.config: dict[str, ConfigValue] = {
+            "num-clients": len(deployment.nodes),
+            "run-dir": str(directory),
+            **{name.replace("_", "-"): value for name, value in config.items()},
+        }
+
+    def submit(self, rounds: int) -> None:
+        """Start the run, or go on with it."""
+        self.number = self.deployment.run(APP, {**self.config, "num-server-rounds": rounds})
+
+    def rows(self) -> list[Row]:
+        """Return the rounds written so far."""
+        path = self.directory / "rounds.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def last_round(self) -> int:
+        """The last round that was written."""
+        rows = self.rows()
+        return rows[-1]["round"] if rows else 0
+
+    def wait_for_round(self, number: int, seconds: float = PATIENCE_SECONDS) -> Row:
+        """Wait until a round is written, and return it."""
+        row = self._wait(lambda row: row["round"] >= number, seconds, f"round {number}")
+        return row
+
+    def wait_for_incident(
+        self, kinds: str, client: int, after: int, seconds: float = PATIENCE_SECONDS
+    ) -> int:
+        """Wait until an incident is in the metrics of a round after ``after``; return the round.
+
+        ``kinds`` are those of which one must happen, with ``|`` between.
+        """
+        wanted = set(kinds.split("|"))
+        row = self._wait(
+            lambda row: row["round"] > after and bool(wanted & incidents_of(row, client)),
+            seconds,
+            f"{kinds!r} of client {client} after round {after}",
+        )
+        return int(row["round"])
+
+    def wait_for_agreement(self, client: int, after: int, seconds: float = PATIENCE_SECONDS) -> int:
+        """Wait until a client's reply was taken with nothing to report; return the round.
+
+        The server takes a reply only if its own copy of the client's mirror has the digest that
+        the client says, so that is a round in which both mirrors were equal.
+        """
+        row = self._wait(
+            lambda row: (
+                row["round"] > after
+                and row["widths"][client] != DROPPED
+                and not incidents_of(row, client)
+            ),
+            seconds,
+            f"agreement with client {client} after round {after}",
+        )
+        return int(row["round"])
+
+    def wait_for_clean_round(self, after: int, seconds: float = PATIENCE_SECONDS) -> Row:
+        """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
+        return self._wait(
+            lambda row: row["round"] > after and is_clean(row), seconds, f"clean after {after}"
+        )
+
+    def order(self, client: int, deed: str) -> None:
+        """Tell a client how to misbehave with its next upload."""
+        state = self.deployment.state_directory(client)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        partial = state.with_name(f"{state.name}.partial")
+        partial.write_text(deed)
+        partial.rename(state.with_name(f"{state.name}.order"))
+
+    def has_order(self, client: int) -> bool:
+        """Whether a client has not misbehaved yet, as it was told to."""
+        state = self.deployment.state_directory(client)
+        return state.with_name(f"{state.name}.order").exists()
+
+    def mirrors_agree(self, client: int) -> bool:
+        """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
+
+        While a round is under way, that is the client's state before its last answer.
+        """
+        checkpoint, store = self._saved(client)
+        stamp = checkpoint.book.entries[client].stamp
+        memory = store.load()
+        if memory is None:  # read while it was written
+            return False
+        found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
+        mirror = checkpoint.book.state.mirror(client)
+        return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
+
+    def model_agrees(self, client: int) -> bool:
+        """Whether the model that a client has saved is one of the server's last two."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
+            checkpoint, store = self._saved(client)
+            publisher, public = checkpoint.book.publisher, store.load_public()
+            assert publisher is not None
+            digests = publisher.state().digests[-2:]
+            if public is not None and public_digest(public) in digests:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _saved(self, client: int) -> tuple[Checkpoint, ClientStore]:
+        """Return what the server and a client have saved."""
+        recipe = make_recipe(str(self.config.get("recipe", "lean")))
+        checkpoint = load_checkpoint(self.directory, recipe, resolve_downlink("auto", recipe))
+        assert checkpoint is not None
+        (directory,) = (
+            path
+            for path in self.deployment.state_directory(client).iterdir()
+            if path.name.startswith(checkpoint.run)
+        )
+        return checkpoint, ClientStore(DirectoryVault(directory), directory.name)
+
+    def mirrors_settle(self, client: int, seconds: float = PATIENCE_SECONDS) -> bool:
+        """Whether the mirrors agree once the client has done what it was about to do."""
+        end = time.monotonic() + seconds
+        while not (agree := self.mirrors_agree(client)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return agree
+
+    def _wait(self, holds: Callable[[Row], bool], seconds: float, what: str) -> Row:
+        end = time.monotonic() + seconds
+        while True:
+            for row in self.rows():
+                if holds(row):
+                    return row
+            if time.monotonic() > end:
+                seen = [(row["round"], row.get("incidents")) for row in self.rows()[-5:]]
+                raise AssertionError(f"waited {seconds} s for {what}; last rounds: {seen}")
+            time.sleep(0.05)
+
+
+def incidents_of(row: Row, client: int) -> set[str]:
+    """Return the kinds of incident that a client had in a round."""
+    return {entry["kind"] for entry in row.get("incidents", ()) if entry["client"] == client}
+
+
+def is_clean(row: Row) -> bool:
+    """Whether all clients answered and nothing happened."""
+    return not row.get("incidents") and DROPPED not in row["widths"]
+
+
+def clean_losses(rows: list[Row]) -> list[float]:
+    """Return the losses that all clients measured together."""
+    return [row["loss"] for row in rows if DROPPED not in row["widths"]]

@@ -1,0 +1,241 @@
+"""``aqg compare`` on a problem, data and a model of the user's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.errors import ConfigError
+from aqg.runs.config import resolve
+from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.setup import build_problem, check_target, make_simulation
+from aqg.runs.stopping import Target
+from aqg.studies.contest.measure import FIXED
+from aqg.studies.contest.plan import PLAN, TRIALS, Comparison, make_config, read_outcomes
+from aqg.studies.contest.tasks import TASKS, in_order, make_own_task
+
+pytest.importorskip("torch")
+
+PROBLEM = """
+import numpy as np
+from torch import nn
+from aqg.sim.problem import Problem
+
+SETTINGS = {"rounds": 40, "recipe": "laq", "batch_size": 8, "local_steps": 2, "seed": 5,
+            "participation": 0.75, "dropout": 0.1, "local_rate": 0.2}
+
+def problem(seed, dtype, clients=4, test=True):
+    random = np.random.default_rng(seed)
+    y = random.integers(0, 2, (clients + 1, 20))
+    x = random.standard_normal((clients + 1, 20, 3)) + 2 * y[..., None]
+    own = list(zip(x[1:], y[1:]))
+    test = (x[0], y[0]) if test else None
+    return Problem.from_module(nn.Linear(3, 2), own, test=test, dtype=dtype)
+
+def number():
+    return 7
+"""
+NAME = "mine.py:problem:clients=5"
+SPEC = ("--problem", NAME)
+GOAL = ("--target-accuracy", "0.8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return a folder with a problem, and a comparison on it that has finished."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(PROBLEM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = run_app(
+            ["compare", "onebit", *SPEC, *GOAL, "--seeds", "2", "--jobs", "1", "--out", "c"]
+        )
+        assert done == 0
+    return folder
+
+
+@pytest.fixture
+def folder(home, tmp_path, monkeypatch):
+    """Return a folder of the test's own with the problem, and go there."""
+    shutil.copy(home / "mine.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def begun(home, monkeypatch, tmp_path):
+    """Return a copy of the comparison without its last trial; the problem is where it was."""
+    monkeypatch.chdir(home)
+    copy = tmp_path / "copy"
+    shutil.copytree(home / "c", copy)
+    lines = (copy / TRIALS).read_text().splitlines(keepends=True)
+    (copy / TRIALS).write_text("".join(lines[:-1]))
+    return copy
+
+
+def refuse(capsys, *arguments, message):
+    before = sorted(Path().rglob("*"))
+    assert run_app(["compare", "--jobs", "1", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aqg: error: ")
+    assert message in line
+    assert sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts) == [
+        path for path in before if "__pycache__" not in path.parts
+    ]
+
+
+def test_the_task_is_what_aqg_run_would_run(home):
+    (task,) = Comparison.open(home / "c").tasks
+    spec = {"problem": str(home / NAME), "recipe": "gd", "seed": 0, "target_kind": "accuracy"}
+    (config,) = resolve(spec)
+    ends = {"target": 0.8, "hold": 3, "step": "fixed", "downlink": task.config.downlink}
+    assert task.config == replace(config, **ends)  # up to what a trial sets
+    assert (task.name, task.config.clients, task.config.rounds) == (NAME, 5, 40)
+    assert (task.config.participation, task.dropout) == (0.75, 0.1)
+    assert task.goal.target == Target("accuracy", 0.8, 3)
+    assert task.regime == "local"
+
+
+def test_outcomes_are_those_of_runs(home):
+    """A run with the trial's settings meets the target in the round, with the bytes, on record."""
+    (task,) = Comparison.open(home / "c").tasks
+    outcomes = read_outcomes(home / "c")
+    pairs = {(trial.recipe, trial.seed) for trial in outcomes}
+    assert pairs == {(recipe, seed) for recipe in ("fedavg", "onebit") for seed in (0, 1)}
+    trial = next(trial for trial in outcomes if (trial.recipe, trial.seed) == ("onebit", 1))
+    outcome = outcomes[trial]
+    assert outcome.ending == "reached"
+    crossing = outcome.curve.reach(task.goal.target)
+    config = make_config(trial, task, None)
+    simulation = make_simulation(config, build_problem(config))
+    records, accuracies = [], []
+    for _ in range(crossing.rounds + task.goal.target.hold - 1):
+        records.append(simulation.run_round())
+        accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
+    assert min(accuracies[-3:]) >= 0.8
+    assert len(accuracies) == 3 or accuracies[-4] < 0.8
+    first = first_model_bytes(config.training().downlink, len(simulation.parameters))
+    sizes = count_every_byte(records, first)
+    assert sizes == list(outcome.curve.total_bytes)
+    assert sizes[-3] == crossing.total_bytes
+    assert list(outcome.curve.values[1:]) == [float(f"{value:.6g}") for value in accuracies]
+    assert outcome.upload_bytes == sum(r.upload_bytes for r in records[: crossing.rounds])
+    cells = json.loads((home / "c/results.json").read_text())["cells"]
+    assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
+        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2)),
+    }
+
+
+def test_a_report_shows_the_runs(home, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert run_app(["report", str(home / "c"), "--out", str(page)]) == 0
+    assert "4 runs in" in capsys.readouterr().out
+    assert "onebit" in page.read_text()
+
+
+def test_going_on(begun, home, capsys):
+    assert len(read_outcomes(begun)) == 3
+    message = "which the command line does not name; add --allow-code"
+    refuse(capsys, "--resume", begun, message=message)
+    arguments = ["--resume", str(begun), "fedavg", "--again", "onebit", *SPEC, "--jobs", "1"]
+    assert run_app(["compare", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "Forgotten: 1 runs of onebit" in said
+    assert "up to 2 runs, 2 finished before" in said
+    assert (begun / "results.json").read_text() == (home / "c/results.json").read_text()
+    assert json.loads((begun / PLAN).read_text()) == json.loads((home / "c" / PLAN).read_text())
+
+
+def test_what_was_begun_stays_as_it_is(begun, capsys):
+    resume = ("--resume", begun, *SPEC)
+    refuse(capsys, *resume, "--target-accuracy", "0.9", message="has target accuracy 80.0%, not")
+    refuse(capsys, *resume, "--set", "rounds=50", message="has rounds 40, not 50; drop the option")
+    other = ("--resume", begun, "--problem", "mine.py:problem")
+    refuse(capsys, *other, message="task mine.py:problem has no target")
+    assert run_app(["compare", "--resume", str(begun), "--task", NAME]) == 2
+    assert "add --allow-code" in capsys.readouterr().err
+
+
+def test_a_changed_file_is_refused(begun, home, capsys):
+    plan = json.loads((begun / PLAN).read_text())
+    ((path, digest),) = plan["own"][0]["files"]
+    assert path == str(home / "mine.py")
+    (begun / PLAN).write_text((begun / PLAN).read_text().replace(digest, digest[::-1]))
+    message = "mine.py' is not the file that this run began with"
+    refuse(capsys, "--resume", begun, "--allow-code", message=message)
+    refuse(capsys, "--resume", begun, *SPEC, message=message)
+    # The table needs no code, and no file but those of the directory.
+    assert run_app(["compare", "--from", str(begun)]) == 0
+    assert NAME in capsys.readouterr().out
+
+
+def test_own_data_and_a_loss(folder, capsys):
+    random = np.random.default_rng(0)
+    y = random.integers(0, 3, 90)
+    x = random.standard_normal((90, 3)) + 3 * np.eye(3)[y]
+    np.savez("own.npz", x_train=x, y_train=y, client=np.arange(90) % 3)
+    arguments = [
+        "compare",
+        "gd,lean",
+        "--dataset",
+        "own.npz",
+        "--target",
+        "0.6",
+        "--set",
+        "alpha=0.2",
+    ]
+    arguments += ["--search", "--quick", "--jobs", "1", "--out", "c"]
+    assert run_app([*arguments, "--set", "rounds=80"]) == 0
+    (task,) = Comparison.open(folder / "c").tasks
+    assert (task.name, task.config.clients, task.regime) == ("own.npz:softmax", 3, "full-batch")
+    cells = json.loads((folder / "c/results.json").read_text())["cells"]
+    assert [cell["num_reached"] for cell in cells] == [1, 1, 1]
+    assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
+        *("fedavg", "gd", "lean"),
+    }
+    # Nothing in it is code, so it may go on without being named.
+    assert run_app(["compare", "--resume", "c", "--jobs", "1"]) == 0
+    assert "up to 0 runs" in capsys.readouterr().out
+    assert run_app(["report", "c"]) == 0
+
+
+def test_an_accuracy_must_be_measured(folder):
+    task = make_own_task({"problem": "mine.py:problem:test=False"}, Target("accuracy", 0.8))
+    with pytest.raises(ConfigError, match=r"on its test set nothing is measured; ask for"):
+        check_target(task.config, build_problem(task.config), None)
+
+
+def test_tasks_stay_in_order(folder):
+    own = make_own_task({"problem": "mine.py:problem"}, Target("loss", 0.3))
+    softmax, local = TASKS["digits-softmax"], TASKS["digits-local"]
+    assert in_order((own, local, softmax, own)) == (softmax, local, own)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (SPEC, f"task {NAME} has no target; give --target LOSS or --target-accuracy SHARE"),
+        ((*SPEC, *GOAL, "--target", "0.5"), "exclude each other"),
+        ((*SPEC, "--target", "-1"), "target loss is -1.0; it must be above 0"),
+        ((*SPEC, "--target", "nan"), "target loss is nan; it must be above 0"),
+        ((*SPEC, "--target-accuracy", "80"), "target accuracy is 80.0; it must be above 0 and at"),
+        (GOAL, "a target (accuracy 80.0%) is for a task of your own"),
+        ((*SPEC, *GOAL, "--set", "seed=3"), "seed cannot be set for a task"),
+        ((*SPEC, *GOAL, "--set", "target=3"), "use --target or --target-accuracy"),
+        ((*SPEC, *GOAL, "--set", "rounds=3"), "rounds is 3; a target counts once it is met 3"),
+        ((*SPEC, *GOAL, "--set", "round=3"), "unknown setting 'round'"),
+        ((*SPEC, *GOAL, "--dataset", "digits"), "give one of them"),
+        (("--problem", "mine.py:nothing", *GOAL), "has no function 'nothing'"),
+        (("--problem", "mine.py:number", *GOAL), "returned int; it must return"),
+        (("--problem", "other.py:problem", *GOAL), "other.py' cannot be read"),
+        ((*SPEC, "--target", "5"), "loss 5, is met before the first round ("),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_leave_nothing(arguments, message, folder, capsys):
+    refuse(capsys, "gd", *arguments, message=message)
