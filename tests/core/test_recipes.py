@@ -142,7 +142,7 @@ def test_qsgd_is_unbiased():
     [
         ("nope", 4, "unknown recipe 'nope'; choose from aqg, aqg-2"),
         ("lean:zeta=1", 4, "no option 'zeta'; it has: xi, eta"),
-        ("lean:eta=much", 4, "'much', not a number"),
+        ("lean:eta=much", 4, "'much'; it must be a number"),
         ("laq", 0, "bits is 0; it must be in 1..16"),
         ("laq", 17, "bits is 17"),
         ("qsgd", 1, "at least 2 bits"),

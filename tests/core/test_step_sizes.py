@@ -224,7 +224,7 @@ def test_auto_is_the_recipes_own(recipe: str, are_exact: bool, rule: object) -> 
     [
         ("long", "unknown step 'long'; choose from auto, fixed, dog"),
         ("dog:most=1", "step 'dog' has no option 'most'; it has: average, first, widest"),
-        ("dog:widest=x", "option widest of step 'dog' is 'x', not a number"),
+        ("dog:widest=x", "option widest of step 'dog' is 'x'; it must be a number"),
         ("dog:widest=inf", "widest is inf; it must be above 0 and finite"),
         ("dog:first=0", "first is 0.0; it must be above 0 and finite"),
         ("dog:first=nan", "first is nan; it must be above 0 and finite"),

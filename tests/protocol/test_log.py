@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,14 +54,6 @@ def test_what_no_one_wants_is_dropped() -> None:
     log.cut(oldest=19)
     assert log.first == 19
     assert log.deliver(3, lambda: bytes(60)).snapshot == bytes(60)
-
-
-def test_lengths_may_be_promises() -> None:
-    promise: Future[int] = Future()
-    promise.set_result(12)
-    log = ModelLog()
-    log.append(promise)
-    assert log.deliver(1, never).num_bytes == log_overhead(1, 1) + 12
 
 
 @given(
