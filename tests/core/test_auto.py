@@ -178,6 +178,7 @@ def test_a_round_in_which_nothing_was_sent_says_nothing():
     for bad in (math.inf, math.nan):
         assert budget.after(1.0, bad, 1.0, most=3) == budget
         assert budget.after(1.0, 1.0, bad, most=3) == budget
+    assert Budget(1.0).after(1.0, 0.0, 5e-324, most=3) == Budget(1.0)
     assert Budget(1.0).after(1.0, 1e9, 1.0, most=3).noise == 3.0  # no more agree than there are
 
 

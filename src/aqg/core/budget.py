@@ -62,6 +62,8 @@ class Budget(NamedTuple):
         if self.energy:
             signal = _MEMORY * self.signal + (1.0 - _MEMORY) * signal
             energy = _MEMORY * self.energy + (1.0 - _MEMORY) * energy
+        if not energy:  # too small a number
+            return self
         agreement = min(max(signal / energy, 0.0), max(1.0, most))
         return Budget(round_up_to_bfloat16(nu * agreement), signal, energy)
 
