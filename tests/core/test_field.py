@@ -397,7 +397,7 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     mean = np.abs(kept[kept != 0]).mean()
     expected = pytest.approx(-mean * np.sign(kept), rel=1 / 127)
     assert entry.position.values(np.float64) == expected
-    assert state.model.truth == pytest.approx(-before)
+    assert state.model.rest - state.parameters == pytest.approx(before)
 
 
 @pytest.mark.parametrize("name", ["laq", "aqg", "aqg-2"])

@@ -81,7 +81,7 @@ def test_the_state_given_is_left_as_it_was() -> None:
         state = take_message(recipe, state, 0, upload(1))
         state = take_message(recipe, state, 1, upload(2))
         first, again = (publish_round(recipe, state, step)[0].model for _ in range(2))
-        for name in ("parameters", "velocity", "truth"):
+        for name in ("parameters", "velocity", "rest"):
             assert getattr(first, name).tobytes() == getattr(again, name).tobytes()
 
 
@@ -175,6 +175,5 @@ def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
         state = take_message(recipe, state, 0, vector)
         total += vector.values(np.float64)
         state, _ = publish_round(recipe, state, step)
-    np.testing.assert_allclose(state.model.truth, -total, atol=1e-12)
-    gap = state.model.truth - state.parameters
-    assert 0 < np.abs(gap).max() < np.abs(total).max()
+    np.testing.assert_allclose(state.model.rest - state.parameters, total, atol=1e-12)
+    assert 0 < np.abs(state.model.rest).max() < np.abs(total).max()

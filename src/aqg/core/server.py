@@ -11,6 +11,7 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,16 @@ import numpy as np
 from aqg.core.budget import Budget, first_budget
 from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
-from aqg.core.messages import Broadcast, Message, Skip, energy_of, is_message, num_nonzero
+from aqg.core.grids import MAX_RADIUS, round_up_to_bfloat16
+from aqg.core.messages import (
+    Broadcast,
+    Message,
+    Skip,
+    Upload,
+    energy_of,
+    is_message,
+    num_nonzero,
+)
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
@@ -108,8 +118,8 @@ class Model(NamedTuple):
         history: the newest numbers of `Entry.movement`, newest first: ``‖direction‖²/M²`` of the
             steps that were taken, times the optimizer's `fresh_share`.
         optimizer: what the server optimizer remembers.
-        truth: where the parameters would be if everything were said, ``(n,)`` in float64; ``(0,)``
-            where nothing is left out, or what is left out is forgotten.
+        rest: what clients have not learned of the updates, ``(n,)`` in float64; ``(0,)`` where
+            nothing is left out, or what is left out is forgotten.
         gap: ``‖wanted velocity - velocity‖²`` when it was last looked at.
         is_moved: whether the sum of mirrors has changed since the last step.
         step: what the rule for step sizes remembers; None where it needs nothing.
@@ -127,7 +137,7 @@ class Model(NamedTuple):
     total: Array
     history: tuple[float, ...]
     optimizer: OptimizerState
-    truth: Array
+    rest: Array
     gap: float = 0.0
     is_moved: bool = False
     step: StepState | None = None
@@ -162,7 +172,7 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
         total=np.zeros(length),
         history=(),
         optimizer=step.optimizer.init(length),
-        truth=parameters.astype(np.float64) if waits else np.zeros(0),
+        rest=np.zeros(length if waits else 0),
         step=step.rule.init(parameters),
         budget=first_budget(recipe.noise),
     )
@@ -213,23 +223,23 @@ def take_step(
 
     Where the recipe keeps mirrors, the wanted velocity is ``-α·update``, and the step that is taken
     is the velocity that clients have; what they did not learn is forgotten, as the next gradients
-    know where the model is. Otherwise the step is that of the truth, and the entry brings the model
-    nearer to it. With `Full` the entry says nothing: clients receive the model.
+    know where the model is. Otherwise what they did not learn is added to the next update. With
+    `Full` the entry says nothing: clients receive the model.
     """
     model = _noise_of_round(space, recipe, model, step.senders(num_clients))
     factor = step.factor(recipe)
     direction = model.total if factor == 1 else model.total * factor
     optimizer, update = step.optimizer.step(model.optimizer, direction, space.root)
-    rule, size = step.rule.next(space, model.step, model.parameters, update, step.size)
-    wanted = _Wanted(direction, update, size)
-    model = model._replace(optimizer=optimizer, step=rule)
-    if not isinstance(step.downlink, Condensed):
-        moved, entry, length = _say_all(space, recipe, model, step, wanted)
-    elif recipe.memory.keeps_mirror:
-        moved, entry, length = _steer(space, recipe, model, step, wanted, num_clients)
+    model, is_rounded = model._replace(optimizer=optimizer), isinstance(step.downlink, Condensed)
+    if is_rounded and not recipe.memory.keeps_mirror:
+        moved, entry, length = _catch_up(space, model, step, direction, update, num_clients)
     else:
-        moved, entry, length = _catch_up(space, model, step, wanted, num_clients)
-    is_rounded = isinstance(step.downlink, Condensed)
+        rule, size = step.rule.next(space, model.step, model.parameters, update, step.size)
+        wanted, model = _Wanted(direction, update, size), model._replace(step=rule)
+        if is_rounded:
+            moved, entry, length = _steer(space, recipe, model, step, wanted, num_clients)
+        else:
+            moved, entry, length = _say_all(space, recipe, model, step, wanted)
     movement = last = model.history[0] if model.history else 0.0
     if length is not None:  # else the model moved as it did before
         movement = length.squared / num_clients**2 * length.factor
@@ -320,30 +330,37 @@ def _steer(
 
 
 def _catch_up(
-    space: Space, model: Model, step: Step, wanted: _Wanted, num_clients: int
+    space: Space, model: Model, step: Step, direction: Array, update: Array, num_clients: int
 ) -> tuple[Model, Entry, _Length | None]:
-    """Move the truth, and bring the model nearer to it where the model is furthest from it."""
+    """Say the largest coordinates of the update and of what was not said of earlier ones.
+
+    What waits is kept as an update: it moves the model by the step of the round that says it. The
+    rule for step sizes sees what clients do.
+    """
     assert isinstance(step.downlink, Condensed)
-    params, truth = model.parameters, model.truth - wanted.update * wanted.size
+    params, rest = model.parameters, model.rest + update
     uploads: list[AnyUpload] = []
     if space.any(model.total):  # else as if no one had sent: equal sums are published alike
-        senders = step.senders(num_clients)
-        coder = step.downlink.of_position(len(params), model.num_sent, senders)
-        terms = Terms(0.0, np.zeros(1, np.int64))
-        uploads, found = correct(space, coder, None, _FIRST, (truth - params)[None], terms)
+        coder = step.downlink.of_position(len(params), model.num_sent, step.senders(num_clients))
+        vector, terms = rest * math.copysign(1.0, -step.size), Terms(0.0, np.zeros(1, np.int64))
+        uploads, found = correct(space, coder, None, _FIRST, vector[None], terms)
         if len(found.faulty):  # a run that diverges: its steps are beyond any grid
-            truth = model.truth
-    model = model._replace(truth=truth)
+            rest = model.rest
     if not uploads:
-        return model, Entry(model.round), None
-    said = energy_of(uploads[0]) / wanted.size**2 if wanted.size else 0.0
-    rule = step.rule.note(model.step, space.squared_norm(wanted.update), said)
-    model = model._replace(step=rule)
-    values = space.put(uploads[0].values(np.float64))
-    stepped, squared_norm = space.take_step(params, values, wanted.direction, -1.0)
-    entry = Entry(model.round, position=uploads[0])
+        return model._replace(rest=rest), Entry(model.round), None
+    upload = uploads[0]
+    assert isinstance(upload, Upload)
+    shown = space.put(upload.values(np.float64))
+    rule, size = step.rule.next(space, model.step, params, shown, step.size)
+    longest = min(upload.step * abs(size), 2 * MAX_RADIUS)
+    upload = replace(upload, step=round_up_to_bfloat16(longest))
+    values = space.put(upload.values(np.float64))
+    if size:
+        rest = rest + values / size
+    stepped, squared_norm = space.take_step(params, values, direction, -1.0)
     length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
-    return model._replace(parameters=stepped), entry, length
+    entry = Entry(model.round, position=upload)
+    return model._replace(parameters=stepped, rest=rest, step=rule), entry, length
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
@@ -537,7 +554,7 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
     if not (_is_number(step.sampled) and 0 < step.sampled <= 1):
         raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
-    for name in ("velocity", "truth"):
+    for name in ("velocity", "rest"):
         if len(getattr(fitting, name)) != (len(getattr(state.model, name)) > 0):
             raise ConfigError(f"the server's state was not made for downlink {step.downlink!r}")
     if (state.model.step is None) != (fitting.step is None):

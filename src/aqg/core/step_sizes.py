@@ -98,16 +98,6 @@ class StepRule(Protocol):
 
         """
 
-    def note(self, state: StepState | None, wanted: float, said: float) -> StepState | None:
-        """Return the state after a step of which not all was published.
-
-        Args:
-            state: after `next`.
-            wanted: ``‖update‖²``.
-            said: that of the update that clients saw: an entry makes up for earlier ones.
-
-        """
-
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
         """Return the state with the model after a step in the mean, where one is kept."""
 
@@ -134,10 +124,6 @@ class _Averaging:
     def _first_mean(self, parameters: FloatArray) -> FloatArray:
         """Return the place of the mean, before there is one."""
         return np.zeros_like(parameters if self.average else parameters[:0])
-
-    def note(self, state: StepState | None, _wanted: float, _said: float) -> StepState | None:
-        """Leave the state as it is."""
-        return state
 
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
         """Return the state with the model after a step in the mean, where one is kept."""
@@ -230,12 +216,6 @@ class DistanceOverGradients(_Averaging):
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _rounded(natural)
         return state._replace(reach=reach, energy=energy), _rounded(reach / math.sqrt(energy))
-
-    def note(self, state: StepState | None, wanted: float, said: float) -> StepState | None:
-        """Count what clients saw: where entries are sparse, it is longer in early rounds."""
-        if state is None or not math.isfinite(said) or not math.isfinite(wanted):
-            return state
-        return state._replace(energy=max(0.0, state.energy - wanted) + said)
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {

@@ -252,7 +252,7 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
         velocity=move(model.velocity),
         total=move(model.total),
         optimizer=OptimizerState(*map(move, model.optimizer)),
-        truth=move(model.truth),
+        rest=move(model.rest),
         step=step,
     )
 
