@@ -76,7 +76,7 @@ class Federation:
             "weighting": "equal",
             "exact": True,
             "trust-partition-id": True,
-            "round-timeout": 0.4,
+            "round-timeout": 1.0,
             "start-timeout": 2.0,
             "run-dir": str(path / "run"),
             "client-state-dir": str(path / "nodes"),
@@ -623,7 +623,7 @@ def test_a_killed_server_goes_on_and_ends_where_it_would_have(tmp_path: Path, re
 
 
 def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, checkpoint_every=4)
+    federation = Federation(tmp_path, checkpoint_every=4, round_timeout=30.0)
     with pytest.raises(Killed):
         federation.run(loggers=[Killer(7)])
     federation.run()
