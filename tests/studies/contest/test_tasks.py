@@ -186,12 +186,13 @@ def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
 def test_one_trial_without_the_command_line():
     code = """
 import sys
+from pathlib import Path
 for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
     sys.modules[name] = None
 from aqg.studies.contest.headless import run_trial
 from aqg.studies.contest.search import SELF_SETTING, Setting
 setting = Setting("fedavg", multiplier=SELF_SETTING)
-outcome = run_trial("unseen-synthetic", "fedavg", setting, rounds=1)
+outcome = run_trial("unseen-synthetic", "fedavg", setting, data_dir=Path("data"), rounds=1)
 assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0
 """
     subprocess.run([sys.executable, "-c", code], check=True)
