@@ -23,9 +23,9 @@ import numpy as np
 import zstandard
 
 from aqg.core.grids import num_levels
-from aqg.core.links import direction_of
 from aqg.core.messages import Upload
 from aqg.core.recipes import make_recipe
+from aqg.core.track import direction_of
 from aqg.data import load_dataset
 from aqg.runs.config import resolve
 from aqg.runs.setup import make_problem

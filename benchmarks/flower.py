@@ -178,11 +178,11 @@ def measure_bytes(options: argparse.Namespace) -> None:
             deployed(num_nodes=options.nodes, preload=PRELOAD, quick=False)
         )
         ports = [node.link_port for node in deployment.nodes]
-        link = deployment.processes.process_of("superlink")
+        track = deployment.processes.process_of("superlink")
 
         def now() -> np.ndarray:
             traffic = _traffic(deployment, sniffer, ports)
-            return np.array([time.monotonic(), cpu_seconds(link), *traffic])
+            return np.array([time.monotonic(), cpu_seconds(track), *traffic])
 
         idle = now()
         time.sleep(15)

@@ -84,8 +84,9 @@ def main() -> None:
             continue
         measured = replace(simulation.problem, test=simulation.problem.validation)
         accuracy = measured.measure(simulation.averaged).get("accuracy", float("nan"))
-        rates = simulation.state().model.downlink
-        length = config.alpha if rates is None else rates.rates.step_size
+        state = simulation.state().model.step
+        adapts = state is not None and state.energy
+        length = state.reach / state.energy**0.5 if adapts else config.alpha
         row = (*key, number, f"{accuracy:.3f}", f"{length / task.alpha:.1f}", sent, received)
         print(*row, flush=True)
         if options.out:

@@ -11,10 +11,9 @@ import aqg.sim
 
 # Changing these is a decision: note it in CHANGELOG.
 TOP = """
-    SGD Adam AqgError BlockUpload Broadcast ClientState ConfigError DataError DenseUpload
-    GradientError HalfUpload MessageError Momentum Recipe RotatedUpload RunError ServerState Skip
-    SparseUpload Upload WireError __version__ broadcast client_step decode encode finish_round
-    init_client init_server load_model make_recipe receive register
+    SGD Adam AqgError BlockUpload ClientSession ConfigError DataError DenseUpload GradientError
+    HalfUpload MessageError Momentum Receipt Recipe RotatedUpload RunError ServerSession Skip
+    SparseUpload Upload WireError __version__ decode encode load_model make_recipe register
 """
 PROTOCOL = "ClientSession Receipt ServerSession"
 SIM = "FastSimulation LocalTraining Problem ReferenceSimulation RoundRecord Samples Training"

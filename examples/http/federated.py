@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send an order, or 204: wait for the others, or 410: training is over."""
         with self.lock:
             client, session = int(self.path[1:]), self.session
-            status = 410 if session.round > ROUNDS else 204 if client in session.heard else 200
+            status = 410 if session.round > ROUNDS else 204 if client in session.answered else 200
             self.respond(status, session.order(client) if status == 200 else b"")
 
     def do_POST(self) -> None:
@@ -31,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
         reply = self.rfile.read(int(self.headers["Content-Length"]))
         with self.lock:
             receipt = self.session.take(int(self.path[1:]), reply)
-            if len(self.session.heard) == NUM_CLIENTS:
+            if len(self.session.answered) == NUM_CLIENTS:
                 self.session.step()
             self.respond(200, receipt.problem.encode())
 

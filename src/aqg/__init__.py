@@ -1,14 +1,12 @@
 """Federated learning that uploads only what the server does not know yet.
 
-What a client and a server need is here, and takes numpy and numba alone; the simulator and its
-problem are in `aqg.sim`, which comes with ``aqg[sim]``. Nothing else is promised to stay.
+`ServerSession` and `ClientSession` are federated learning over any transport, and take numpy and
+numba alone; the simulator and its problem are in `aqg.sim`, which comes with ``aqg[sim]``. Nothing
+else is promised to stay.
 """
 
-from aqg.core.client import ClientState, init_client
-from aqg.core.hearing import ServerState, broadcast, finish_round, init_server
 from aqg.core.messages import (
     BlockUpload,
-    Broadcast,
     DenseUpload,
     HalfUpload,
     RotatedUpload,
@@ -28,7 +26,8 @@ from aqg.errors import (
     RunError,
     WireError,
 )
-from aqg.exchange import client_step, receive
+from aqg.protocol.client import ClientSession
+from aqg.protocol.server import Receipt, ServerSession
 from aqg.weights import load_model
 from aqg.wire import decode, encode
 
@@ -39,8 +38,7 @@ __all__ = [
     "Adam",
     "AqgError",
     "BlockUpload",
-    "Broadcast",
-    "ClientState",
+    "ClientSession",
     "ConfigError",
     "DataError",
     "DenseUpload",
@@ -48,24 +46,19 @@ __all__ = [
     "HalfUpload",
     "MessageError",
     "Momentum",
+    "Receipt",
     "Recipe",
     "RotatedUpload",
     "RunError",
-    "ServerState",
+    "ServerSession",
     "Skip",
     "SparseUpload",
     "Upload",
     "WireError",
     "__version__",
-    "broadcast",
-    "client_step",
     "decode",
     "encode",
-    "finish_round",
-    "init_client",
-    "init_server",
     "load_model",
     "make_recipe",
-    "receive",
     "register",
 ]

@@ -1,7 +1,9 @@
-"""A client and a server with frames between them: bytes out of one, bytes into the other.
+"""A client and a server in lockstep, with frames between them, for loops in one process.
 
-Both ends remember what the other holds, so that the coder can leave out what is known; users of
-these functions carry bytes and need not know of it.
+Every frame must arrive, once and in order. One that is lost leaves both ends with different
+mirrors, which is noticed only if a later frame leans on them: those of recipes without mirrors and
+of small models mostly do not. Between machines use `aqg.ServerSession` and `aqg.ClientSession`,
+which find out and mend it.
 """
 
 from __future__ import annotations
@@ -9,15 +11,25 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from aqg.core.client import ClientState, respond
-from aqg.core.hearing import ServerState, check_client, hear
+from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Broadcast
+from aqg.core.server import (
+    ServerState,
+    broadcast,
+    check_client,
+    finish_round,
+    init_server,
+    take_message,
+)
 from aqg.errors import MessageError
 from aqg.wire import decode, encode, known
 
 if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
+
+
+__all__ = ["broadcast", "client_step", "finish_round", "init_client", "init_server", "receive"]
 
 
 def client_step(
@@ -46,7 +58,7 @@ def client_step(
     """
     if not isinstance(news, Broadcast):
         raise MessageError(f"news is a {type(news).__name__}; it must be what broadcast returned")
-    shared = known(state.link)
+    shared = known(state.track)
     key = (seed, client, news.round)
     state, message = respond(recipe, state, gradient, news.movement, key, loss, noise=news.noise)
     return state, encode(message, known=shared)
@@ -57,13 +69,13 @@ def receive(
 ) -> ServerState:
     """Take in one client's frame and return the server's state after it.
 
-    The whole frame is checked first. One that is damaged, or was written by a client that holds
-    another mirror than the server does of it, raises `WireError`; one that makes no sense now, such
-    as a second one in the same round, `MessageError`. The state given is left as it was.
+    The whole frame is checked first. One that is damaged, or can be seen to lean on another mirror
+    than the server's, raises `WireError`; one that makes no sense now, such as a second one in the
+    same round, `MessageError`. The state given is left as it was.
 
     With a ``weight`` other than 1, the same in every round, the sum is ``Σ_m weight_m·ref_m``.
     """
     check_client(state, client)
-    shared = known(state.peers[client].link)
+    shared = known(state.peers[client].track)
     message = decode(frame, len(state.parameters), known=shared)
-    return hear(recipe, state, client, message, weight)
+    return take_message(recipe, state, client, message, weight)

@@ -116,14 +116,14 @@ def test_a_faulty_update_is_not_sent(bad):
     after, message = respond(auto, client, np.r_[np.ones(9), bad], 0.0, (0, 0, 1))
     assert isinstance(message, Skip)
     assert message.fault
-    assert after == client or after.silent_rounds == client.silent_rounds
+    assert after == client or after.skipped_rounds == client.skipped_rounds
 
 
 def test_clients_keep_nothing():
     """One that was replaced by a new one sends the same frames."""
     auto, state = make_recipe("auto"), init_clients(make_recipe("auto"), 50, np.dtype("f8"), 3)
     assert not state.stages
-    assert not state.link.mirror.size
+    assert not state.track.position.size
     client = init_client(auto, 50, "float64")
     for number in range(1, 6):
         update = np.random.default_rng(number).standard_normal(50)

@@ -9,9 +9,10 @@ import pytest
 
 import aqg
 from aqg.core.client import respond
-from aqg.core.hearing import hear
 from aqg.core.per_client import PerClient
+from aqg.core.server import take_message
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
+from aqg.exchange import broadcast, client_step, finish_round, init_client, init_server, receive
 
 SIZE = 12
 LEAN = aqg.make_recipe("lean")
@@ -19,8 +20,8 @@ LEAN = aqg.make_recipe("lean")
 
 def start(name="lean", num_clients=3):
     recipe = aqg.make_recipe(name)
-    client = aqg.init_client(recipe, SIZE, "float64")
-    return recipe, client, aqg.init_server(recipe, np.zeros(SIZE), num_clients)
+    client = init_client(recipe, SIZE, "float64")
+    return recipe, client, init_server(recipe, np.zeros(SIZE), num_clients)
 
 
 @pytest.mark.parametrize("name", ["lean", "qsgd", "stc", "auto", "gd", "ef21-m"])
@@ -42,24 +43,24 @@ def start(name="lean", num_clients=3):
 def test_gradients(name, gradient, complaint):
     recipe, client, server = start(name)
     with pytest.raises(GradientError, match=complaint):
-        aqg.client_step(recipe, client, gradient, aqg.broadcast(recipe, server))
+        client_step(recipe, client, gradient, broadcast(recipe, server))
 
 
 @pytest.mark.parametrize("client", [-1, 3, 10**9, 0.0, "0", None, True])
 def test_clients_that_do_not_exist(client):
     recipe, state, server = start()
-    _, frame = aqg.client_step(recipe, state, np.ones(SIZE), aqg.broadcast(recipe, server))
+    _, frame = client_step(recipe, state, np.ones(SIZE), broadcast(recipe, server))
     with pytest.raises(MessageError, match=r"it must be a whole number in 0\.\.2"):
-        aqg.receive(recipe, server, client, frame)
+        receive(recipe, server, client, frame)
     assert server.num_clients == 3
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, "1", None])
 def test_weights(weight):
     recipe, state, server = start()
-    _, frame = aqg.client_step(recipe, state, np.ones(SIZE), aqg.broadcast(recipe, server))
+    _, frame = client_step(recipe, state, np.ones(SIZE), broadcast(recipe, server))
     with pytest.raises(MessageError, match="weight of client 1 is"):
-        aqg.receive(recipe, server, 1, frame, weight)
+        receive(recipe, server, 1, frame, weight)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +76,20 @@ def test_weights(weight):
 def test_steps(arguments, complaint):
     recipe, _, server = start()
     with pytest.raises(ConfigError, match=complaint):
-        aqg.finish_round(recipe, server, **arguments)
+        finish_round(recipe, server, **arguments)
 
 
 @pytest.mark.parametrize("name", ["lean", "qsgd", "auto"])
 def test_the_same_upload_counts_once(name):
     recipe, client, server = start(name)
-    _, frame = aqg.client_step(recipe, client, np.ones(SIZE), aqg.broadcast(recipe, server))
-    server = aqg.receive(recipe, server, 1, frame)
+    _, frame = client_step(recipe, client, np.ones(SIZE), broadcast(recipe, server))
+    server = receive(recipe, server, 1, frame)
     heard = server.model.total.copy()
-    with pytest.raises(MessageError, match="client 1 was heard in round 1 already"):
-        aqg.receive(recipe, server, 1, frame)
+    with pytest.raises(MessageError, match="client 1 has sent a message in round 1 already"):
+        receive(recipe, server, 1, frame)
     assert np.array_equal(server.model.total, heard)
-    server = aqg.finish_round(recipe, server, 0.1)
-    aqg.receive(recipe, server, 1, aqg.encode(aqg.Skip()))
+    server = finish_round(recipe, server, 0.1)
+    receive(recipe, server, 1, aqg.encode(aqg.Skip()))
 
 
 @pytest.mark.parametrize("message", [None, b"", "skip", 3, np.ones(SIZE)])
@@ -97,7 +98,7 @@ def test_what_is_no_message(message):
         aqg.encode(message)
     recipe, _, server = start()
     with pytest.raises(MessageError, match=r"client 0 sent a .*, which is no message"):
-        hear(recipe, server, 0, message)
+        take_message(recipe, server, 0, message)
 
 
 @pytest.mark.parametrize("length", [3.0, "3", None, True, -1])
@@ -110,26 +111,26 @@ def test_lengths_of_frames(length):
 def test_what_is_no_frame(frame):
     recipe, _, server = start()
     with pytest.raises(WireError):
-        aqg.receive(recipe, server, 0, frame)
+        receive(recipe, server, 0, frame)
 
 
 def test_no_clients_and_no_parameters():
     for count in (0, -1, 2.0, None):
         with pytest.raises(ConfigError, match="num_clients is"):
-            aqg.init_server(LEAN, np.zeros(SIZE), count)
+            init_server(LEAN, np.zeros(SIZE), count)
     for parameters in (np.zeros((2, 2)), np.zeros(0), [0.0], None, 0.0):
         with pytest.raises(ConfigError, match="parameters are"):
-            aqg.init_server(LEAN, parameters, 1)
+            init_server(LEAN, parameters, 1)
     for dtype in ("float16", "int64"):
         with pytest.raises(ConfigError, match=f"dtype is {dtype}; choose from float32, float64"):
-            aqg.init_server(LEAN, np.zeros(SIZE, dtype), 1)
+            init_server(LEAN, np.zeros(SIZE, dtype), 1)
         with pytest.raises(ConfigError, match=f"dtype is {dtype}"):
-            aqg.init_client(LEAN, SIZE, dtype)
+            init_client(LEAN, SIZE, dtype)
     for count in (0, -3, 2.5):
         with pytest.raises(ConfigError, match="num_params is"):
-            aqg.init_client(LEAN, count)
+            init_client(LEAN, count)
     with pytest.raises(MessageError, match="news is a float"):
-        aqg.client_step(LEAN, aqg.init_client(LEAN, SIZE), np.zeros(SIZE, np.float32), 0.5)
+        client_step(LEAN, init_client(LEAN, SIZE), np.zeros(SIZE, np.float32), 0.5)
 
 
 @pytest.mark.parametrize("name", ["lean", "auto", "stc", "ef21-m", "clag", "gd", "onebit"])
@@ -139,48 +140,48 @@ def test_inputs_are_never_changed(name):
     for _ in range(6):
         gradient = rng.standard_normal(SIZE)
         gradient.flags.writeable = False
-        news = aqg.broadcast(recipe, server)
+        news = broadcast(recipe, server)
         before = {name: dict(fields) for name, fields in client.stages.items()}
         saved = [value.copy() for fields in before.values() for value in fields.values()]
         total = server.model.total.copy()
-        after, frame = aqg.client_step(recipe, client, gradient, news)
-        after_server = aqg.receive(recipe, server, 0, frame)
+        after, frame = client_step(recipe, client, gradient, news)
+        after_server = receive(recipe, server, 0, frame)
         for old, copy in zip(
             (value for fields in before.values() for value in fields.values()), saved, strict=True
         ):
             assert np.array_equal(old, copy)
         assert np.array_equal(server.model.total, total)
-        client, server = after, aqg.finish_round(recipe, after_server, 0.1)
+        client, server = after, finish_round(recipe, after_server, 0.1)
 
 
 def test_a_server_that_lost_a_frame_refuses_the_next_one_that_leans_on_it():
     """Uploads are coded with the mirror both ends hold: another mirror is noticed."""
     recipe = aqg.make_recipe("qgd")
     base = np.random.default_rng(1).standard_normal(4000)
-    client = aqg.init_client(recipe, 4000, "float64")
-    server = aqg.init_server(recipe, np.zeros(4000), 1)
+    client = init_client(recipe, 4000, "float64")
+    server = init_server(recipe, np.zeros(4000), 1)
     for number in range(6):
-        news = aqg.broadcast(recipe, server)
-        client, frame = aqg.client_step(recipe, client, base * 0.5**number, news)
+        news = broadcast(recipe, server)
+        client, frame = client_step(recipe, client, base * 0.5**number, news)
         if number == 5:
             with pytest.raises(WireError, match="written with another reference"):
-                aqg.receive(recipe, server, 0, frame)
+                receive(recipe, server, 0, frame)
         elif number != 4:  # lost
-            server = aqg.receive(recipe, server, 0, frame)
-        server = aqg.finish_round(recipe, server, 0.01)
+            server = receive(recipe, server, 0, frame)
+        server = finish_round(recipe, server, 0.01)
 
 
 def test_a_message_costs_the_same_for_any_number_of_clients():
     recipe = aqg.make_recipe("lean")
-    client = aqg.init_client(recipe, 1000, "float32")
+    client = init_client(recipe, 1000, "float32")
     peaks = {}
     for num_clients in (10, 100_000):
-        server = aqg.init_server(recipe, np.zeros(1000, np.float32), num_clients)
-        news = aqg.broadcast(recipe, server)
+        server = init_server(recipe, np.zeros(1000, np.float32), num_clients)
+        news = broadcast(recipe, server)
         _, message = respond(recipe, client, np.ones(1000, np.float32), news.movement, (0, 0, 1))
-        server = hear(recipe, server, 1, message)
+        server = take_message(recipe, server, 1, message)
         tracemalloc.start()
-        hear(recipe, server, num_clients - 1, message)
+        take_message(recipe, server, num_clients - 1, message)
         peaks[num_clients] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peaks[100_000] < peaks[10] + 4000  # a path of the tree, not a list of all clients
@@ -189,10 +190,10 @@ def test_a_message_costs_the_same_for_any_number_of_clients():
 def test_clients_without_a_mirror_take_no_memory():
     recipe = aqg.make_recipe("stc")
     tracemalloc.start()
-    server = aqg.init_server(recipe, np.zeros(1000, np.float32), 1_000_000)
+    server = init_server(recipe, np.zeros(1000, np.float32), 1_000_000)
     frame = aqg.encode(aqg.Skip())
     for client in range(0, 1_000_000, 100_000):
-        server = aqg.receive(recipe, server, client, frame)
+        server = receive(recipe, server, client, frame)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert used < 100_000

@@ -7,7 +7,6 @@ import pytest
 
 from aqg.core.client import init_client, respond
 from aqg.core.grids import Grid
-from aqg.core.hearing import broadcast, finish_round, hear, init_server
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.persistence import (
     clients_from_arrays,
@@ -16,6 +15,7 @@ from aqg.core.persistence import (
     model_to_arrays,
 )
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.server import broadcast, finish_round, init_server, take_message
 from aqg.errors import ConfigError, GradientError, MessageError
 
 SIZE = 30
@@ -71,13 +71,13 @@ def upload(size=SIZE, level=2):
 def test_server_refuses_a_bad_message_and_keeps_its_state():
     recipe = make_recipe("lean")
     state = init_server(recipe, np.zeros(SIZE), 3)
-    state = hear(recipe, state, 1, upload())
+    state = take_message(recipe, state, 1, upload())
     with pytest.raises(MessageError, match="client 2 sent 29 coordinates; the model has 30"):
-        hear(recipe, state, 2, upload(29))
+        take_message(recipe, state, 2, upload(29))
     with pytest.raises(MessageError, match="level 3 is not below 3"):
-        hear(recipe, state, 2, upload(level=3))
+        take_message(recipe, state, 2, upload(level=3))
     with pytest.raises(MessageError, match="NaN"):
-        hear(recipe, state, 2, DenseUpload(np.full(SIZE, np.nan, np.float32)))
+        take_message(recipe, state, 2, DenseUpload(np.full(SIZE, np.nan, np.float32)))
     assert np.array_equal(state.mirror(1), np.full(SIZE, 0.5))
     assert np.array_equal(state.model.total, np.full(SIZE, 0.5))
 
@@ -104,7 +104,7 @@ def test_server_steps_along_the_sum_and_reports_its_movement():
     assert broadcast(recipe, state).movement == 0.0
     for client in range(2):
         message = Upload(np.array([3, 0], np.uint8), 1.0, 2, Grid.MIDRISE)  # +1.5, -1.5
-        state = hear(recipe, state, client, message)
+        state = take_message(recipe, state, client, message)
     state = finish_round(recipe, state, step_size=0.1)
     assert state.parameters.tolist() == pytest.approx([-0.3, 0.3])
     # (1/α²M²)·ξ_1·‖θ² − θ¹‖² with ξ_1 = 1/10
@@ -117,7 +117,7 @@ def test_server_steps_along_the_sum_and_reports_its_movement():
 def test_augmented_amplifies_the_sum_but_not_the_mirrors():
     recipe = make_recipe("aqg-augmented")
     state = init_server(recipe, np.zeros(SIZE), 1)
-    state = hear(recipe, state, 0, upload())
+    state = take_message(recipe, state, 0, upload())
     stepped = finish_round(recipe, state, step_size=1.0, dropout_rate=0.75)
     assert stepped.parameters.tolist() == [-2.0] * SIZE
     assert stepped.mirror(0).tolist() == [0.5] * SIZE
@@ -126,7 +126,7 @@ def test_augmented_amplifies_the_sum_but_not_the_mirrors():
 def test_memoryless_uploads_are_used_once():
     recipe = make_recipe("signsgd")
     state = init_server(recipe, np.zeros(SIZE), 2)
-    state = finish_round(recipe, hear(recipe, state, 0, upload()), step_size=1.0)
+    state = finish_round(recipe, take_message(recipe, state, 0, upload()), step_size=1.0)
     assert state.parameters.tolist() == [-0.5] * SIZE
     assert finish_round(recipe, state, step_size=1.0).parameters.tolist() == [-0.5] * SIZE
 
@@ -140,7 +140,7 @@ def test_states_survive_being_saved(name, tmp_path):
     for k in range(1, 4):
         gradient = rng.standard_normal(SIZE).astype(np.float32)
         client, message = respond(recipe, client, gradient, 0.1, (0, 0, k))
-        server = finish_round(recipe, hear(recipe, server, 0, message), 0.1)
+        server = finish_round(recipe, take_message(recipe, server, 0, message), 0.1)
     np.savez(tmp_path / "client.npz", **clients_to_arrays(client))
     np.savez(tmp_path / "server.npz", **model_to_arrays(server.model))
     with np.load(tmp_path / "client.npz") as arrays:

@@ -10,11 +10,11 @@ from aqg.core.aquila import choose_width
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Full, resolve_downlink
 from aqg.core.halves import HalfUpload, SparseUpload
-from aqg.core.hearing import broadcast, finish_round, hear, init_server, publish_round
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, points_of, random_signs
 from aqg.core.selection import largest
+from aqg.core.server import Step, broadcast, finish_round, init_server, publish_round, take_message
 from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_ef21_is_its_papers_algorithm():
         correction = top(vector - estimate, 20)
         assert message.values(np.float64) == pytest.approx(correction, rel=HALF)
         estimate = estimate + message.values(np.float64)
-        assert np.array_equal(state.link.mirror[0], estimate)
+        assert np.array_equal(state.track.position[0], estimate)
     assert states[0].stages == {}
 
 
@@ -101,18 +101,18 @@ def test_ef21_with_momentum_compresses_the_running_average():
         assert message.values(np.float64) == pytest.approx(correction, rel=2 * HALF)
         estimate = estimate + message.values(np.float64)
         assert state.stages["average"]["average"][0] == pytest.approx(average, rel=1e-12)
-        assert state.link.mirror[0] == pytest.approx(estimate, rel=1e-12)
+        assert state.track.position[0] == pytest.approx(estimate, rel=1e-12)
 
 
 @pytest.mark.parametrize("zeta", [0.5, 4.0, 16.0])
 def test_clag_follows_the_three_point_rule(zeta):
     vectors = gradients(60, seed=4)
     messages, states = play(f"clag:keep=0.5:zeta={zeta}", vectors)
-    before, estimate, spoken = vectors[0], np.zeros(SIZE), 0
+    before, estimate, sent = vectors[0], np.zeros(SIZE), 0
     for vector, message, state in zip(vectors, messages, states, strict=True):
         gap = np.sum((vector - estimate) ** 2)
         if gap > zeta * np.sum((vector - before) ** 2):
-            spoken += 1
+            sent += 1
             assert message.values(np.float64) == pytest.approx(
                 top(vector - estimate, SIZE // 2), rel=HALF
             )
@@ -120,10 +120,10 @@ def test_clag_follows_the_three_point_rule(zeta):
         else:
             assert isinstance(message, Skip)
         before = vector
-        assert np.array_equal(state.link.mirror[0], estimate)
+        assert np.array_equal(state.track.position[0], estimate)
         assert np.array_equal(state.stages["own_movement"]["last"][0], vector)
-    assert 0 < spoken <= 60
-    assert (spoken < 60) == (zeta > 0.5)
+    assert 0 < sent <= 60
+    assert (sent < 60) == (zeta > 0.5)
 
 
 def test_fp16_is_half_precision():
@@ -230,7 +230,7 @@ def test_aquila_chooses_its_papers_width_and_gate():
     widths, step_size, before = [], 0.1, None
     for k, vector in enumerate(vectors, start=1):
         told = broadcast(recipe, server)
-        delta = vector - state.link.mirror[0]
+        delta = vector - state.track.position[0]
         radius = np.abs(delta).max()
         width = int(np.ceil(np.log2(radius * np.sqrt(SIZE) / np.linalg.norm(delta) + 1)))
         tau = 1 / (2**width - 1)
@@ -247,7 +247,7 @@ def test_aquila_chooses_its_papers_width_and_gate():
             assert message.values(np.float64) == pytest.approx(quantized, abs=2.1 * tau * radius)
         widths.append(message.width)
         before = told.parameters
-        server = finish_round(recipe, hear(recipe, server, 0, message), step_size)
+        server = finish_round(recipe, take_message(recipe, server, 0, message), step_size)
     assert 0 in widths
     assert len(set(widths)) >= 3
 
@@ -286,7 +286,7 @@ def test_aquila_is_never_further_off_than_before():
     for seed in range(20):
         delta = np.random.default_rng(seed).standard_t(1.5, 300)
         _, states = play("aquila", delta[None])
-        assert np.sum((states[0].link.mirror[0] - delta) ** 2) <= 1.02 * np.sum(delta**2)
+        assert np.sum((states[0].track.position[0] - delta) ** 2) <= 1.02 * np.sum(delta**2)
     assert choose_width(1.0, 0.0, 9) == 1
 
 
@@ -300,7 +300,7 @@ def test_float32_mirrors_are_the_exact_sums(spec):
             exact = message.values(np.float64)
             assert np.array_equal(message.values(np.float32).astype(np.float64), exact)
             mirror = (mirror.astype(np.float64) + exact).astype(np.float32)
-        assert np.array_equal(state.link.mirror[0], mirror)
+        assert np.array_equal(state.track.position[0], mirror)
 
 
 def test_the_largest_are_taken_in_front_first_and_zeros_never():
@@ -385,17 +385,19 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     assert resolve_downlink("condensed:keep=0.1", recipe) == Condensed(keep=0.1)
     assert resolve_downlink("full", recipe) == Full()
     assert resolve_downlink("auto", make_recipe("stc:keep=0.02")) == Condensed()
-    state = init_server(recipe, np.zeros(SIZE), 2, downlink=Condensed(keep=0.02))
+    step = Step(1.0, downlink=Condensed(keep=0.02))
+    state = init_server(recipe, np.zeros(SIZE), 2, step)
     for client in range(2):
         message = play("stc-both:keep=0.02", gradients(1, seed=client))[0][0]
-        state = hear(recipe, state, client, message)
+        state = take_message(recipe, state, client, message)
     before = state.model.total.copy()
     assert np.count_nonzero(before) > 8
-    state, entry = publish_round(recipe, state, 1.0, downlink=Condensed(keep=0.02))
+    state, entry = publish_round(recipe, state, step)
     kept = top(before, 8)
     mean = np.abs(kept[kept != 0]).mean()
-    assert entry.passing.values(np.float64) == pytest.approx(mean * np.sign(kept), rel=1 / 127)
-    assert state.model.downlink.residual == pytest.approx(before + state.parameters)
+    expected = pytest.approx(-mean * np.sign(kept), rel=1 / 127)
+    assert entry.position.values(np.float64) == expected
+    assert state.model.rest - state.parameters == pytest.approx(before)
 
 
 @pytest.mark.parametrize("name", ["laq", "aqg", "aqg-2"])

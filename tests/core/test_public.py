@@ -9,15 +9,21 @@ import pytest
 
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, resolve_downlink
 from aqg.core.grids import Grid
-from aqg.core.hearing import ServerState, hear, init_server, publish_round
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.persistence import model_from_arrays, model_to_arrays
-from aqg.core.public import Rates, take_step
 from aqg.core.recipes import make_recipe
+from aqg.core.server import (
+    ServerState,
+    Step,
+    init_model,
+    init_server,
+    publish_round,
+    take_message,
+    take_step,
+)
 from aqg.core.space import NumpySpace
-from aqg.wire import Known
-from aqg.wire.entry import encode_entry
+from aqg.wire.entry import encode_entry, known_velocity
 
 LENGTH = 300
 DOWNLINKS: list[Downlink] = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
@@ -34,16 +40,15 @@ def publish(
 ) -> tuple[list[bytes], ServerState]:
     """Return the entries of rounds in which clients sent these uploads."""
     recipe = make_recipe(recipe_name)
-    state = init_server(recipe, np.ones(LENGTH), 3, SGD(), downlink)
+    step = Step(0.1, downlink=downlink)
+    state = init_server(recipe, np.ones(LENGTH), 3, step)
     written = []
     for uploads in rounds:
         for client, message in uploads.items():
-            state = hear(recipe, state, client, message)
-        before = state.model.downlink
-        assert before is not None
-        state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
-        known = Known(before.total, before.direction) if len(before.total) else None
-        written.append(encode_entry(entry, known))
+            state = take_message(recipe, state, client, message)
+        before = state.public
+        state, entry = publish_round(recipe, state, step)
+        written.append(encode_entry(entry, known_velocity(before)))
     return written, state
 
 
@@ -71,39 +76,41 @@ def test_a_silent_round_is_one_byte() -> None:
 def test_the_state_given_is_left_as_it_was() -> None:
     for name, downlink in product(("lean", "auto"), DOWNLINKS):
         recipe = make_recipe(name)
-        state = init_server(recipe, np.ones(LENGTH), 2, Adam(), downlink)
-        state = hear(recipe, state, 0, upload(1))
-        state = hear(recipe, state, 1, upload(2))
-        first = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
-        again = publish_round(recipe, state, 0.1, optimizer=Adam(), downlink=downlink)
-        assert first[0].parameters.tobytes() == again[0].parameters.tobytes()
-        assert (
-            first[0].model.downlink.residual.tobytes() == again[0].model.downlink.residual.tobytes()
-        )
+        step = Step(0.1, optimizer=Adam(), downlink=downlink)
+        state = init_server(recipe, np.ones(LENGTH), 2, step)
+        state = take_message(recipe, state, 0, upload(1))
+        state = take_message(recipe, state, 1, upload(2))
+        first, again = (publish_round(recipe, state, step)[0].model for _ in range(2))
+        for name in ("parameters", "velocity", "rest"):
+            assert getattr(first, name).tobytes() == getattr(again, name).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", [SGD(), Momentum(0.7), Adam()])
-def test_torch_takes_the_same_step_to_the_bit(optimizer, dtype: str) -> None:
+@pytest.mark.parametrize("downlink", [Full(), Exact()])
+@pytest.mark.parametrize("recipe", ["lean", "auto"])
+def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype: str) -> None:
     torch = pytest.importorskip("torch")
+    from aqg.sim.engine import _model_in
     from aqg.sim.torch_backend import TorchBackend
 
     from tests.problems import tiny_problem
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    rng = np.random.default_rng(5)
+    rng, chosen = np.random.default_rng(5), make_recipe(recipe)
     for device in devices:
         space = TorchBackend(tiny_problem(), device)
-        params, state = rng.normal(size=LENGTH).astype(dtype), optimizer.init(LENGTH)
-        there, there_state = space.put(params), type(state)(*map(space.put, state))
-        for _ in range(20):
+        step = Step(0.01, optimizer=optimizer, downlink=downlink)
+        model = init_model(chosen, rng.normal(size=LENGTH).astype(dtype), step)
+        there = _model_in(space.put, model)
+        for _ in range(10):
             total = rng.normal(size=LENGTH)
-            rates = Rates(rng.random(), 1 / (1 - rng.random()))
-            params, state, _ = take_step(NumpySpace(), params, state, total, None, rates, optimizer)
-            there, there_state, _ = take_step(
-                space, there, there_state, None, space.put(total), rates, optimizer
-            )
-            assert space.get(there).tobytes() == params.tobytes()
+            step = step._replace(size=rng.random(), sampled=rng.random())
+            model = model._replace(total=total, is_moved=True)
+            there = there._replace(total=space.put(total), is_moved=True)
+            model, _ = take_step(NumpySpace(), chosen, model, step, 3)
+            there, _ = take_step(space, chosen, there, step, 3)
+            assert space.get(there.parameters).tobytes() == model.parameters.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -128,17 +135,18 @@ def test_entries_are_half_as_long_as_what_clients_send(
 ) -> None:
     """However much two clients have in common; the state is written and read in between."""
     recipe, length, downlink = make_recipe("auto"), 2_000, Condensed(ratio=0.5)
-    state = init_server(recipe, np.ones(length), 2, SGD(), downlink)
+    step = Step(0.1, downlink=downlink)
+    state = init_server(recipe, np.ones(length), 2, step)
     for client, start in enumerate((0, max(0, num_sent - shared))):
         levels = np.ones(length, np.uint8)
         levels[start : start + num_sent] = 2
-        state = hear(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
+        state = take_message(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
     state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
     assert state.model.num_sent == 2 * num_sent
     assert state.model.upload_energy == 2 * num_sent * 0.125**2
-    state, entry = publish_round(recipe, state, 0.1, downlink=downlink)
-    assert isinstance(entry.passing, Upload)
-    assert num_nonzero(entry.passing) == expected
+    state, entry = publish_round(recipe, state, step)
+    assert isinstance(entry.position, Upload)
+    assert num_nonzero(entry.position) == expected
     assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
 
 
@@ -146,26 +154,26 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> N
     """One magnitude for all would say little of each; what is rounded off is sent later."""
     recipe, levels = make_recipe("auto"), np.array([0, 5, 14, 16, 23, 30], np.uint8)
     message = Upload(levels, 0.125, 5, Grid.MIDTREAD)
-    step = 15 * 0.125 / 7
-    state = init_server(recipe, np.zeros(6), 1, SGD(), Condensed())
+    width = 15 * 0.125 / 7
+    step = Step(1.0, downlink=Condensed())
+    state = init_server(recipe, np.zeros(6), 1, step)
     for number in range(1, 9):
-        state = hear(recipe, state, 0, message)
-        state, entry = publish_round(recipe, state, 1.0, downlink=Condensed())
-        assert isinstance(entry.passing, Upload)
-        assert entry.passing.width == 4
-        assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=step)
+        state = take_message(recipe, state, 0, message)
+        state, entry = publish_round(recipe, state, step)
+        assert isinstance(entry.position, Upload)
+        assert entry.position.width == 4
+        assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
     recipe = make_recipe("qsgd")
-    downlink = Condensed(ratio=0.2)
-    state = init_server(recipe, np.zeros(LENGTH), 1, SGD(), downlink)
+    step = Step(1.0, downlink=Condensed(ratio=0.2))
+    state = init_server(recipe, np.zeros(LENGTH), 1, step)
     vector = upload(1)
     total = np.zeros(LENGTH)
     for _ in range(30):
-        state = hear(recipe, state, 0, vector)
+        state = take_message(recipe, state, 0, vector)
         total += vector.values(np.float64)
-        state, _ = publish_round(recipe, state, 1.0, downlink=downlink)
-    residual = state.model.downlink.residual
-    np.testing.assert_allclose(total + state.parameters, residual, atol=1e-12)
-    assert np.abs(residual).max() < np.abs(total).max()
+        state, _ = publish_round(recipe, state, step)
+    np.testing.assert_allclose(state.model.rest - state.parameters, total, atol=1e-12)
+    assert 0 < np.abs(state.model.rest).max() < np.abs(total).max()

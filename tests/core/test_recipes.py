@@ -60,7 +60,7 @@ def test_keeps_the_precision(name, dtype):
     simulation = simulate(name, dtype)
     run(simulation, 3)
     assert simulation.parameters.dtype == dtype
-    assert all(client.state.link.mirror.dtype == dtype for client in simulation.clients)
+    assert all(client.track.position.dtype == dtype for client in simulation.clients)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -107,10 +107,10 @@ def test_mirrors_agree_to_the_last_bit(name, dtype):
         dropout,
     )
     records = run(simulation, 250)
-    server = simulation.server.state
+    server = simulation.server
     mirrors = [server.mirror(m) for m in range(server.num_clients)]
-    for client in simulation.clients:
-        assert np.array_equal(client.state.link.mirror[0], mirrors[client.index])
+    for client, mirror in zip(simulation.clients, mirrors, strict=True):
+        assert np.array_equal(client.track.position[0], mirror)
     if make_recipe(name).memory.keeps_mirror:
         total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
         assert server.model.total == pytest.approx(total, rel=1e-9, abs=1e-12)

@@ -25,7 +25,7 @@ from aqg.core.public import Public
 from aqg.core.recipe import Recipe
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of, vectors_of
+from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
     Base,
@@ -36,7 +36,7 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.publisher import Publisher, public_of
+from aqg.protocol.publisher import Publisher
 from aqg.wire.entry import encode_log
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.recipe, self.find, self.follow = recipe, find, follow_with
         self.downlink, self.optimizer = downlink, make_optimizer(optimizer)
-        self.terms = Terms(recipe, self.optimizer, NUM_PARAMS, "float64")
-        self.optimizer_name = optimizer
+        self.terms = Terms(recipe, NUM_PARAMS, "float64")
         self.rates = rates if rates is not None else Rates()
         weights = 0.5 + self.rng.random(num_clients)
         start = self.rng.standard_normal(NUM_PARAMS)
@@ -272,12 +271,11 @@ class World:
         if parcel is not None:
             order = replace(
                 order,
-                optimizer=self.optimizer_name,
                 public=parcel.digest,
                 log=parcel.log,
                 snapshot=parcel.snapshot,
             )
-            public = public_of(state.model)
+            public = state.public
             self.seen["snapshot"] += bool(parcel.snapshot)
             self.seen["entries"] += len(parcel.log) > len(EMPTY_LOG)
             if self.happens(self.rates.damage):
@@ -391,7 +389,7 @@ class World:
             reply = stale_reply(order)
             self.carry(lambda: self.hear(identifier, client, reply, truth.mirror))
             return
-        held = base.snapshot.state.link.mirror[0]
+        held = base.snapshot.state.track.position[0]
         assert base.restarted or np.array_equal(held, truth.mirror), (
             "a mirror that differs from the server's was not noticed at contact"
         )
@@ -423,7 +421,7 @@ class World:
         if self.happens(self.rates.crash_before_replying):
             self.seen["crash"] += 1
             return
-        after = memory.current.state.link.mirror[0]
+        after = memory.current.state.track.position[0]
         self.carry(lambda: self.hear(identifier, client, reply, after))
 
     def trouble_disk(self, client: int) -> None:
@@ -444,12 +442,12 @@ class World:
 
     def rotten(self, public: Public) -> Public:
         """Return a public model in which one number has changed."""
-        names = [name for name in ("parameters", "total") if len(getattr(public, name))]
+        names = [name for name in ("position", "velocity") if getattr(public.track, name).size]
         name = names[int(self.rng.integers(len(names)))]
-        vector = getattr(public, name).copy()
-        place = int(self.rng.integers(len(vector)))
-        vector[place] = np.nextafter(vector[place], np.inf)
-        return public._replace(**{name: vector})
+        vector = getattr(public.track, name).copy()
+        place = int(self.rng.integers(vector.size))
+        vector[0, place] = np.nextafter(vector[0, place], np.inf)
+        return public._replace(track=public.track._replace(**{name: vector}))
 
     # What must hold.
 
@@ -459,7 +457,7 @@ class World:
             return
         state = self.book.state
         weighted = self.book.weights[:, np.newaxis] * np.concatenate(
-            [peer.link.mirror for peer in state.peers]
+            [peer.track.position for peer in state.peers]
         )
         self.num_additions += 2
         self.largest = max(self.largest, np.abs(weighted).sum(), np.abs(state.model.total).max())
@@ -471,7 +469,7 @@ class World:
         publisher = self.book.publisher
         for client, (mirror, public) in enumerate(self.disks):
             assert mirror.current.stamp == self.book.entries[client].stamp, "no agreement"
-            held = mirror.current.state.link.mirror[0]
+            held = mirror.current.state.track.position[0]
             assert np.array_equal(held, self.book.state.mirror(client))
             if publisher is not None:
                 assert public is not None, "no agreement"
@@ -481,7 +479,7 @@ class World:
 
 def is_equal(one: Public, other: Public) -> bool:
     """Whether two public models are equal to the bit."""
-    return (one.round, one.history, one.rates) == (other.round, other.history, other.rates) and all(
+    return (one.round, one.history) == (other.round, other.history) and all(
         mine.tobytes() == theirs.tobytes()
-        for mine, theirs in zip(vectors_of(one), vectors_of(other), strict=True)
+        for mine, theirs in zip(one.vectors, other.vectors, strict=True)
     )

@@ -120,7 +120,7 @@ class Federation:
             assert mirror is not None
             if mirror.current.stamp != book.entries[client].stamp:
                 return False
-            held = mirror.current.state.link.mirror[0]
+            held = mirror.current.state.track.position[0]
             if not np.array_equal(held, book.state.mirror(client)):
                 return False
             if book.publisher is not None:

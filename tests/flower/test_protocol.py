@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from aqg import DenseUpload, encode, make_recipe
 from aqg.core.downlink import Condensed, Exact, Full
-from aqg.core.hearing import Peer
 from aqg.core.optimizers import SGD
+from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.book import MirrorBook, Verdict
@@ -139,7 +139,7 @@ def test_schedules_find_a_client_that_compares_no_digests() -> None:
             if public is None:
                 raise LostError("nothing is held")
             log = log_since(parcel.log, public.round)
-            return follow_log(log, public, terms.recipe.movement, terms.optimizer)
+            return follow_log(log, public, terms.recipe.movement)
         except WireError as error:
             raise LostError(str(error)) from error
 
@@ -152,7 +152,7 @@ def test_schedules_find_a_client_that_compares_digests_after_a_pause_only() -> N
         if held is None or parcel.round != held.round + 1 or parcel.snapshot:
             return follow(terms, parcel, held, start)
         try:  # one entry further: what could go wrong
-            return follow_log(parcel.log, held, terms.recipe.movement, terms.optimizer)
+            return follow_log(parcel.log, held, terms.recipe.movement)
         except WireError as error:
             raise LostError(str(error)) from error
 
@@ -259,7 +259,7 @@ class Pair:
     def agrees(self) -> bool:
         entry = self.book.entries[0]
         return self.client.current.stamp == entry.stamp and np.array_equal(
-            self.client.current.state.link.mirror[0], self.book.state.mirror(0)
+            self.client.current.state.track.position[0], self.book.state.mirror(0)
         )
 
 
@@ -292,11 +292,11 @@ def test_a_restarted_server_gets_the_same_answer_again() -> None:
 def test_a_repeated_round_undoes_a_silent_answer_too() -> None:
     pair = Pair()
     pair.round()
-    known = pair.client.current.state.link.mirror[0]
+    known = pair.client.current.state.track.position[0]
     pair.answer(pair.order(), known)  # nothing new: silent
-    assert pair.client.current.state.silent_rounds == 1
+    assert pair.client.current.state.skipped_rounds == 1
     pair.answer(pair.order(incarnation=2), known)
-    assert pair.client.current.state.silent_rounds == 1
+    assert pair.client.current.state.skipped_rounds == 1
 
 
 def test_an_old_order_changes_nothing() -> None:
@@ -345,14 +345,14 @@ def test_a_changed_bit_in_storage_is_found() -> None:
     pair.round()
     snapshot = pair.client.current
     assert snapshot.is_intact
-    link = snapshot.state.link
-    mirror = link.mirror.copy()
+    track = snapshot.state.track
+    mirror = track.position.copy()
     mirror[0, 3] = np.nextafter(mirror[0, 3], 1)
     for changed in (
-        link._replace(mirror=mirror),
-        link._replace(direction=link.direction + np.int8(1)),
+        track._replace(position=mirror),
+        track._replace(direction=track.direction + np.int8(1)),
     ):
-        assert not snapshot._replace(state=snapshot.state._replace(link=changed)).is_intact
+        assert not snapshot._replace(state=snapshot.state._replace(track=changed)).is_intact
 
 
 @pytest.mark.parametrize(
@@ -407,8 +407,8 @@ def test_values_that_overflow_the_mirror_are_refused() -> None:
         pair.answer(pair.order()), frame=frame, base_digest=book.entries[0].stamp.digest
     )
     assert "the client says" in book.accept(0, reply, 1).problem  # finite: only the digest is off
-    link = book.state.peers[0].link._replace(mirror=np.full((1, SIZE), 3e38, np.float32))
-    peers = book.state.peers.replaced(0, Peer(link))
+    track = book.state.peers[0].track._replace(position=np.full((1, SIZE), 3e38, np.float32))
+    peers = book.state.peers.replaced(0, Peer(track))
     book = MirrorBook(recipe, book.state._replace(peers=peers), book.entries, book.weights)
     assert "NaN or infinity" in book.accept(0, reply, 1).problem
 

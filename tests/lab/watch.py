@@ -130,7 +130,7 @@ class WatchedRun:
             return False
         found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
         mirror = checkpoint.book.state.mirror(client)
-        return bool(found) and np.array_equal(found[0].state.link.mirror[0], mirror)
+        return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
 
     def model_agrees(self, client: int) -> bool:
         """Whether the model that a client has saved is one of the server's last two."""

@@ -119,7 +119,7 @@ def test_the_same_order_gets_the_same_reply(tmp_path):
     assert first == again
     assert trained == [1]
     assert server.take(0, first).is_taken
-    assert "heard in round 1 already" in server.take(0, again).problem
+    assert "taken in round 1 already" in server.take(0, again).problem
     server.step()
     assert "round 1" in server.take(0, first).problem
     later = server.order(0)
@@ -244,9 +244,9 @@ def test_bad_replies_are_refused():
     assert "epoch" in server.take(0, to_bytes(replace(read, epoch=3))).problem
     with pytest.raises(MessageError, match="client is 3"):
         server.take(3, reply)
-    assert server.heard == frozenset()
+    assert server.answered == frozenset()
     assert server.take(0, reply).is_taken
-    assert server.heard == {0}
+    assert server.answered == {0}
     rng = np.random.default_rng(0)
     fresh = make_server()
     for _ in range(300):
@@ -263,11 +263,57 @@ def test_bad_replies_are_refused():
         ({"downlink": "full"}, "'exact', 'condensed'"),
         ({"recipe": "zip"}, "unknown recipe"),
         ({"weights": [1.0, 2.0]}, "3 finite numbers"),
+        ({"weights": "abc"}, "3 finite numbers"),
+        ({"weights": [None, 1, 2]}, "3 finite numbers"),
+        ({"weights": [1, 2, np.nan]}, "3 finite numbers"),
+        ({"step_size": np.nan}, "step_size is nan"),
+        ({"step_size": "0.1"}, "step_size is '0.1'"),
+        ({"sampled": 0}, "sampled is 0"),
+        ({"sampled": 1.5}, "sampled is 1.5"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_settings(options, text):
     with pytest.raises(ConfigError, match=text):
         make_server(**options)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (np.array([0.0, np.nan, np.inf]), "2 values that are not finite"),
+        (np.zeros((2, 2)), r"float64\(2, 2\)"),
+        (np.zeros(0), r"float64\(0,\)"),
+        (np.zeros(3, np.int64), "int64"),
+        ("abc", "flat, float32 or float64"),
+        (None, "flat, float32 or float64"),
+    ],
+)
+def test_bad_models(parameters, text):
+    with pytest.raises(ConfigError, match=text):
+        ServerSession(parameters, 2)
+
+
+@pytest.mark.parametrize("reply", [None, "reply", 3, [1]])
+def test_what_is_no_reply_is_refused(reply):
+    server = make_server()
+    assert "it must be bytes" in server.take(0, reply).problem
+    assert not server.answered
+
+
+@pytest.mark.parametrize("recipe", ["laq", "aqg", "ef21", "lean"])
+def test_a_lost_reply_is_noticed_on_the_smallest_of_models(recipe):
+    server, client = make_server(recipe=recipe), ClientSession()
+    for number in range(6):
+        update = lambda model, _round, scale=0.5**number: (model - TARGETS[0]) * scale  # noqa: E731
+        reply = client.answer(server.order(0), update)
+        if number != 2:
+            assert server.take(0, reply).is_taken
+        server.step()
+        mirror = server._book.state.mirror(0)
+        if number != 2:
+            held = np.array(mirror)
+        assert np.array_equal(mirror, held)
 
 
 def test_another_session_in_the_directory(tmp_path):

@@ -71,7 +71,8 @@ def play(device: str, factor: float = 1.0) -> dict:
     steps, uploads = [], 0
     for _ in range(15):
         uploads += run.run_round(evaluate=False).num_uploads
-        steps.append(run.state().model.downlink.rates.step_size)
+        state = run.state().model.step
+        steps.append(state.reach / state.energy**0.5)
     accuracy = run.problem.test_accuracy(run.averaged)
     return {"steps": steps, "uploads": uploads, "accuracy": accuracy}
 

@@ -19,6 +19,7 @@ from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
+from aqg.wire.snapshot import encode_snapshot
 
 from tests.problems import tiny_problem
 
@@ -96,17 +97,14 @@ def test_every_client_of_the_reference_holds_the_servers_model() -> None:
         reference, _ = simulations("auto", "noisy, momentum", downlink)
         for _ in range(ROUNDS):
             reference.run_round()
-            log = reference.server.downloads
-            assert log is not None
-            deliveries = reference.server.deliveries(np.arange(len(reference.clients)))
-            for client in reference.clients:
-                delivery = deliveries[client.index]
-                parcel = reference.server.parcel(delivery, client.public.round)
-                start, optimizer = reference.problem.initial_params, reference.training.optimizer
-                client.follow(parcel, start, optimizer, noise=1.0)
-                public = client.public
-                assert public.parameters.tobytes() == reference.parameters.tobytes()
-                assert public.total.tobytes() == reference.server.public.total.tobytes()
+            expected = reference.server.public
+            snapshot = encode_snapshot(expected, reference.start)
+            deliveries = reference.downloads.plan(np.arange(6), lambda one=snapshot: one)
+            for m in range(6):
+                reference._tell(m, deliveries[m])
+                for mine, theirs in zip(reference.models[m].vectors, expected.vectors, strict=True):
+                    assert mine.tobytes() == theirs.tobytes()
+                assert reference.models[m].history == expected.history
 
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])
@@ -143,11 +141,11 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot() -> None:
     simulation = ReferenceSimulation(*arguments, training=training)
     for _ in range(150):
         simulation.run_round(evaluate=False)
-    log = simulation.server.downloads.log
+    log = simulation.downloads.log
     missed = log.bytes_since(2)
     record = simulation.run_round()
     others = 3 * (log.deliver(150, lambda: b"").num_bytes)
-    assert simulation.clients[2].public.round == 151
+    assert simulation.models[2].round == 151
     assert record.download_bytes - others < missed
     fast = FastSimulation(*arguments, training=training)
     records = [fast.run_round(evaluate=False) for _ in range(151)]

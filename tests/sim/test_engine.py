@@ -49,7 +49,7 @@ def run_both(device, name, rounds, tolerance):
         assert other.run_round().widths == cpu.run_round().widths
     assert other.parameters == pytest.approx(cpu.parameters, rel=tolerance, abs=tolerance)
     other.restore(cpu.state())
-    assert np.array_equal(other.state().clients.link.mirror, cpu.state().clients.link.mirror)
+    assert np.array_equal(other.state().clients.track.position, cpu.state().clients.track.position)
 
 
 @pytest.mark.parametrize("name", RECIPES)

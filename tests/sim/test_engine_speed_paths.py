@@ -92,7 +92,9 @@ def test_threads_change_nothing(name, threads, monkeypatch):
     for _ in range(4):
         assert fast.run_round() == reference.run_round()
     assert np.array_equal(fast.parameters, reference.parameters)
-    assert np.array_equal(fast.state().clients.link.mirror, reference.state().clients.link.mirror)
+    assert np.array_equal(
+        fast.state().clients.track.position, reference.state().clients.track.position
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -113,4 +113,4 @@ def test_a_client_with_nan_is_reported_and_the_others_go_on():
         assert record.widths[1] == 0
     assert records[0].widths[0] > 0
     assert np.isfinite(simulation.parameters).all()
-    assert not simulation.clients[1].state.link.mirror.any()
+    assert not simulation.clients[1].track.position.any()

@@ -15,6 +15,7 @@ from aqg.core.downlink import Condensed
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.server import broadcast
 from aqg.errors import ConfigError
 from aqg.runs.config import read_settings, resolve, to_toml
 from aqg.runs.setup import build_problem, find_minimum
@@ -24,6 +25,7 @@ from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
+from aqg.wire import decode
 
 from tests.problems import tiny_problem
 
@@ -206,7 +208,7 @@ def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
     for _ in range(3):
         before = simulation.parameters
         simulation.run_round()
-        server = simulation.server.state.model
+        server = simulation.server.model
         state, update = optimizer.step(state, server.total)
         assert simulation.parameters == pytest.approx(before - 0.05 * update, rel=1e-12)
         expected = 0.1 * server.total @ server.total / 6**2  # fresh share 1 - 0.9
@@ -224,12 +226,12 @@ def test_weights_by_hand(name):
     assert loss == pytest.approx(np.mean(weights * losses))
     record = simulation.run_round()
     assert record.loss == loss
-    server = simulation.server.state
+    server = simulation.server
     received = [server.mirror(m) for m in range(server.num_clients)]
-    if name == "qsgd":  # keeps no mirrors: hear the same uploads once more
+    if name == "qsgd":  # keeps no mirrors: take the same uploads once more
         again = simulate(ReferenceSimulation, name, None)
-        broadcast = again.server.broadcast()
-        messages = [again.server.receive(c.index, c.step(broadcast)) for c in again.clients]
+        news = broadcast(again.recipe, again.server)
+        messages = [decode(again._client(m, news)[0], 21) for m in range(6)]
         received = [message.values(np.float64) for message in messages]
     expected = start - 0.05 * np.sum(weights[:, None] * np.array(received), axis=0)
     assert simulation.parameters == pytest.approx(expected, rel=1e-12)

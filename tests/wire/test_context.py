@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.links import direction_of
+from aqg.core.track import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
 from aqg.wire.context import decode, encode, encoded_size

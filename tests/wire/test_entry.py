@@ -12,14 +12,14 @@ from hypothesis.extra import numpy as arrays
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.public import Entry, advance
+from aqg.core.public import Entry, advance, init_public
+from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (
     encode_entry,
     encode_log,
     follow_log,
-    known_sum,
+    known_velocity,
     log_overhead,
     log_rounds,
 )
@@ -29,10 +29,9 @@ from aqg.wire.vectors import decode_vector, encode_vector, vector_size
 from tests.wire.logs import (
     LENGTH,
     MOVEMENT,
-    RATES,
     entries,
-    lasting,
-    passing,
+    of_position,
+    of_velocity,
     read_frame,
     same,
     sealed,
@@ -43,21 +42,17 @@ from tests.wire.logs import (
 def test_golden_bytes() -> None:
     assert encode_entry(Entry(5), None).hex() == "00"
     assert encode_entry(Entry(5, is_step=False), None).hex() == "10"
-    assert encode_entry(Entry(5, movement=1.5, is_short=True, step_size=0.375), None).hex() == (
-        "44c03fc03e"
-    )
-    short = Entry(5, None, passing(0), 2.0, RATES, is_short=True)
-    assert encode_entry(short, None).hex() == (
-        "0e0040000000000000d03f0000000000000040" + GOLDEN_PASSING
-    )
+    assert encode_entry(Entry(5, movement=1.5, is_rounded=True), None).hex() == "04c03f"
+    short = Entry(5, None, of_position(0), 2.0)
+    assert encode_entry(short, None).hex() == "0e0000000000000040" + GOLDEN_POSITION
     assert encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
     snapshot = encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
     assert snapshot.hex() == GOLDEN_SNAPSHOT
 
 
-GOLDEN_PASSING = "090311003f0502cc55dd"
-GOLDEN_LOG = "61ac020200104a038773"
-GOLDEN_SNAPSHOT = "710101000004000501000400050100023de300001aef6fa5"
+GOLDEN_POSITION = "090311003f0502cc55dd"
+GOLDEN_LOG = "62ac02020010e47113f5"
+GOLDEN_SNAPSHOT = "7201010004000501000400050100023de371d15089"
 
 
 @pytest.mark.parametrize("recipe", ["lean", "auto"])
@@ -66,27 +61,24 @@ def test_a_log_leads_to_the_same_model(recipe: str) -> None:
     log = encode_log(1, written)
     assert len(log) == log_overhead(1, len(written)) + sum(map(len, written))
     assert log_rounds(log) == range(1, 13)
-    assert same(follow_log(log, start(recipe), MOVEMENT, SGD()), expected)
+    assert same(follow_log(log, start(recipe), MOVEMENT), expected)
     # In parts, as a client reads it that takes part in some rounds only.
     public = start(recipe)
     for first, stop in ((0, 1), (1, 7), (7, 7), (7, 12)):
-        public = follow_log(encode_log(first + 1, written[first:stop]), public, MOVEMENT, SGD())
+        public = follow_log(encode_log(first + 1, written[first:stop]), public, MOVEMENT)
     assert same(public, expected)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(), Momentum(), Adam()])
 @pytest.mark.parametrize(
     ("recipe", "is_relative"), [("lean", True), ("lean", False), ("auto", True)]
 )
-def test_a_snapshot_is_lossless(
-    optimizer: SGD | Momentum | Adam, recipe: str, is_relative: bool
-) -> None:
-    first = start(recipe, optimizer)
+def test_a_snapshot_is_lossless(recipe: str, is_relative: bool) -> None:
+    first = start(recipe)
     public = first
     for number in range(5):
-        parts = (lasting(number), None) if recipe == "lean" else (None, passing(number))
-        entry = Entry(public.round, *parts, 1.0, RATES)
-        public = advance(public, entry, MOVEMENT, optimizer)
+        velocity = of_velocity(number) if recipe == "lean" else None
+        entry = Entry(public.round, velocity, of_position(number), 1.0)
+        public = advance(public, entry, MOVEMENT)
     base = first.parameters if is_relative else None
     data = encode_snapshot(public, base)
     assert same(decode_snapshot(data, first, base), public)
@@ -99,61 +91,45 @@ def test_what_is_out_of_order_is_named() -> None:
     written, after = entries(start())
     log = encode_log(1, written)
     with pytest.raises(WireError, match="begins with round 1; the model here is at 13"):
-        follow_log(log, after, MOVEMENT, SGD())
+        follow_log(log, after, MOVEMENT)
     with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
-        follow_log(encode_log(4, written[3:]), start(), MOVEMENT, SGD())
+        follow_log(encode_log(4, written[3:]), start(), MOVEMENT)
     with pytest.raises(WireError, match="checksum of the log"):
-        follow_log(log[:-5] + bytes([log[-5] ^ 1]) + log[-4:], start(), MOVEMENT, SGD())
-    with pytest.raises(WireError, match="changes a lasting sum; this model has none"):
-        follow_log(log, start("auto"), MOVEMENT, SGD())
-    short_lived = encode_log(1, entries(start("auto"), 1)[0])
-    with pytest.raises(WireError, match="the sum of one round; the recipe keeps one that lasts"):
-        follow_log(short_lived, start(), MOVEMENT, SGD())
-    with pytest.raises(WireError, match="names no step size"):
-        follow_log(encode_log(1, [b"\0"]), start(), MOVEMENT, SGD())
+        follow_log(log[:-5] + bytes([log[-5] ^ 1]) + log[-4:], start(), MOVEMENT)
+    with pytest.raises(WireError, match="changes a velocity; this model has none"):
+        follow_log(log, start("auto"), MOVEMENT)
+    with pytest.raises(MessageError, match="changes a velocity; the model of this recipe"):
+        advance(start("auto"), Entry(1, of_velocity(0)), MOVEMENT)
     with pytest.raises(MessageError, match="entry 3 cannot follow"):
-        advance(start(), Entry(3), MOVEMENT, SGD())
+        advance(start(), Entry(3), MOVEMENT)
 
 
-def test_a_step_size_alone_is_checked() -> None:
-    first = start()._replace(rates=RATES)
-    after = follow_log(encode_log(1, [bytes.fromhex("44c03fc03e")]), first, MOVEMENT, SGD())
-    assert after.rates == RATES._replace(step_size=0.375)
+def test_the_head_of_an_entry_is_checked() -> None:
     for entry, message in (
-        ("4000", "inside a number"),
-        ("400000", "the step size in entry 1 is 0.0; it is out of range"),
-        ("4080bf", "the step size in entry 1 is -1.0"),
-        ("40807f", "the step size in entry 1 is inf"),
-        ("40c07f", "the step size in entry 1 is nan"),
-        ("48" + "00" * 18, "flags of entry 1 are 48"),
-        ("50c03e", "flags of entry 1 are 50"),
-        ("c0c03e", "flags of entry 1 are c0"),
+        ("04c0", "inside a number"),
+        ("04c0bf", "the movement in entry 1 is -1.5"),
+        ("08", "flags of entry 1 are 08"),
+        ("14c03f", "flags of entry 1 are 14"),
+        ("20", "flags of entry 1 are 20"),
     ):
         with pytest.raises(WireError, match=message):
-            follow_log(encode_log(1, [bytes.fromhex(entry)]), first, MOVEMENT, SGD())
-    with pytest.raises(WireError, match="names no step size"):
-        follow_log(encode_log(1, [bytes.fromhex("40c03e")]), start(), MOVEMENT, SGD())
+            follow_log(encode_log(1, [bytes.fromhex(entry)]), start(), MOVEMENT)
 
 
 def test_entries_of_another_run_are_refused() -> None:
     """An entry that was coded with another sum as context does not decode to something else."""
     rng = np.random.default_rng(0)
-    public = start()._replace(total=rng.normal(size=LENGTH), rates=RATES)
-    other = public._replace(total=rng.normal(size=LENGTH))
     rows = rng.integers(-1, 2, 4000)
-    big = public._replace(
-        parameters=np.zeros(4000, np.float32),
-        total=rows / 8.0,
-        direction=rows.astype(np.int8),
-    )
+    first = init_public(make_recipe("lean"), np.zeros(4000, np.float32))
+    track = first.track._replace(velocity=rows[None] / 8.0, direction=rows[None].astype(np.int8))
+    big = first._replace(track=track)
     levels = (3 - 2 * rows).astype(np.uint8)
     entry = Entry(1, Upload(levels, 0.125, 3, Grid.MIDTREAD), None, 1.0)
-    log = encode_log(1, [encode_entry(entry, known_sum(big))])
-    assert follow_log(log, big, MOVEMENT, SGD()).round == 2
-    changed = big._replace(total=np.roll(big.total, 1))
+    log = encode_log(1, [encode_entry(entry, known_velocity(big))])
+    assert follow_log(log, big, MOVEMENT).round == 2
+    changed = big._replace(track=track._replace(velocity=np.roll(track.velocity, 1)))
     with pytest.raises(WireError, match="another reference"):
-        follow_log(log, changed, MOVEMENT, SGD())
-    assert other.round == 1
+        follow_log(log, changed, MOVEMENT)
 
 
 vectors = st.integers(1, 60).flatmap(
@@ -233,6 +209,6 @@ def test_truncated_frames_are_refused(cut: int) -> None:
     written, after = entries(start())
     for data in (encode_log(1, written), encode_snapshot(after, None)):
         with pytest.raises(WireError):
-            follow_log(data[:cut], start(), MOVEMENT, SGD())
+            follow_log(data[:cut], start(), MOVEMENT)
         with pytest.raises(WireError):
             decode_snapshot(data[:cut], start(), None)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.channel.tensors import decode_kept, flatten, rounded, unflatten
-from aqg.core.links import Memory, advance
 from aqg.core.messages import Skip
+from aqg.core.track import Memory, advance
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire import decode

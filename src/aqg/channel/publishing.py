@@ -9,18 +9,17 @@ tolerance of the model. What is left out stays in the difference.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aqg.channel.tensors import PIECE
 from aqg.core.grids import value_table
-from aqg.core.links import Link
-from aqg.core.round import Clients, News, speak
+from aqg.core.round import describe_fault
 from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
 from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.track import Terms, correct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
-_NO_LOSS = np.full(1, math.nan)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _STEPS = 10
 """How many past steps the tolerance looks at."""
@@ -115,13 +113,10 @@ def condense(
             return sparse, ""
         gap[kept] = whole
         del sparse
-    # The gap is the innovation: what the mirror holds is zeros, which take no memory.
-    link = Link(np.zeros((1, len(gap)), gap.dtype), np.zeros((1, 0), np.int8), np.ones(1, np.bool_))
-    holder = Clients(len(gap), link, np.zeros(1, np.int64), {})
-    news = News(version, downlink.tolerance * steps.mean, _NO_LOSS)
-    spoken = speak(_SPACE, downlink.lasting, holder, _FIRST, gap[None], news)
-    fault = spoken.faults[0][1] if spoken.faults else ""
-    return (spoken.uploads[0] if spoken.uploads else None), fault
+    terms = Terms(downlink.tolerance * steps.mean, np.zeros(1, np.int64), (0, 0, version))
+    uploads, found = correct(_SPACE, downlink.of_velocity, None, _FIRST, gap[None], terms)
+    fault = describe_fault(gap) if len(found.faulty) else ""
+    return (uploads[0] if uploads else None), fault
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:

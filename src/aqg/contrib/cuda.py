@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aqg.core.links import Memory
 from aqg.core.quantizers import GridQuantizer
+from aqg.core.track import Memory
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
 
 if TYPE_CHECKING:

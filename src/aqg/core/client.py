@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.links import advance_one
 from aqg.core.messages import Message, Skip
-from aqg.core.round import Clients, News, init_clients, settle, speak
+from aqg.core.round import Clients, News, compress, init_clients, settle
 from aqg.core.space import NumpySpace
+from aqg.core.track import follow_one
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, GradientError
 
@@ -77,20 +77,20 @@ def respond(
     seed, client, round_number = key
     factors = None if level_factor == 1 else np.array([level_factor])
     news = News(round_number, movement, np.array([loss]), seed, client, factors, noise)
-    spoken = speak(_SPACE, recipe, state, _FIRST, gradient[None], news)
-    link = state.link
-    message: Message = Skip(spoken.faults[0][1]) if spoken.faults else Skip()
-    if spoken.uploads:
-        message = spoken.uploads[0]
-        link = advance_one(recipe.memory, link, message)
-    return settle(_SPACE, recipe, state._replace(link=link), spoken), message
+    sent = compress(_SPACE, recipe, state, _FIRST, gradient[None], news)
+    track = state.track
+    message: Message = Skip(sent.faults[0][1]) if sent.faults else Skip()
+    if sent.uploads:
+        message = sent.uploads[0]
+        track = follow_one(recipe.memory, track, message)
+    return settle(_SPACE, recipe, state._replace(track=track), sent), message
 
 
 def check_gradient(state: ClientState, gradient: object) -> None:
     """Raise `GradientError` unless this is a vector that the client's state is made for."""
     if not isinstance(gradient, np.ndarray):
         raise GradientError(f"a gradient is a NumPy array, not {type(gradient).__name__}")
-    dtype = state.link.mirror.dtype
+    dtype = state.track.position.dtype
     if gradient.ndim != 1:
         raise GradientError(f"a gradient is flat, of shape (n,), not {gradient.shape}")
     if gradient.dtype != dtype:

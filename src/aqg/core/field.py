@@ -11,13 +11,13 @@ from dataclasses import replace
 from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.dense_quantizers import Blockwise, Half, Rotated
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.links import Memory
 from aqg.core.movement import Movement
 from aqg.core.policies import Always, LazyOwn
 from aqg.core.quantizers import Stochastic
 from aqg.core.recipe import Recipe
 from aqg.core.rotation import WIDTHS
 from aqg.core.sparsifiers import SparseTernary, TopK
+from aqg.core.stage_width import QsgdAtWidth, StageWidth
 from aqg.core.stages import (
     DoublingLevels,
     ErrorFeedback,
@@ -25,7 +25,7 @@ from aqg.core.stages import (
     OwnMovement,
     RunningAverage,
 )
-from aqg.core.told_width import PowersOfTwo, Told
+from aqg.core.track import Memory
 from aqg.errors import ConfigError
 
 
@@ -110,8 +110,8 @@ def dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
         if not float(value).is_integer():
             raise ConfigError(f"{name} is {value}; it must be a whole number")
     return Recipe(
-        policy=Told(),
-        quantizer=PowersOfTwo(),
+        policy=StageWidth(),
+        quantizer=QsgdAtWidth(),
         stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
         step="dog",
     )

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.budget import Budget
-from aqg.core.downlink import DownlinkState
-from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
-from aqg.core.public import Rates
 from aqg.core.round import Clients
 from aqg.core.server import Model
 from aqg.core.step_sizes import StepState
+from aqg.core.track import Track
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +28,9 @@ def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
     """Return clients' state as arrays that any array format can hold."""
     return {
         "num_params": np.array(state.num_params, np.int64),
-        "mirrors": state.link.mirror,
-        "directions": state.link.direction,
-        "silent_rounds": state.silent_rounds,
+        "mirrors": state.track.position,
+        "directions": state.track.direction,
+        "skipped_rounds": state.skipped_rounds,
         **{
             f"{_STAGE}{name}/{field}": table
             for name, fields in state.stages.items()
@@ -49,9 +47,10 @@ def clients_from_arrays(arrays: Arrays) -> Clients:
             name, field = key.removeprefix(_STAGE).split("/")
             stages.setdefault(name, {})[field] = np.array(table)
     mirrors = np.array(arrays["mirrors"])
-    link = Link(mirrors, np.array(arrays["directions"]), np.asarray(mirrors.any(axis=1)))
-    silent_rounds = np.array(arrays["silent_rounds"])
-    return Clients(int(arrays["num_params"]), link, silent_rounds, stages)
+    directions = np.array(arrays["directions"])
+    track = Track(mirrors, np.zeros((len(mirrors), 0)), directions, np.asarray(mirrors.any(axis=1)))
+    skipped_rounds = np.array(arrays["skipped_rounds"])
+    return Clients(int(arrays["num_params"]), track, skipped_rounds, stages)
 
 
 def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
@@ -63,10 +62,13 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "history": np.array(model.history, np.float64),
         "momentum": model.optimizer.momentum,
         "variance": model.optimizer.variance,
+        "velocity": model.velocity,
+        "velocity_direction": model.direction,
+        "rest": model.rest,
+        "gap": np.array(model.gap),
         "is_moved": np.array(model.is_moved),
         "num_sent": np.array(model.num_sent, np.int64),
         "budget": np.array([*model.budget, model.upload_energy]),
-        **({} if model.downlink is None else _downlink_to_arrays(model.downlink)),
         **({} if model.step is None else _step_to_arrays(model.step)),
     }
 
@@ -77,10 +79,13 @@ def model_from_arrays(arrays: Arrays) -> Model:
     return Model(
         round=int(arrays["round"]),
         parameters=np.array(arrays["parameters"]),
+        velocity=np.array(arrays["velocity"]),
+        direction=np.array(arrays["velocity_direction"]),
         total=np.array(arrays["total"]),
         history=tuple(arrays["history"].tolist()),
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
-        downlink=_downlink_from_arrays(arrays) if "public_total" in arrays else None,
+        rest=np.array(arrays["rest"]),
+        gap=float(arrays["gap"]),
         is_moved=bool(arrays["is_moved"]),
         step=_step_from_arrays(arrays) if "step_start" in arrays else None,
         num_sent=int(arrays["num_sent"]),
@@ -103,26 +108,3 @@ def _step_from_arrays(arrays: Arrays) -> StepState:
     names = [name for name in StepState._fields if name not in _STEP_VECTORS]
     numbers = arrays["step_numbers"].tolist()
     return StepState(**vectors, **dict(zip(names, numbers, strict=True)))
-
-
-def _downlink_to_arrays(state: DownlinkState) -> dict[str, NDArray[Any]]:
-    return {
-        "public_total": state.total,
-        "public_direction": state.direction,
-        "public_residual": state.residual,
-        "public_gap": np.array(state.gap),
-        "public_passed": np.array(state.passed),
-        "public_rates": np.array(state.rates or (), np.float64),
-    }
-
-
-def _downlink_from_arrays(arrays: Arrays) -> DownlinkState:
-    rates = arrays["public_rates"].tolist()
-    return DownlinkState(
-        total=np.array(arrays["public_total"]),
-        direction=np.array(arrays["public_direction"]),
-        residual=np.array(arrays["public_residual"]),
-        gap=float(arrays["public_gap"]),
-        passed=bool(arrays["public_passed"]),
-        rates=Rates(*rates) if rates else None,
-    )

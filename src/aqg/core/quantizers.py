@@ -1,4 +1,4 @@
-"""Ways to turn a vector into an upload of a given width.
+"""How to turn a vector into an upload of a given width.
 
 A quantizer measures and encodes; it never decides. Randomness is an argument: a key of integers
 (seed, client, round) from which the stochastic quantizer draws.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from aqg.core.links import Memory
 from aqg.core.movement import Movement
 from aqg.core.quantizers import Verbatim
+from aqg.core.track import Memory
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 One client is an axis of length one (`aqg.core.client`); the simulator hands in blocks of many. What
 differs between them is the `aqg.core.space.Space` in which vectors live.
 
-`speak` takes the clients' vectors through the stages of their recipe, measures what comes out, lets
-the policy decide who sends, and quantizes for those. It changes nothing. Once the uploads have
+`compress` takes the clients' vectors through the stages of their recipe, and corrects the clients'
+tracks towards what comes out (`aqg.core.track.correct`). It changes nothing. Once the uploads have
 moved the mirrors, on this side as on the other, `settle` brings the clients' own state up to date.
 """
 
@@ -16,22 +16,19 @@ import numpy as np
 
 from aqg.core import stage_state
 from aqg.core.grids import MAX_RADIUS
-from aqg.core.links import Link, Memory, init_link
-from aqg.core.policies import Case
-from aqg.core.quantizers import Request
 from aqg.core.space import with_rows
 from aqg.core.stage import Flow, Outcome
-from aqg.jit import njit
+from aqg.core.track import Memory, Terms, Track, correct, init_mirrors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aqg.core.innovation import Innovation
     from aqg.core.messages import AnyUpload
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.stage import StageState
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+    from aqg.core.track import Gaps
+    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 
 class Clients(NamedTuple):
@@ -39,20 +36,20 @@ class Clients(NamedTuple):
 
     Attributes:
         num_params: ``n``, the length of their vectors.
-        link: what client and server both hold.
-        silent_rounds: how many rounds in a row each computed and sent nothing, ``(M,)``.
+        track: the mirrors, which client and server both hold.
+        skipped_rounds: how many rounds in a row each computed and sent nothing, ``(M,)``.
         stages: the state of every stage of the recipe, by the stage's name.
 
     """
 
     num_params: int
-    link: Link
-    silent_rounds: IntArray
+    track: Track
+    skipped_rounds: IntArray
     stages: Mapping[str, StageState]
 
 
 class News(NamedTuple):
-    """What a round's clients are told, and what they know besides their vectors.
+    """What a round's clients receive, and what they know besides their vectors.
 
     Attributes:
         round: ``k``, counted from 1.
@@ -75,38 +72,27 @@ class News(NamedTuple):
     noise: float = 1.0
 
 
-class Part(NamedTuple):
-    """What a block of clients has decided; all arrays have a row for each."""
-
-    clients: IntArray
-    vectors: Array
-    innovation: Innovation
-    widths: IntArray
-    senders: IntArray
-    silent: IntArray
-    faulty: IntArray
-    silent_rounds: IntArray
-    uploads: list[AnyUpload]
-    stages: dict[str, tuple[StageState, StageState]]
-
-
-class Spoken(NamedTuple):
+class Compressed(NamedTuple):
     """What a block of clients uploads in a round.
 
     Attributes:
-        clients: who sent something, increasing.
+        senders: who sent something, increasing.
         uploads: what each of them sent.
         widths: with how many bits per parameter.
         faults: what was wrong with the vectors of others, as ``(client, text)``.
-        part: for `settle`.
+        clients: all of the block.
+        gaps: what was found of their vectors.
+        stages: the state of each stage, before the round and on the way.
 
     """
 
-    clients: IntArray
+    senders: IntArray
     uploads: list[AnyUpload]
     widths: IntArray
     faults: list[tuple[int, str]]
-    part: Part
+    clients: IntArray
+    gaps: Gaps
+    stages: dict[str, tuple[StageState, StageState]]
 
 
 def init_clients(
@@ -117,44 +103,40 @@ def init_clients(
     for name, stage in recipe.all_stages.items():
         fields = {field: np.asarray(v) for field, v in stage.init(num_params, dtype).items()}
         stages[name] = {f: np.repeat(v[None], num_clients, axis=0) for f, v in fields.items()}
-    link = init_link(recipe.memory, num_params, dtype, num_clients)
-    return Clients(num_params, link, np.zeros(num_clients, np.int64), stages)
+    track = init_mirrors(recipe.memory, num_params, dtype, num_clients)
+    return Clients(num_params, track, np.zeros(num_clients, np.int64), stages)
 
 
 def join_clients(states: Sequence[Clients]) -> Clients:
     """Return the states of several clients, in NumPy, as one."""
     first = states[0]
-    link = Link(
-        np.concatenate([state.link.mirror for state in states]),
-        np.concatenate([state.link.direction for state in states]),
-        np.concatenate([state.link.is_held for state in states]),
-    )
+    track = Track(*map(np.concatenate, zip(*(state.track for state in states), strict=True)))
     stages = {
         name: {f: np.concatenate([state.stages[name][f] for state in states]) for f in fields}
         for name, fields in first.stages.items()
     }
-    silent_rounds = np.concatenate([state.silent_rounds for state in states])
-    return Clients(first.num_params, link, silent_rounds, stages)
+    skipped_rounds = np.concatenate([state.skipped_rounds for state in states])
+    return Clients(first.num_params, track, skipped_rounds, stages)
 
 
 def split_clients(state: Clients) -> list[Clients]:
     """Return the state of each client."""
-    rows = [slice(m, m + 1) for m in range(len(state.silent_rounds))]
+    rows = [slice(m, m + 1) for m in range(len(state.skipped_rounds))]
     return [
         Clients(
             state.num_params,
-            state.link.row(row.start),
-            state.silent_rounds[row],
+            state.track.row(row.start),
+            state.skipped_rounds[row],
             {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()},
         )
         for row in rows
     ]
 
 
-def speak(
+def compress(
     space: Space, recipe: Recipe, state: Clients, clients: IntArray, vectors: Array, news: News
-) -> Spoken:
-    """Decide for each of these clients what it sends, and encode it; nothing else changes.
+) -> Compressed:
+    """Decide for each of these clients what it sends, and quantize it; nothing else changes.
 
     Args:
         space: where vectors live.
@@ -178,127 +160,51 @@ def speak(
         old = stage_state.take(space, stage, state.stages, clients)
         new, flow = stage_state.before(space, stage, old, flow)
         stages[stage.name] = old, new
-    mirrors = state.link.mirror if recipe.memory is Memory.INNOVATION else None
-    vectors, innovation = space.measure(recipe.quantizer, flow.vectors, mirrors, clients)
-    decision = recipe.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
-    silent_rounds = space.host.take(state.silent_rounds, clients).copy()
-    senders, silent, faulty = who_speaks(
-        decision.send, innovation.in_range, silent_rounds, recipe.max_staleness
+    positions = state.track.position if recipe.memory is Memory.INNOVATION else None
+    terms = Terms(
+        flow.movement,
+        space.host.take(state.skipped_rounds, clients),
+        (news.seed, news.first, news.round),
+        news.noise,
+        flow.stored_errors,
+        flow.advice,
     )
-    part = Part(
-        clients,
-        vectors,
-        innovation,
-        decision.width,
-        senders,
-        silent,
-        faulty,
-        silent_rounds,
-        [],
-        stages,
-    )
-    faults = _describe(space, clients, vectors, faulty) if len(faulty) else []
-    if not len(senders):
-        return Spoken(senders, [], senders, faults, part)
-    part.uploads.extend(_quantize(space, recipe, part, flow, news))
-    widths = np.array([upload.width for upload in part.uploads], np.int64)
-    return Spoken(clients[senders], part.uploads, widths, faults, part)
+    uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
+    faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []
+    widths = np.array([upload.width for upload in uploads], np.int64)
+    return Compressed(clients[gaps.senders], uploads, widths, faults, clients, gaps, stages)
 
 
-def _quantize(space: Space, recipe: Recipe, part: Part, flow: Flow, news: News) -> list[AnyUpload]:
-    """Encode the vectors of those who send."""
-    senders = part.senders
-    rows = space.rows(part.vectors, senders)
-    steps, norms = part.innovation.steps, part.innovation.squared_norm
-
-    def encode(index: int) -> AnyUpload:
-        place = senders.item(index)
-        width = int(part.widths[place])
-        request = Request(
-            width=width,
-            step=steps.item(place, width - 1) if width <= steps.shape[1] else 0.0,
-            squared_norm=norms.item(place),
-            key=(news.seed, news.first + part.clients.item(place), news.round),
-            advice=() if flow.advice is None else tuple(flow.advice[place].tolist()),
-            noise=news.noise,
-        )
-        return recipe.quantizer.quantize(rows[index], request)
-
-    return space.map(encode, range(len(senders)), len(senders) * rows[0].size)
-
-
-def settle(space: Space, recipe: Recipe, state: Clients, spoken: Spoken) -> Clients:
-    """Return the clients' state after the round; the uploads have moved ``state.link`` already.
+def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Clients:
+    """Return the clients' state after the round; the uploads have moved ``state.track`` already.
 
     Of a client whose vector was faulty nothing changes.
     """
-    part = spoken.part
-    silent_rounds = with_rows(state.silent_rounds, part.clients, part.silent_rounds)
+    gaps = sent.gaps
+    skipped_rounds = with_rows(state.skipped_rounds, sent.clients, gaps.skipped_rounds)
     if not recipe.stages:
-        return state._replace(silent_rounds=silent_rounds)
+        return state._replace(skipped_rounds=skipped_rounds)
 
     def mirrors() -> Sequence[FloatArray]:
-        return space.rows(state.link.mirror, part.clients[part.senders])
+        return space.rows(state.track.position, sent.senders)
 
     outcome = Outcome(
-        part.vectors,
-        part.innovation,
-        part.senders,
-        part.silent,
-        part.faulty,
-        part.uploads,
+        gaps.vectors,
+        gaps.innovation,
+        gaps.senders,
+        gaps.skipping,
+        gaps.faulty,
+        sent.uploads,
         space,
         mirrors,
     )
     stages = dict(state.stages)
     for stage in recipe.stages:
-        old, new = part.stages[stage.name]
+        old, new = sent.stages[stage.name]
         after = stage_state.after(space, stage, new, outcome)
-        after = stage_state.undo(space, stage, old, after, part.faulty)
-        stage_state.store(space, stage, stages, part.clients, old, after)
-    return Clients(state.num_params, state.link, silent_rounds, stages)
-
-
-def who_speaks(
-    wanting: BoolArray, in_range: BoolArray, silent_rounds: IntArray, max_staleness: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the places of those who upload, who skip, and whose vectors are out of range.
-
-    A client uploads if it wants to, or if it skipped ``max_staleness`` rounds in a row, which
-    ``silent_rounds`` counts; it is brought up to date. All arrays are ``(M,)``.
-
-    >>> silent_rounds = np.array([0, 7, 2, 3])
-    >>> wanting, in_range = np.array([1, 0, 0, 1], bool), np.array([1, 1, 1, 0], bool)
-    >>> who_speaks(wanting, in_range, silent_rounds, max_staleness=7)
-    (array([0, 1]), array([2]), array([3]))
-    >>> silent_rounds
-    array([0, 0, 3, 3])
-    """
-    places = np.empty((3, len(wanting)), np.int64)
-    num_sending, num_silent, num_faulty = _sort(
-        np.ascontiguousarray(wanting), in_range, silent_rounds, max_staleness, places
-    )
-    return places[0, :num_sending], places[1, :num_silent], places[2, :num_faulty]
-
-
-@njit()
-def _sort(
-    wanting: Any, in_range: Any, silent_rounds: Any, max_staleness: Any, places: Any
-) -> tuple[int, int, int]:
-    num_sending, num_silent, num_faulty = 0, 0, 0
-    for m in range(len(wanting)):
-        if not in_range[m]:
-            places[2, num_faulty] = m
-            num_faulty += 1
-        elif wanting[m] or silent_rounds[m] >= max_staleness:
-            places[0, num_sending] = m
-            num_sending += 1
-            silent_rounds[m] = 0
-        else:
-            places[1, num_silent] = m
-            num_silent += 1
-            silent_rounds[m] += 1
-    return num_sending, num_silent, num_faulty
+        after = stage_state.undo(space, stage, old, after, gaps.faulty)
+        stage_state.store(space, stage, stages, sent.clients, old, after)
+    return Clients(state.num_params, state.track, skipped_rounds, stages)
 
 
 def _describe(

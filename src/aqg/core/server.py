@@ -1,41 +1,108 @@
-"""The server's round: uploads go in, a model comes out.
+"""The server's round: uploads go in, a model comes out, and an entry that says how it moved.
 
-`take_in`, `publish` and `step` are written over a leading axis of clients, as in `aqg.core.round`.
-The simulator calls them on tables of all clients; `aqg.core.hearing` is a server that hears one
-client at a time.
+`add_uploads` and `take_step` are written for many clients at a time; the simulator calls them on
+tables of all clients. `take_message` and `finish_round` are the server of a deployment and of the
+reference loop, which takes in one client's message at a time.
+
+The step is the server's own affair: its optimizer, the length of steps and their mean are
+not published. What clients hold, the position of the public track, is the model that counts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.budget import Budget, first_budget
-from aqg.core.downlink import (
-    Condensed,
-    Downlink,
-    DownlinkState,
-    Published,
-    condense,
-    shortened,
+from aqg.core.client import check_precision
+from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
+from aqg.core.grids import MAX_RADIUS, round_up_to_bfloat16
+from aqg.core.messages import (
+    Broadcast,
+    Message,
+    Skip,
+    Upload,
+    energy_of,
+    is_message,
+    num_nonzero,
 )
-from aqg.core.links import Link, move_directions
-from aqg.core.messages import energy_of, num_nonzero
-from aqg.core.public import Change, Entry, Part, Rates, make_direction
-from aqg.core.step_sizes import Fixed, StepRule, StepState, is_short
+from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.per_client import PerClient
+from aqg.core.public import Entry, Public
+from aqg.core.space import NumpySpace
+from aqg.core.step_sizes import Fixed, StepRule, StepState
+from aqg.core.track import (
+    Change,
+    Terms,
+    Track,
+    correct,
+    init_mirrors,
+    move_directions,
+    next_direction,
+)
+from aqg.core.types import is_whole
+from aqg.errors import ConfigError, MessageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from aqg.core.messages import AnyUpload
-    from aqg.core.optimizers import OptimizerState, ServerOptimizer
+    from aqg.core.optimizers import OptimizerState
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
-_FIXED = Fixed()
+_SPACE = NumpySpace(in_place=True)
+"""Everything that is written to below is a copy of the server's own."""
 _NO_NOISE = Budget()
+_FIRST = np.arange(1)
+
+
+class Step(NamedTuple):
+    """How the server steps.
+
+    Attributes:
+        size: ``α``, or the natural step of a rule that finds its own.
+        dropout_rate: ``p``, against which recipes may amplify their sums.
+        sampled: the share of the clients that take part in a round.
+        optimizer: what is made of the sums.
+        rule: how long steps are.
+        downlink: how clients receive the model.
+
+    """
+
+    size: float
+    dropout_rate: float = 0.0
+    sampled: float = 1.0
+    optimizer: ServerOptimizer = SGD()
+    rule: StepRule = Fixed()
+    downlink: Downlink = Full()
+
+    def factor(self, recipe: Recipe) -> float:
+        """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG.
+
+        Where the server keeps no ``ref_m`` and asks only a share of the clients, the sum over these
+        is divided by it: an unbiased estimate of the sum over all.
+        """
+        factor = 1.0 / (1.0 - self.dropout_rate) if recipe.amplify_dropouts else 1.0
+        return factor if recipe.memory.keeps_mirror else factor / self.sampled
+
+    def senders(self, num_clients: int) -> float:
+        """Return how many clients are expected to answer in a round."""
+        return num_clients * self.sampled * (1.0 - self.dropout_rate)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether equal sums make equal steps in every round."""
+        return isinstance(self.optimizer, SGD) and isinstance(self.rule, Fixed)
+
+
+_PLAIN = Step(0.0)
 
 
 class Model(NamedTuple):
@@ -43,14 +110,18 @@ class Model(NamedTuple):
 
     Attributes:
         round: ``k``, the round in progress, counted from 1.
-        parameters: ``θ^k``.
+        parameters: ``θ^k``, which clients hold.
+        velocity: of the public track, ``(n,)`` in float64; ``(0,)`` where there are no mirrors.
+        direction: which way the velocity went in its last correction, in NumPy.
         total: ``Σ_m w_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the
             sum of this round's uploads.
-        history: ``‖direction‖²/M²`` of the last steps, newest first, times the optimizer's
-            `fresh_share`.
+        history: the newest numbers of `Entry.movement`, newest first: ``‖direction‖²/M²`` of the
+            steps that were taken, times the optimizer's `fresh_share`.
         optimizer: what the server optimizer remembers.
-        downlink: what is published of the sums; None where clients receive the whole model.
-        is_moved: whether the sum that lasts has changed since the last step.
+        rest: what clients have not learned of the updates, ``(n,)`` in float64; ``(0,)`` where
+            nothing is left out, or what is left out is forgotten.
+        gap: ``‖wanted velocity - velocity‖²`` when it was last looked at.
+        is_moved: whether the sum of mirrors has changed since the last step.
         step: what the rule for step sizes remembers; None where it needs nothing.
         num_sent: how many coordinates the uploads of this round have, all taken together; not
             counted where the recipe keeps mirrors.
@@ -61,10 +132,13 @@ class Model(NamedTuple):
 
     round: int
     parameters: Array
+    velocity: Array
+    direction: NDArray[np.int8]
     total: Array
     history: tuple[float, ...]
     optimizer: OptimizerState
-    downlink: DownlinkState | None = None
+    rest: Array
+    gap: float = 0.0
     is_moved: bool = False
     step: StepState | None = None
     num_sent: int = 0
@@ -78,46 +152,51 @@ class Model(NamedTuple):
             return self.parameters
         return self.step.mean
 
+    def public(self, space: Space) -> Public:
+        """Return what clients hold, in NumPy."""
+        position, velocity = space.get(self.parameters), space.get(self.velocity)
+        track = Track(position[None], velocity[None], self.direction[None], np.ones(1, np.bool_))
+        return Public(self.round, track, self.history)
 
-def init_model(
-    parameters: FloatArray,
-    optimizer: ServerOptimizer,
-    downlink: DownlinkState | None = None,
-    rule: StepRule = _FIXED,
-    noise: float = 0.0,
-) -> Model:
-    """Return the model before the first round; ``noise`` is the recipe's."""
+
+def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
+    """Return the model before the first round."""
+    length, follows = len(parameters), not isinstance(step.downlink, Full)
+    moves = recipe.memory.keeps_mirror and follows
+    waits = not recipe.memory.keeps_mirror and isinstance(step.downlink, Condensed)
     return Model(
         round=1,
         parameters=parameters,
-        total=np.zeros(len(parameters)),
+        velocity=np.zeros(length if moves else 0),
+        direction=np.zeros(length if moves else 0, np.int8),
+        total=np.zeros(length),
         history=(),
-        optimizer=optimizer.init(len(parameters)),
-        downlink=downlink,
-        step=rule.init(parameters),
-        budget=first_budget(noise),
+        optimizer=step.optimizer.init(length),
+        rest=np.zeros(length if waits else 0),
+        step=step.rule.init(parameters),
+        budget=first_budget(recipe.noise),
     )
 
 
-def take_in(
+def add_uploads(
     space: Space,
     recipe: Recipe,
     model: Model,
-    link: Link,
+    mirrors: Track,
     clients: IntArray,
     uploads: Sequence[AnyUpload],
     weights: Float64Array,
 ) -> Model:
     """Take in uploads: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it, in the order given.
 
-    The arrays of model and link are the space's own and written to.
+    The arrays of model and mirrors are the space's own and written to.
 
     Args:
         space: where vectors live.
         recipe: the compressor.
         model: whose sums are moved.
-        link: of all clients.
-        clients: who sent, as places on the link's axis.
+        mirrors: of all clients.
+        clients: who sent, as rows of the mirrors.
         uploads: what each of them sent.
         weights: ``w_m`` of each of them.
 
@@ -130,173 +209,359 @@ def take_in(
                 energy += weight * weight * energy_of(upload)
             model = model._replace(upload_energy=energy)
         return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
-    space.move(recipe.memory, link.mirror, model.total, clients, uploads, weights)
-    link.is_held[clients] = True
-    move_directions(link.direction, clients.tolist(), uploads)
+    space.move(recipe.memory, mirrors.position, model.total, clients, uploads, weights)
+    mirrors.is_held[clients] = True
+    move_directions(mirrors.direction, clients.tolist(), uploads)
     return model._replace(is_moved=True)
 
 
-def make_rates(recipe: Recipe, step_size: float, dropout_rate: float, sampled: float) -> Rates:
-    """Return the numbers that turn a round's sums into a step.
+@np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
+def take_step(
+    space: Space, recipe: Recipe, model: Model, step: Step, num_clients: int
+) -> tuple[Model, Entry]:
+    """Take the step ``θ^{k+1} = θ^k - α·update``, as far as clients learn of it.
 
-    Sums are amplified by ``1/(1-p)`` in Algorithm 2; see `amplification`.
+    Where the recipe keeps mirrors, the wanted velocity is ``-α·update``, and the step that is taken
+    is the velocity that clients have; what they did not learn is forgotten, as the next gradients
+    know where the model is. Otherwise what they did not learn is added to the next update. With
+    `Full` the entry says nothing: clients receive the model.
     """
-    return Rates(step_size, amplification(recipe, dropout_rate, sampled))
-
-
-def publish(
-    space: Space,
-    recipe: Recipe,
-    downlink: Downlink,
-    model: Model,
-    num_clients: int,
-    senders: float,
-) -> tuple[Model, Published]:
-    """Decide what of the round's sums is made public; the step is taken with that.
-
-    Args:
-        space: where vectors live; the model's are its own and written to.
-        recipe: the compressor.
-        downlink: how the sums are published.
-        model: before the step.
-        num_clients: ``M``.
-        senders: how many clients are expected to send in a round.
-
-    """
-    keeps = recipe.memory.keeps_mirror
-    total = model.total if keeps else None
-    passing = None if keeps else model.total
-    if recipe.noise:
-        budget, energy = model.budget, model.upload_energy
-        if energy:
-            of_sum = space.squared_norm(model.total)
-            budget = budget.after(recipe.noise, of_sum, energy, senders)
-        model = model._replace(budget=budget, upload_energy=0.0)
-    if not isinstance(downlink, Condensed):
-        return model, Published(total, passing)
-    assert model.downlink is not None
-    if passing is not None and not space.number((passing != 0).sum()):
-        passing = None  # as if no one had sent: equal sums are published alike
-    tolerance = downlink.tolerance * num_clients**2 * recipe.movement.of(model.history)
-    if passing is None and not model.is_moved and model.downlink.gap <= tolerance:
-        return model, Published(None if total is None else model.downlink.total, None)
-    state, published = condense(
-        space,
-        downlink,
-        model.downlink,
-        total,
-        passing,
-        tolerance,
-        senders,
-        model.num_sent,
-        model.round,
-        model.is_moved,
-    )
-    return model._replace(downlink=state), published
-
-
-def step(
-    space: Space,
-    recipe: Recipe,
-    downlink: Downlink,
-    model: Model,
-    published: Published,
-    num_clients: int,
-    rates: Rates,
-    optimizer: ServerOptimizer,
-    rule: StepRule = _FIXED,
-) -> tuple[Model, Rates]:
-    """Take the step ``θ^{k+1} = θ^k - α Σ_m ref_m`` with what was published of the sums.
-
-    Another optimizer than `SGD` turns the sum into another vector first. The movement still comes
-    from the sum, which has the scale of the clients' vectors. ``rates`` hold the natural step;
-    those of the step that was taken are returned.
-    """
-    direction = make_direction(
-        space, len(model.parameters), published.total, published.passing, rates
-    )
-    optimizer_state, update = optimizer.step(model.optimizer, direction, space.root)
-    step_state, step_size = rule.next(space, model.step, model.parameters, update, rates.step_size)
-    if step_size != rates.step_size:
-        rates = rates._replace(step_size=step_size)
-    parameters, squared_norm = space.take_step(model.parameters, update, direction, step_size)
-    keeps = recipe.memory.keeps_mirror
-    movement = space.number(squared_norm) / num_clients**2 * optimizer.fresh_share
-    if isinstance(downlink, Condensed):
-        movement = shortened(movement)
-    moved = Model(
-        round=model.round + 1,
-        parameters=parameters,
-        total=model.total if keeps else space.zeros_like(model.total),
-        history=recipe.movement.extend(model.history, movement),
-        optimizer=optimizer_state,
-        downlink=model.downlink,
-        step=rule.follow(step_state, parameters),
-        budget=model.budget,
-    )
-    return moved, rates
-
-
-def amplification(recipe: Recipe, dropout_rate: float, sampled: float = 1.0) -> float:
-    """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG.
-
-    Where the server keeps no ``ref_m`` and asks only the fraction ``sampled`` of the clients, the
-    sum over these is divided by it: an unbiased estimate of the sum over all.
-    """
-    factor = 1.0 / (1.0 - dropout_rate) if recipe.amplify_dropouts else 1.0
-    return factor if recipe.memory.keeps_mirror else factor / sampled
-
-
-def make_entry(
-    recipe: Recipe,
-    downlink: Downlink,
-    before: Model,
-    published: Published,
-    movement: float,
-    rates: Rates,
-) -> Entry:
-    """Return the entry of a round: what changed of the published sums, and the numbers.
-
-    It is a function of sums over clients: of their vectors, and of how many coordinates they sent.
-    ``before`` is the server's model before the step.
-    """
-    lasting: Part = None
-    passing: Part = None
-    state = before.downlink
-    if state is None:
-        return Entry(before.round, None, None, movement, rates)
-    if isinstance(downlink, Condensed):
-        lasting, passing = published.lasting_message, published.passing_message
+    model = _noise_of_round(space, recipe, model, step.senders(num_clients))
+    factor = step.factor(recipe)
+    direction = model.total if factor == 1 else model.total * factor
+    optimizer, update = step.optimizer.step(model.optimizer, direction, space.root)
+    model, is_rounded = model._replace(optimizer=optimizer), isinstance(step.downlink, Condensed)
+    if is_rounded and not recipe.memory.keeps_mirror:
+        moved, entry, length = _catch_up(space, model, step, direction, update, num_clients)
     else:
-        if recipe.memory.keeps_mirror and before.is_moved:
-            assert published.total is not None
-            lasting = changed(state.total, published.total)
-        if published.passing is not None:
-            passing = changed(None, published.passing)
-    told, step_size = rates == state.rates, None
-    if not told and state.rates is not None and is_short(rates.step_size):
-        alone = state.rates._replace(step_size=rates.step_size) == rates
-        step_size = rates.step_size if alone else None
-    is_repeated = told and lasting is None and passing is None and not state.passed
-    return Entry(
-        before.round,
-        lasting,
-        passing,
-        None if is_repeated else movement,
-        None if told or step_size is not None else rates,
-        is_short=isinstance(downlink, Condensed),
-        step_size=step_size,
+        rule, size = step.rule.next(space, model.step, model.parameters, update, step.size)
+        wanted, model = _Wanted(direction, update, size), model._replace(step=rule)
+        if is_rounded:
+            moved, entry, length = _steer(space, recipe, model, step, wanted, num_clients)
+        else:
+            moved, entry, length = _say_all(space, recipe, model, step, wanted)
+    movement = last = model.history[0] if model.history else 0.0
+    if length is not None:  # else the model moved as it did before
+        movement = length.squared / num_clients**2 * length.factor
+        movement = rounded_up(movement) if is_rounded else movement
+    is_news = length is not None and movement != last
+    entry = entry._replace(movement=movement if is_news else None, is_rounded=is_rounded)
+    moved = moved._replace(
+        round=model.round + 1,
+        history=recipe.movement.extend(model.history, movement),
+        total=model.total if recipe.memory.keeps_mirror else space.zeros_like(model.total),
+        is_moved=False,
+        num_sent=0,
+        step=step.rule.follow(moved.step, moved.parameters),
     )
+    return moved, entry
 
 
-def changed(old: Float64Array | None, new: Float64Array) -> Change | None:
-    """Return the change from ``old``, or from zero; None where there is none."""
-    if new is old:
-        return None
-    old = np.zeros(len(new)) if old is None else old
-    return None if old.tobytes() == new.tobytes() else Change(old, new)
+class _Wanted(NamedTuple):
+    """The step as it would be if everything were said."""
+
+    direction: Array
+    update: Array
+    size: float
 
 
-def expected_senders(num_clients: int, dropout_rate: float, sampled: float) -> float:
-    """Return how many clients are expected to answer in a round."""
-    return num_clients * sampled * (1.0 - dropout_rate)
+class _Length(NamedTuple):
+    """``‖step‖²``, and the factor that makes it one of clients' vectors."""
+
+    squared: float
+    factor: float
+
+
+def _say_all(
+    space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted
+) -> tuple[Model, Entry, _Length | None]:
+    """Take the whole step; with `Exact`, say it to the bit."""
+    params, entry = model.parameters, Entry(model.round)
+    is_exact = isinstance(step.downlink, Exact)
+    if is_exact and recipe.memory.keeps_mirror:
+        velocity = model.velocity
+        if model.is_moved or not step.is_steady:
+            rounded = space.cast(wanted.update * -wanted.size, params)
+            velocity = space.cast(rounded, model.velocity)
+            entry = entry._replace(velocity=_change(space, model.velocity, velocity))
+        model = model._replace(velocity=velocity)
+        stepped, squared_norm = space.take_step(params, velocity, wanted.direction, -1.0)
+    else:
+        before = np.array(space.get(params)) if is_exact else None
+        stepped, squared_norm = space.take_step(
+            params, wanted.update, wanted.direction, wanted.size
+        )
+        if before is not None:
+            entry = entry._replace(position=_change(space.host, before, space.get(stepped)))
+    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    return model._replace(parameters=stepped), entry, length
+
+
+def _steer(
+    space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted, num_clients: int
+) -> tuple[Model, Entry, _Length | None]:
+    """Correct the velocity if it has to be, and move by it."""
+    assert isinstance(step.downlink, Condensed)
+    velocity, entry, scale = model.velocity, Entry(model.round), wanted.size**2
+    if not isinstance(step.optimizer, SGD):
+        before = space.squared_norm(wanted.direction)
+        scale *= space.squared_norm(wanted.update) / before if before else 1.0
+    movement = recipe.movement.of(model.history)
+    tolerance = step.downlink.tolerance * num_clients**2 * movement * scale
+    if model.is_moved or not step.is_steady or model.gap > tolerance:
+        gap = wanted.update * -wanted.size - velocity
+        terms = Terms(tolerance, np.zeros(1, np.int64))
+        coder = step.downlink.of_velocity
+        uploads, found = correct(space, coder, None, _FIRST, gap[None], terms)
+        model = model._replace(gap=float(found.innovation.squared_norm[0]))
+        if uploads:
+            upload = uploads[0]
+            velocity = velocity + space.put(upload.values(np.float64))
+            model = model._replace(
+                velocity=velocity,
+                direction=next_direction(model.direction, upload),
+                gap=float(found.innovation.errors[0, upload.width - 1]),
+            )
+            entry = entry._replace(velocity=upload)
+    stepped, squared_norm = space.take_step(model.parameters, velocity, velocity, -1.0)
+    share = step.optimizer.fresh_share / scale if scale else 0.0
+    length = None if entry.velocity is None else _Length(space.number(squared_norm), share)
+    return model._replace(parameters=stepped), entry, length
+
+
+def _catch_up(
+    space: Space, model: Model, step: Step, direction: Array, update: Array, num_clients: int
+) -> tuple[Model, Entry, _Length | None]:
+    """Say the largest coordinates of the update and of what was not said of earlier ones.
+
+    What waits is kept as an update: it moves the model by the step of the round that says it. The
+    rule for step sizes sees what clients do.
+    """
+    assert isinstance(step.downlink, Condensed)
+    params, rest = model.parameters, model.rest + update
+    uploads: list[AnyUpload] = []
+    if space.any(model.total):  # else as if no one had sent: equal sums are published alike
+        coder = step.downlink.of_position(len(params), model.num_sent, step.senders(num_clients))
+        vector, terms = rest * math.copysign(1.0, -step.size), Terms(0.0, np.zeros(1, np.int64))
+        uploads, found = correct(space, coder, None, _FIRST, vector[None], terms)
+        if len(found.faulty):  # a run that diverges: its steps are beyond any grid
+            rest = model.rest
+    if not uploads:
+        return model._replace(rest=rest), Entry(model.round), None
+    upload = uploads[0]
+    assert isinstance(upload, Upload)
+    shown = space.put(upload.values(np.float64))
+    rule, size = step.rule.next(space, model.step, params, shown, step.size)
+    longest = min(upload.step * abs(size), 2 * MAX_RADIUS)
+    upload = replace(upload, step=round_up_to_bfloat16(longest))
+    values = space.put(upload.values(np.float64))
+    if size:
+        rest = rest + values / size
+    stepped, squared_norm = space.take_step(params, values, direction, -1.0)
+    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    entry = Entry(model.round, position=upload)
+    return model._replace(parameters=stepped, rest=rest, step=rule), entry, length
+
+
+def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
+    """Find how much noise the uploads of the next round may carry."""
+    if not recipe.noise:
+        return model
+    budget, energy = model.budget, model.upload_energy
+    if energy:
+        of_sum = space.squared_norm(model.total)
+        budget = budget.after(recipe.noise, of_sum, energy, senders)
+    return model._replace(budget=budget, upload_energy=0.0)
+
+
+def _change(space: Space, old: Array, new: Array) -> Change | None:
+    """Return the change of a vector; None where there is none."""
+    change = Change(space.get(old), space.get(new))
+    return None if change.old.tobytes() == change.new.tobytes() else change
+
+
+class Peer(NamedTuple):
+    """What the server holds of one client.
+
+    Attributes:
+        track: the client's mirror, which it holds as well.
+        last_round: the last round in which a message of it was taken; 0 before the first.
+
+    """
+
+    track: Track
+    last_round: int = 0
+
+
+class ServerState(NamedTuple):
+    """What the server remembers between messages: the model, and a `Peer` for every client.
+
+    A client that has no mirror takes no memory, and taking in a message costs the same however many
+    clients there are.
+    """
+
+    model: Model
+    peers: PerClient[Peer]
+
+    @property
+    def round(self) -> int:
+        """``k``, the round in progress."""
+        return self.model.round
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The model ``θ^k``."""
+        params: FloatArray = self.model.parameters
+        return params
+
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the models so far, where one is kept; else the model."""
+        params: FloatArray = self.model.averaged
+        return params
+
+    @property
+    def public(self) -> Public:
+        """What clients hold of the model."""
+        return self.model.public(_SPACE)
+
+    @property
+    def num_clients(self) -> int:
+        """``M``."""
+        return len(self.peers)
+
+    def mirror(self, client: int) -> FloatArray:
+        """Return ``ref_m`` of a client, ``(n,)``; ``(0,)`` where the recipe keeps none."""
+        mirror: FloatArray = self.peers[client].track.position[0]
+        return mirror
+
+
+def init_server(
+    recipe: Recipe,
+    parameters: FloatArray,
+    num_clients: int,
+    step: Step = _PLAIN,
+) -> ServerState:
+    """Return the state before the first round, with every ``ref_m`` zero.
+
+    ``step`` says which optimizer, rule and downlink the state is for.
+    """
+    if not is_whole(num_clients) or num_clients < 1:
+        raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+    if getattr(parameters, "ndim", None) != 1 or not len(parameters):
+        shape = getattr(parameters, "shape", type(parameters).__name__)
+        raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
+    check_precision(parameters.dtype)
+    track = init_mirrors(recipe.memory, len(parameters), parameters.dtype)
+    model = init_model(recipe, parameters, step)
+    return ServerState(model, PerClient(int(num_clients), Peer(track)))
+
+
+def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
+    """Return the state of a server that holds these mirrors, a track for each client."""
+    peers = PerClient(len(mirrors), Peer(mirrors[0]))
+    for client, track in enumerate(mirrors):
+        peers = peers.replaced(client, Peer(track))
+    return ServerState(model, peers)
+
+
+def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
+    """Return what every client receives at the start of the round."""
+    movement = recipe.movement.of(state.model.history)
+    return Broadcast(state.round, state.parameters, movement, state.model.budget.noise)
+
+
+def take_message(
+    recipe: Recipe, state: ServerState, client: int, message: Message, weight: float = 1.0
+) -> ServerState:
+    """Return the state after one client's message; the old state is left as it was.
+
+    With a ``weight`` other than 1, the same in every round, the sum is ``Σ_m weight_m·ref_m``. A
+    client sends one message in a round. What is not in order raises `MessageError`.
+    """
+    check_client(state, client)
+    if not is_message(message):
+        raise MessageError(f"client {client} sent a {type(message).__name__}, which is no message")
+    peer = state.peers[client]
+    if peer.last_round == state.round:
+        raise MessageError(f"client {client} has sent a message in round {state.round} already")
+    track = peer.track
+    if isinstance(message, Skip):
+        return state._replace(peers=state.peers.replaced(client, Peer(track, state.round)))
+    check_message(state.model, client, message, weight)
+    model = state.model._replace(total=state.model.total.copy())
+    own = track.copy()
+    weights = np.array([float(weight)])
+    model = add_uploads(_SPACE, recipe, model, own, _FIRST, [message], weights)
+    return ServerState(model, state.peers.replaced(client, Peer(own, state.round)))
+
+
+def check_client(state: ServerState, client: int) -> None:
+    """Raise unless there is such a client."""
+    if not is_whole(client) or not 0 <= client < state.num_clients:
+        raise MessageError(
+            f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
+        )
+
+
+def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
+    """Raise `MessageError` unless an upload can be taken in."""
+    num_params = len(model.parameters)
+    if len(message) != num_params:
+        raise MessageError(
+            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
+        )
+    if not _is_number(weight):
+        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
+    message.validate()
+
+
+def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:
+    """Return the state with a client's ``ref_m`` zero again and out of the sum."""
+    check_client(state, client)
+    peer = state.peers[client]
+    model = state.model
+    if recipe.memory.keeps_mirror:
+        total = model.total - weight * peer.track.position[0].astype(np.float64)
+        model = model._replace(total=total, is_moved=True)
+    track = init_mirrors(recipe.memory, len(state.parameters), state.parameters.dtype)
+    return ServerState(model, state.peers.replaced(client, Peer(track, peer.last_round)))
+
+
+def finish_round(
+    recipe: Recipe,
+    state: ServerState,
+    step_size: float,
+    dropout_rate: float = 0.0,
+    sampled: float = 1.0,
+    optimizer: ServerOptimizer = _PLAIN.optimizer,
+) -> ServerState:
+    """Return the state after the server's step, for clients that receive the whole model."""
+    return publish_round(recipe, state, Step(step_size, dropout_rate, sampled, optimizer))[0]
+
+
+def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[ServerState, Entry]:
+    """Return the state after the server's step, and the entry that tells clients of it.
+
+    The state must have been made for the same optimizer, rule and downlink.
+    """
+    if not _is_number(step.size):
+        raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
+    if not (_is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
+        raise ConfigError(
+            f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
+        )
+    if not (_is_number(step.sampled) and 0 < step.sampled <= 1):
+        raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
+    fitting = init_model(recipe, state.parameters[:1], step)
+    for name in ("velocity", "rest"):
+        if len(getattr(fitting, name)) != (len(getattr(state.model, name)) > 0):
+            raise ConfigError(f"the server's state was not made for downlink {step.downlink!r}")
+    if (state.model.step is None) != (fitting.step is None):
+        raise ConfigError(f"the server's state was not made for the step {step.rule.name!r}")
+    model, entry = take_step(_SPACE, recipe, state.model, step, state.num_clients)
+    return ServerState(model, state.peers), entry
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)

@@ -15,8 +15,8 @@ import numpy as np
 from aqg.core.grids import MAX_RADIUS, Grid, affine
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import move_mirror
-from aqg.core.links import Memory, advance
 from aqg.core.messages import Upload
+from aqg.core.track import Memory, advance
 from aqg.jit import HAVE_NUMBA, njit
 from aqg.parallel import map_threads, num_threads
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
+    from aqg.core.track import Part
     from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 Array = Any
@@ -116,6 +117,15 @@ class Space(Protocol):
 
     def add_values(self, total: Array, uploads: Sequence[AnyUpload], weights: Float64Array) -> None:
         """Add the uploads to a weighted sum, in place."""
+
+    def moved(self, memory: Memory, table: Array, rows: IntArray, parts: Sequence[Part]) -> Array:
+        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`)."""
+
+    def cast(self, vector: Array, like: Array) -> Array:
+        """Return a vector in the precision of another."""
+
+    def any(self, vector: Array) -> bool:
+        """Tell whether some coordinate is not zero."""
 
     def take_step(
         self, params: Array, update: Array, direction: Array, step_size: float
@@ -281,6 +291,25 @@ class NumpySpace:
         """Add one upload after the other."""
         for upload, weight in zip(uploads, weights.tolist(), strict=True):
             total += weight * upload.values(np.float64)
+
+    def moved(
+        self, memory: Memory, table: FloatArray, rows: IntArray, parts: Sequence[Part]
+    ) -> FloatArray:
+        """Move a copy; a single row is not copied twice."""
+        if len(table) == len(rows) == 1:
+            return advance(memory, table[0], parts[0])[None]
+        table = table.copy()
+        for row, part in zip(rows.tolist(), parts, strict=True):
+            table[row] = advance(memory, table[row], part)
+        return table
+
+    def cast(self, vector: FloatArray, like: FloatArray) -> FloatArray:
+        """Round, where precisions differ."""
+        return vector.astype(like.dtype, copy=False)
+
+    def any(self, vector: FloatArray) -> bool:
+        """Look."""
+        return bool(vector.any())
 
     def take_step(
         self, params: FloatArray, update: Float64Array, direction: Float64Array, step_size: float

@@ -70,14 +70,14 @@ class Flow(NamedTuple):
 class Outcome(NamedTuple):
     """What became of the vectors of ``m`` clients.
 
-    ``senders``, ``silent`` and ``faulty`` are places on the axis of ``m`` clients.
+    ``senders``, ``skipping`` and ``faulty`` are places on the axis of ``m`` clients.
 
     Attributes:
         vectors: what was to be quantized, ``(m, n)``: the flow's vectors, less the mirror where
             the recipe sends innovations.
         innovation: their statistics.
         senders: who sent.
-        silent: who chose not to.
+        skipping: who chose not to.
         faulty: whose vector cannot be quantized; the state of these is left as it was.
         uploads: what each of the senders sent.
         space: where the vectors live.
@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
     vectors: Any
     innovation: Innovation
     senders: IntArray
-    silent: IntArray
+    skipping: IntArray
     faulty: IntArray
     uploads: Sequence[AnyUpload]
     space: Space

@@ -4,7 +4,7 @@ With local training, the server's natural step is that of federated averaging, w
 of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
 Friend, ICML 2023). All of it is made from the model and the
-published updates, and the result travels in the entry: everyone takes the same step.
+server's updates, and is the server's own affair.
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
 going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
@@ -207,15 +207,15 @@ class DistanceOverGradients(_Averaging):
         assert state is not None
         length = space.squared_norm(update)
         if length == 0:
-            return state, _short(natural)
+            return state, _rounded(natural)
         reach, energy = state.reach, state.energy + length
         if not state.energy:
             first, moved = math.sqrt(space.squared_norm(parameters)), natural * math.sqrt(length)
             reach = min(self.first * first, self.widest * moved) if first else moved
         reach = max(reach, math.sqrt(space.squared_norm(parameters - state.start)))
         if not (math.isfinite(energy) and math.isfinite(reach)):
-            return state, _short(natural)
-        return state._replace(reach=reach, energy=energy), _short(reach / math.sqrt(energy))
+            return state, _rounded(natural)
+        return state._replace(reach=reach, energy=energy), _rounded(reach / math.sqrt(energy))
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
@@ -254,19 +254,10 @@ def resolve_step(
     return make_step(recipe.step)
 
 
-def is_short(step_size: float) -> bool:
-    """Tell whether a step size is one that fits into an entry as a bfloat16 number.
+def _rounded(step_size: float) -> float:
+    """Return the next bfloat16 number, so that no two libraries step by different last bits.
 
-    >>> is_short(0.125), is_short(0.1)
-    (True, False)
-    """
-    return _LEAST <= step_size <= _MOST and round_up_to_bfloat16(step_size) == step_size
-
-
-def _short(step_size: float) -> float:
-    """Return a step size as entries carry it: a bfloat16 number, not below it.
-
-    >>> _short(1.0), _short(1.001)
+    >>> _rounded(1.0), _rounded(1.001)
     (1.0, 1.0078125)
     """
     return round_up_to_bfloat16(min(max(step_size, _LEAST), _MOST))

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array
     from aqg.protocol.book import MirrorBook
 
-_FORMAT = 2
-_OLDEST = 1
-"""Format 1 had no number, a row for every mirror, and no log: its clients received whole models."""
+_FORMAT = 3
 _FULL = Full()
 _FIXED = Fixed()
 
@@ -99,10 +97,10 @@ def load_checkpoint(
         return None
     arrays = read_arrays(file)
     try:
-        if int(arrays.get("format", _OLDEST)) > _FORMAT:
+        if int(arrays["format"]) != _FORMAT:
             raise RunError(
                 f"checkpoint {str(file)!r} has format {int(arrays['format'])}; this version of "
-                f"aqg reads up to {_FORMAT}"
+                f"aqg reads {_FORMAT}"
             )
         checkpoint = _checkpoint_of(arrays, recipe, downlink, directory, rule)
     except KeyError as error:
@@ -125,5 +123,5 @@ def _checkpoint_of(
         book=book_from_arrays(arrays, recipe, downlink, directory, rule),
         nodes=[int(node) for node in arrays["nodes"]],
         num_samples=arrays["num_samples"],
-        terms={"downlink": Full.name, "step": Fixed.name} | json.loads(str(arrays["terms"])),
+        terms=json.loads(str(arrays["terms"])),
     )

@@ -115,7 +115,6 @@ class Desk:
         settings, model = self._settings, self._model
         return self.book.order(
             client,
-            settings.optimizer,
             run=self._run,
             fingerprint=self.fingerprint,
             recipe=self._recipe_spec,

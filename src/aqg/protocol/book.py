@@ -11,31 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.downlink import Downlink, Full
-from aqg.core.hearing import ServerState, forget, hear, init_server, publish_round
 from aqg.core.messages import Skip
-from aqg.core.public import Entry as LogEntry
+from aqg.core.public import Entry
+from aqg.core.server import ServerState, Step, forget, init_server, publish_round, take_message
 from aqg.core.step_sizes import Fixed
 from aqg.errors import MessageError, WireError
-from aqg.protocol.messages import Order, Reply, Stamp
-from aqg.protocol.mirrors import (
-    EPOCH_DRAWS,
-    Entry,
-    Snapshot,
-    content_digest,
-    first_lineage,
-    max_frame_bytes,
-    next_lineage,
-)
-from aqg.protocol.publisher import Publisher, initial_state, public_of
-from aqg.wire import decode, known
+from aqg.protocol.messages import Order, Reply
+from aqg.protocol.mirrors import Held, Snapshot
+from aqg.protocol.peers import Peer, take_reply
+from aqg.protocol.publisher import Publisher, initial_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqg.core.downlink import DownlinkState
-    from aqg.core.links import Link
     from aqg.core.messages import Message
     from aqg.core.optimizers import ServerOptimizer
+    from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.step_sizes import StepRule
     from aqg.core.types import Float64Array, FloatArray
@@ -81,7 +72,7 @@ class MirrorBook:
         self,
         recipe: Recipe,
         state: ServerState,
-        entries: Sequence[Entry],
+        entries: Sequence[Held],
         weights: Float64Array,
         downlink: Downlink = _FULL,
         publisher: Publisher | None = None,
@@ -105,18 +96,19 @@ class MirrorBook:
         rule: StepRule = _FIXED,
     ) -> MirrorBook:
         """Return the book before the first round, with every ``ref_m`` zero."""
-        state = init_server(recipe, parameters, len(weights), optimizer, downlink, rule)
+        step = Step(0.0, optimizer=optimizer, rule=rule, downlink=downlink)
+        state = init_server(recipe, parameters, len(weights), step)
         publisher = None
         if not isinstance(downlink, Full):
-            log = initial_state(public_of(state.model), len(weights))
+            log = initial_state(state.public, len(weights))
             publisher = Publisher(parameters, log)
         zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
-        entry = Entry(zero.stamp, zero.lineage)
+        entry = Held(zero.stamp, zero.lineage)
         entries = [entry] * len(weights)
         return MirrorBook(recipe, state, entries, weights, downlink, publisher, rule)
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[Held]:
         """What is held of each client beside its mirror."""
         return tuple(self._entries)
 
@@ -132,26 +124,29 @@ class MirrorBook:
 
     @property
     def movement(self) -> float:
-        """The scalar that clients are told with the model."""
+        """The scalar that clients receive with the model."""
         return self.recipe.movement.of(self.state.model.history)
 
-    def entry(self, client: int) -> Entry:
+    def entry(self, client: int) -> Held:
         """Return what is held of one client beside its mirror."""
         return self._entries[client]
 
-    def order(self, client: int, optimizer: str, **terms: Any) -> Order:
+    @property
+    def public(self) -> Public:
+        """What clients hold of the model."""
+        return self.state.public
+
+    def order(self, client: int, **terms: Any) -> Order:
         """Return what a client is to be sent in this round.
 
         Args:
             client: its number.
-            optimizer: of the server, where clients follow a log.
-            terms: what the book does not know: the run, the recipe, and what is asked for.
+            terms: what the book does not know: the run, the recipe, and what else is wanted.
 
         """
         stamp, parcel = self.entry(client).stamp, self.parcel(client)
         if parcel is not None:
             terms |= {
-                "optimizer": optimizer,
                 "public": parcel.digest,
                 "log": parcel.log,
                 "snapshot": parcel.snapshot,
@@ -173,7 +168,7 @@ class MirrorBook:
         """Return what leads a client to the model; None where it receives the model itself."""
         if self.publisher is None:
             return None
-        return self.publisher.parcel(client, self.state.model)
+        return self.publisher.parcel(client, self.public)
 
     def is_new(self, client: int) -> bool:
         """Tell whether a client has never said what it holds of the model."""
@@ -210,50 +205,29 @@ class MirrorBook:
 
     def _read(
         self, client: int, reply: Reply, incarnation: int
-    ) -> tuple[ServerState, Entry, Message]:
+    ) -> tuple[ServerState, Held, Message]:
         """Return state, entry and message after ``reply``."""
         if (reply.incarnation, reply.round) != (incarnation, self.round):
             raise MessageError(
                 f"the reply is to round {reply.round} of incarnation {reply.incarnation}, "
                 f"not to round {self.round} of {incarnation}"
             )
-        num_params = len(self.parameters)
-        if len(reply.frame) > max_frame_bytes(num_params):
-            raise MessageError(
-                f"the frame has {len(reply.frame)} bytes; "
-                f"{max_frame_bytes(num_params)} are the most for {num_params} parameters"
-            )
+        params, state, entry = self.parameters, self.state, self._entries[client]
+        held = Peer(state.peers[client].track, entry)
+        peer, message = take_reply(self.recipe, held, reply, len(params), str(params.dtype))
         weight = float(self.weights[client])
-        state, entry = self.state, self._entries[client]
         if reply.restarted:
-            state, entry = _restart(self.recipe, state, client, entry, reply, weight)
-        if reply.base != entry.stamp:
-            raise MessageError(
-                f"the frame is for upload {reply.uploads} of epoch {reply.epoch}, digest "
-                f"{reply.base_digest.hex()}; the mirror is at {entry.stamp.uploads} of "
-                f"{entry.stamp.epoch}, {entry.stamp.digest.hex()}"
-            )
-        message = decode(reply.frame, num_params, known=known(state.peers[client].link))
-        with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            state = hear(self.recipe, state, client, message, weight)
-        if not isinstance(message, Skip):
-            link = state.peers[client].link
-            if not np.isfinite(link.mirror).all():
-                raise MessageError("the mirror would hold NaN or infinity after the frame")
-            entry = _advance(entry, reply.frame, link, state.round)
-        if reply.digest != entry.stamp.digest:
-            raise MessageError(
-                f"the mirror after the frame has digest {entry.stamp.digest.hex()}; "
-                f"the client says {reply.digest.hex()}"
-            )
-        return state, entry, message
+            state = forget(self.recipe, state, client, weight)
+        state = take_message(self.recipe, state, client, message, weight)
+        last_upload = entry.last_upload if isinstance(message, Skip) else self.round
+        return state, peer.entry._replace(last_upload=last_upload), message
 
     def reweigh(self, weights: Float64Array) -> None:
         """Go on with other weights ``w_m``, and the sum that belongs to them."""
         total = np.zeros(len(self.parameters))
         for weight, peer in zip(weights, self.state.peers, strict=True):
-            if peer.link.is_held[0]:
-                total += weight * peer.link.mirror[0].astype(np.float64)
+            if peer.track.is_held[0]:
+                total += weight * peer.track.position[0].astype(np.float64)
         if self.recipe.memory.keeps_mirror:
             model = self.state.model._replace(total=total, is_moved=True)
             self.state = self.state._replace(model=model)
@@ -266,17 +240,9 @@ class MirrorBook:
 
         ``step_size`` is ``α``, or the natural step of the rule that finds it.
         """
-        before = self.state.model.downlink
-        self.state, entry = publish_round(
-            self.recipe,
-            self.state,
-            step_size,
-            dropout_rate,
-            sampled,
-            optimizer,
-            self.downlink,
-            self.rule,
-        )
+        before = self.public
+        step = Step(step_size, dropout_rate, sampled, optimizer, self.rule, self.downlink)
+        self.state, entry = publish_round(self.recipe, self.state, step)
         self._publish(entry, before)
 
     def skip_step(self) -> None:
@@ -288,33 +254,10 @@ class MirrorBook:
         if not (self.recipe.memory.keeps_mirror or self.recipe.keeps_residual):
             total = np.zeros_like(model.total)
             model = model._replace(total=total, num_sent=0, upload_energy=0.0)
-        number, before = self.round, self.state.model.downlink
+        number, before = self.round, self.public
         self.state = self.state._replace(model=model)
-        self._publish(LogEntry(number, is_step=False), before)
+        self._publish(Entry(number, is_step=False), before)
 
-    def _publish(self, entry: LogEntry, before: DownlinkState | None) -> None:
+    def _publish(self, entry: Entry, before: Public) -> None:
         if self.publisher is not None:
-            assert before is not None
-            self.publisher.publish(entry, before, self.state.model)
-
-
-def _restart(
-    recipe: Recipe, state: ServerState, client: int, entry: Entry, reply: Reply, weight: float
-) -> tuple[ServerState, Entry]:
-    """Take a client's ``ref_m`` out of the sum and begin it again from zero."""
-    last = entry.stamp.epoch + EPOCH_DRAWS
-    if reply.uploads != 0 or not entry.stamp.epoch < reply.epoch <= last:
-        raise MessageError(
-            f"a restart at upload {reply.uploads} of epoch {reply.epoch}; "
-            f"it must be at upload 0 of an epoch after {entry.stamp.epoch}, {last} at the most"
-        )
-    state = forget(recipe, state, client, weight)
-    lineage = first_lineage(reply.epoch)
-    digest = content_digest(lineage, state.peers[client].link)
-    return state, Entry(Stamp(reply.epoch, 0, digest), lineage, entry.last_upload)
-
-
-def _advance(entry: Entry, frame: bytes, link: Link, round_number: int) -> Entry:
-    lineage = next_lineage(entry.stamp.digest, frame)
-    stamp = Stamp(entry.stamp.epoch, entry.stamp.uploads + 1, content_digest(lineage, link))
-    return Entry(stamp, lineage, round_number)
+            self.publisher.publish(entry, before, self.public)

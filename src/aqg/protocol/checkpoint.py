@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.hearing import Peer, ServerState
-from aqg.core.links import Link, init_link
+from aqg.core.downlink import Downlink, Full
 from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
+from aqg.core.server import Peer, ServerState
 from aqg.core.step_sizes import Fixed
+from aqg.core.track import Track, init_mirrors
 from aqg.errors import RunError
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.messages import Stamp
-from aqg.protocol.mirrors import Entry, content_digest
-from aqg.protocol.publisher import LogState, Publisher, public_of
+from aqg.protocol.mirrors import Held, content_digest
+from aqg.protocol.publisher import LogState, Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.core.downlink import Downlink
     from aqg.core.recipe import Recipe
     from aqg.core.step_sizes import StepRule
     from aqg.core.types import FloatArray
@@ -47,9 +47,9 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
     Mirrors and directions that are zero are left out.
     """
     state, entries = book.state, book.entries
-    links = [peer.link for peer in state.peers]
-    mirrors = [client for client, link in enumerate(links) if link.is_held[0]]
-    directions = _moved(links)
+    tracks = [peer.track for peer in state.peers]
+    mirrors = [client for client, track in enumerate(tracks) if track.is_held[0]]
+    directions = _moved(tracks)
     arrays: dict[str, NDArray[Any]] = {
         "weights": book.weights,
         **model_to_arrays(state.model),
@@ -61,10 +61,10 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
         "held": np.array(mirrors, np.int64),
         "moved": np.array(directions, np.int64),
     }
-    for name, group in _groups("mirrors", mirrors, links[0].mirror.nbytes, group_bytes):
-        arrays[name] = _rows([links[client].mirror for client in group])
-    for name, group in _groups("directions", directions, links[0].direction.nbytes, group_bytes):
-        arrays[name] = _rows([links[client].direction for client in group])
+    for name, group in _groups("mirrors", mirrors, tracks[0].position.nbytes, group_bytes):
+        arrays[name] = _rows([tracks[client].position for client in group])
+    for name, group in _groups("directions", directions, tracks[0].direction.nbytes, group_bytes):
+        arrays[name] = _rows([tracks[client].direction for client in group])
     if book.publisher is not None:
         arrays |= book.publisher.state().to_arrays()
     return arrays
@@ -82,7 +82,7 @@ def book_from_arrays(
     ``directory`` has the starting model; None where no client has it.
     """
     entries = [
-        Entry(
+        Held(
             Stamp(int(epoch), int(uploads), digest.tobytes()),
             lineage.tobytes(),
             int(last_upload),
@@ -97,20 +97,21 @@ def book_from_arrays(
         )
     ]
     model = model_from_arrays(arrays)
-    zero = init_link(recipe.memory, len(model.parameters), model.parameters.dtype)
+    zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
     peers = PerClient(len(entries), Peer(zero))
     for client in sorted({*mirrors, *directions}):
         mirror, direction = mirrors.get(client), directions.get(client)
-        link = Link(
-            zero.mirror if mirror is None else mirror[None],
+        track = Track(
+            zero.position if mirror is None else mirror[None],
+            zero.velocity,
             zero.direction if direction is None else direction[None],
             np.array([mirror is not None and bool(mirror.any())]),
         )
-        peers = peers.replaced(client, Peer(link))
+        peers = peers.replaced(client, Peer(track))
     publisher = None
     start = None if directory is None else _load_start(directory)
-    if model.downlink is not None:
+    if not isinstance(downlink, Full):
         publisher = Publisher(start, LogState.from_arrays(arrays))
     state = ServerState(model, peers)
     return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
@@ -120,25 +121,25 @@ def check_book(book: MirrorBook, file: Path) -> None:
     """Raise `RunError` unless every mirror and the model have the digests that are noted."""
     zero: dict[bytes, bytes] = {}
     for client, (peer, entry) in enumerate(zip(book.state.peers, book.entries, strict=True)):
-        digest = _digest_of(peer.link, entry.lineage, zero)
+        digest = _digest_of(peer.track, entry.lineage, zero)
         if digest != entry.stamp.digest:
             raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
     publisher = book.publisher
-    if publisher is not None and public_digest(public_of(book.state.model)) != publisher.digest:
+    if publisher is not None and public_digest(book.public) != publisher.digest:
         raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
 
 
-def _moved(links: list[Link]) -> list[int]:
+def _moved(tracks: list[Track]) -> list[int]:
     """Return the clients whose direction is not zero; many share one array of zeros."""
     zeros: set[int] = set()
     moved = []
-    for client, link in enumerate(links):
-        if id(link.direction) in zeros:
+    for client, track in enumerate(tracks):
+        if id(track.direction) in zeros:
             continue
-        if link.direction.any():
+        if track.direction.any():
             moved.append(client)
         else:
-            zeros.add(id(link.direction))
+            zeros.add(id(track.direction))
     return moved
 
 
@@ -160,12 +161,12 @@ def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[
     return dict(zip(clients, rows, strict=True))
 
 
-def _digest_of(link: Link, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
+def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
     """Return the digest of a link; those that are shared by many clients are looked at once."""
-    if link.is_held[0] or link.direction.any():
-        return content_digest(lineage, link)
+    if track.is_held[0] or track.direction.any():
+        return content_digest(lineage, track)
     if lineage not in zero:
-        zero[lineage] = content_digest(lineage, link)
+        zero[lineage] = content_digest(lineage, track)
     return zero[lineage]
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError, MessageError
 from aqg.protocol.coding import order_from_bytes, to_bytes
@@ -94,28 +93,28 @@ class ClientSession:
                 that was answered already, or that this client cannot follow.
 
         """
-        told = order_from_bytes(order)
-        agreed = agree(told, self._recipe)
-        store = ClientStore(self._vault(told), key_of(told))
-        if told.serial <= store.answered:
-            if told.serial == store.answered and store.last_reply():
+        read = order_from_bytes(order)
+        agreed = agree(read, self._recipe)
+        store = ClientStore(self._vault(read), key_of(read))
+        if read.serial <= store.answered:
+            if read.serial == store.answered and store.last_reply():
                 return store.last_reply()  # the same once more: the server takes one of them
-            return to_bytes(stale_reply(told))
-        parcel = told.parcel
+            return to_bytes(stale_reply(read))
+        parcel = read.parcel
         if parcel is None:
             raise MessageError("the order has no model and nothing that leads to one")
         try:
-            params = follow_log(terms_of(told, agreed), parcel, store, lambda: self._start)
+            params = follow_log(terms_of(read, agreed), parcel, store, lambda: self._start)
         except OutOfReachError as lost:
-            return to_bytes(lost.reply(told))
+            return to_bytes(lost.reply(read))
         started = time.perf_counter()
-        base = intact_base(agreed, store, told)
-        loss, update = _updated(train, params, told)
-        mirror, reply = answer(agreed, base, told, update, loss)
+        base = intact_base(agreed, store, read)
+        loss, update = _updated(train, params, read)
+        mirror, reply = answer(agreed, base, read, update, loss)
         seconds = time.perf_counter() - started
         frame = to_bytes(replace(reply, loss=loss, work_seconds=seconds))
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
-        log_reply(told, reply)
+        log_reply(read, reply)
         return frame
 
     def _vault(self, order: Order) -> Vault:
@@ -154,7 +153,7 @@ def key_of(order: Order) -> str:
 
 def terms_of(order: Order, recipe: Recipe) -> Terms:
     """Return what must be known to follow the server's log."""
-    return Terms(recipe, make_optimizer(order.optimizer), order.num_params, order.dtype)
+    return Terms(recipe, order.num_params, order.dtype)
 
 
 class OutOfReachError(Exception):

@@ -1,7 +1,7 @@
 """Orders and replies as bytes.
 
 ====================== =====================================================================
-byte 0                 ``0x81``: an order, ``0x91``: a reply; version 1 of either
+byte 0                 ``0x82``: an order, version 2; ``0x91``: a reply, version 1
 fields                 one after the other, in the order in which the class names them:
                        integers as varints, truths as a byte, floats as 8 bytes,
                        texts (UTF-8) and bytes behind their length, a varint
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _Message = TypeVar("_Message", Order, Reply)
 
-_MARKS: dict[type[Any], int] = {Order: 0x81, Reply: 0x91}
+_MARKS: dict[type[Any], int] = {Order: 0x82, Reply: 0x91}
 _CRC_BYTES = 4
 _FLOAT_BYTES = 8
 

@@ -20,21 +20,16 @@ DIGEST_BYTES = 16
 def public_digest(public: Public) -> bytes:
     """Return a digest of every bit of the public model: all that later entries build on.
 
-    >>> from aqg.core.optimizers import SGD
     >>> from aqg.core.public import init_public
     >>> from aqg.core.recipes import make_recipe
-    >>> public = init_public(make_recipe("lean"), np.zeros(3), SGD())
-    >>> public_digest(public) == public_digest(public._replace(total=np.zeros(3)))
-    True
+    >>> public = init_public(make_recipe("lean"), np.zeros(3))
     >>> public_digest(public) == public_digest(public._replace(round=2))
     False
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    rates = public.rates or ()
-    counts = (public.round, len(public.history), len(rates))
-    digest.update(struct.pack("<3q", *counts))
-    digest.update(struct.pack(f"<{len(public.history) + len(rates)}d", *public.history, *rates))
-    for vector in (public.parameters, public.total, public.direction, *public.optimizer):
+    digest.update(struct.pack("<2q", public.round, len(public.history)))
+    digest.update(struct.pack(f"<{len(public.history)}d", *public.history))
+    for vector in public.vectors:
         _add(digest, vector)
     return digest.digest()
 

@@ -20,7 +20,6 @@ from aqg.wire.snapshot import decode_snapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqg.core.optimizers import ServerOptimizer
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
 
@@ -75,20 +74,18 @@ class Terms(NamedTuple):
 
     Attributes:
         recipe: as the server has it.
-        optimizer: of the server.
         num_params: length of the model.
         dtype: of the model.
 
     """
 
     recipe: Recipe
-    optimizer: ServerOptimizer
     num_params: int
     dtype: str
 
     def first(self, start: FloatArray) -> Public:
         """Return the public model before the first round."""
-        return init_public(self.recipe, start, self.optimizer)
+        return init_public(self.recipe, start)
 
     def blank(self) -> Public:
         """Return a public model of the right shape."""
@@ -98,13 +95,8 @@ class Terms(NamedTuple):
         """Tell whether a public model has the right shape."""
         return all(
             mine.dtype == theirs.dtype and mine.shape == theirs.shape
-            for mine, theirs in zip(vectors_of(public), vectors_of(self.blank()), strict=True)
+            for mine, theirs in zip(public.vectors, self.blank().vectors, strict=True)
         )
-
-
-def vectors_of(public: Public) -> tuple[FloatArray, ...]:
-    """Return all vectors of a public model."""
-    return (public.parameters, public.total, public.direction, *public.optimizer)  # type: ignore[return-value]
 
 
 def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
@@ -129,7 +121,7 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
                 f"round {public.round} is held here, which is later than round {rounds.stop}"
             )
         log = log_since(parcel.log, public.round)
-        public = follow_log(log, public, terms.recipe.movement, terms.optimizer)
+        public = follow_log(log, public, terms.recipe.movement)
     except WireError as error:
         raise LostError(str(error)) from error
     if public.round != parcel.round:

@@ -68,7 +68,7 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Order(_Fields):
-    """What one client is told in a round, beside the model.
+    """What one client receives in a round, beside the model.
 
     Attributes:
         run: names the training run, across restarts of the server.
@@ -89,7 +89,6 @@ class Order(_Fields):
         evaluate: whether the loss of the model is wanted.
         layout: signature of the server's module (see `signature`); empty where it has none.
         constants: digest of what never travels of that module; empty where it has none.
-        optimizer: of the server, with which clients follow the log.
         public: digest of the public model that the order is about; empty where the model itself
             comes with the order.
         log: the entries that lead there, as a frame.
@@ -118,7 +117,6 @@ class Order(_Fields):
     evaluate: bool
     layout: bytes = b""
     constants: bytes = b""
-    optimizer: str = ""
     public: bytes = b""
     log: bytes = b""
     snapshot: bytes = b""

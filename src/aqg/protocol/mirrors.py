@@ -4,7 +4,7 @@ Pure functions, without network or files; the server's book of mirrors is `aqg.p
 state of a mirror has a `Stamp`: an epoch, a count of uploads, and a digest of its content and
 history. An order carries the stamp the server holds, and the client looks for it among what it has:
 
-* its current state: the last upload arrived (or it was silent), go on;
+* its current state: the last upload arrived (or there was none), go on;
 * the state before its last answer: the upload was lost, roll back as a whole;
 * neither: start again from zero under a new epoch, and say so. The server takes the old ``ref_m``
   out of its sum in the same step in which it takes the new upload in.
@@ -28,8 +28,8 @@ from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
 from aqg.wire import encode, known
 
 if TYPE_CHECKING:
-    from aqg.core.links import Link
     from aqg.core.recipe import Recipe
+    from aqg.core.track import Track
     from aqg.core.types import FloatArray
     from aqg.protocol.follower import Holding
 
@@ -61,12 +61,12 @@ def next_lineage(digest: bytes, frame: bytes) -> bytes:
     return hashlib.blake2b(frame, key=digest, digest_size=DIGEST_BYTES).digest()
 
 
-def content_digest(lineage: bytes, link: Link) -> bytes:
+def content_digest(lineage: bytes, track: Track) -> bytes:
     """Return the digest of a link: of how it came to be, and of every bit it consists of."""
     digest = hashlib.blake2b(key=lineage, digest_size=DIGEST_BYTES)
-    mirror = link.mirror
+    mirror = track.position
     digest.update(np.ascontiguousarray(mirror, mirror.dtype.newbyteorder("<")).data)
-    digest.update(np.ascontiguousarray(link.direction).data)
+    digest.update(np.ascontiguousarray(track.direction).data)
     return digest.digest()
 
 
@@ -89,12 +89,12 @@ class Snapshot(NamedTuple):
         """Return the state before the first upload of an epoch."""
         state = init_client(recipe, num_params, np.dtype(dtype))
         lineage = first_lineage(epoch)
-        return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.link)))
+        return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.track)))
 
     @property
     def is_intact(self) -> bool:
         """Whether the content still has the digest that the stamp says."""
-        return content_digest(self.lineage, self.state.link) == self.stamp.digest
+        return content_digest(self.lineage, self.state.track) == self.stamp.digest
 
 
 class ClientMirror(NamedTuple):
@@ -190,12 +190,12 @@ def answer(
     state, message = respond(
         recipe, old.state, gradient, order.movement, key, loss, noise=order.noise
     )
-    frame = encode(message, known=known(old.state.link))
+    frame = encode(message, known=known(old.state.track))
     if isinstance(message, Skip):
         new = old._replace(state=state)
     else:
         lineage = next_lineage(old.stamp.digest, frame)
-        digest = content_digest(lineage, state.link)
+        digest = content_digest(lineage, state.track)
         stamp = Stamp(old.stamp.epoch, old.stamp.uploads + 1, digest)
         new = Snapshot(state, lineage, stamp)
     fault = (message.fault or "") if isinstance(message, Skip) else ""
@@ -219,7 +219,7 @@ def answer(
     return ClientMirror(new, old, order.serial), reply
 
 
-class Entry(NamedTuple):
+class Held(NamedTuple):
     """What the server holds of one client beside its end of the link.
 
     Attributes:

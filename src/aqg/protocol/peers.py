@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.links import Link, advance_one, init_link
 from aqg.core.messages import Message, Skip
+from aqg.core.track import Track, follow_one, init_mirrors
 from aqg.errors import MessageError
 from aqg.protocol.messages import Reply, Stamp
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
-    Entry,
+    Held,
     content_digest,
     first_lineage,
     max_frame_bytes,
@@ -34,16 +34,16 @@ class Peer(NamedTuple):
 
     """
 
-    link: Link
-    entry: Entry
+    track: Track
+    entry: Held
 
 
 def first_peer(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Peer:
     """Return the peer before the first upload of an epoch."""
-    link = init_link(recipe.memory, num_params, np.dtype(dtype))
+    track = init_mirrors(recipe.memory, num_params, np.dtype(dtype))
     lineage = first_lineage(epoch)
-    stamp = Stamp(epoch, 0, content_digest(lineage, link))
-    return Peer(link, Entry(stamp, lineage))
+    stamp = Stamp(epoch, 0, content_digest(lineage, track))
+    return Peer(track, Held(stamp, lineage))
 
 
 def take_reply(
@@ -71,16 +71,16 @@ def take_reply(
             f"{reply.base_digest.hex()}; the mirror is at {stamp.uploads} of {stamp.epoch}, "
             f"{stamp.digest.hex()}"
         )
-    message = decode(reply.frame, num_params, known=known(peer.link))
+    message = decode(reply.frame, num_params, known=known(peer.track))
     if not isinstance(message, Skip):
         message.validate()
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            link = advance_one(recipe.memory, peer.link, message)
-        if not np.isfinite(link.mirror).all():
+            track = follow_one(recipe.memory, peer.track, message)
+        if not np.isfinite(track.position).all():
             raise MessageError("the mirror would hold NaN or infinity after the frame")
         lineage = next_lineage(stamp.digest, reply.frame)
-        digest = content_digest(lineage, link)
-        peer = Peer(link, Entry(Stamp(stamp.epoch, stamp.uploads + 1, digest), lineage))
+        digest = content_digest(lineage, track)
+        peer = Peer(track, Held(Stamp(stamp.epoch, stamp.uploads + 1, digest), lineage))
     if reply.digest != peer.entry.stamp.digest:
         raise MessageError(
             f"the mirror after the frame has digest {peer.entry.stamp.digest.hex()}; "
@@ -91,7 +91,7 @@ def take_reply(
 
 def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray:
     """Return the update that a reply stands for: what was sent, or the mirror."""
-    mirror = peer.link.mirror
+    mirror = peer.track.position
     if recipe.memory.keeps_mirror:
         update: FloatArray = mirror[0]
         return update

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.public import Public
 from aqg.errors import RunError
 from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
-from aqg.protocol.follower import Parcel, vectors_of
+from aqg.protocol.follower import Parcel
 from aqg.protocol.log import ModelLog
-from aqg.wire.entry import encode_entry, log_overhead
-from aqg.wire.frame import Known
+from aqg.wire.entry import encode_entry, known_velocity, log_overhead
 from aqg.wire.snapshot import encode_snapshot
 
 if TYPE_CHECKING:
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.core.downlink import DownlinkState
-    from aqg.core.public import Entry
-    from aqg.core.server import Model
+    from aqg.core.public import Entry, Public
     from aqg.core.types import FloatArray, IntArray
     from aqg.protocol.follower import Holding
 
@@ -108,21 +104,6 @@ def initial_state(public: Public, num_clients: int) -> LogState:
     )
 
 
-def public_of(model: Model) -> Public:
-    """Return the public part of the server's model."""
-    state = model.downlink
-    assert state is not None
-    return Public(
-        model.round,
-        model.parameters,
-        state.total,
-        state.direction,
-        model.history,
-        model.optimizer,
-        state.rates,
-    )
-
-
 class Publisher:
     """Keeps the log, and knows how far each client has read it.
 
@@ -166,11 +147,9 @@ class Publisher:
             self._starts.copy(),
         )
 
-    def publish(self, entry: Entry, before: DownlinkState, model: Model) -> None:
-        """Add a round's entry; ``before`` is what had been published, ``model`` what is now."""
-        known = Known(before.total, before.direction) if len(before.total) else None
-        self._log.append(encode_entry(entry, known))
-        public = public_of(model)
+    def publish(self, entry: Entry, before: Public, public: Public) -> None:
+        """Add a round's entry, which leads from the public model before to that after it."""
+        self._log.append(encode_entry(entry, known_velocity(before)))
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
@@ -179,16 +158,16 @@ class Publisher:
         self._bound(_longest_snapshot(public))
         del self._digests[: len(self._digests) - len(self._log.entries) - 1]
 
-    def parcel(self, client: int, model: Model) -> Parcel:
+    def parcel(self, client: int, public: Public) -> Parcel:
         """Return what brings a client to the model of this round."""
         log = self._log
         if self._starts[client] == _UNKNOWN and self._is_start_rare:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
-            first, snapshot = self._deliver_without_start(position, model)
+            first, snapshot = self._deliver_without_start(position, public)
         else:
-            delivery = log.deliver(position, lambda: self._snapshot(model))
+            delivery = log.deliver(position, lambda: self._snapshot(public))
             first = delivery.first
             snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
         return Parcel(self.round, self.digest, log.frame(first), snapshot)
@@ -225,15 +204,15 @@ class Publisher:
         """Whether some have said that they lack the starting model, and none has it."""
         return bool((self._starts == _LACKS).any() and not (self._starts == _HAS).any())
 
-    def _snapshot(self, model: Model) -> bytes:
+    def _snapshot(self, public: Public) -> bytes:
         log = self._log
         if log.snapshot_round == log.round and isinstance(log.snapshot, bytes):
             return log.snapshot  # another client wanted it in this round
-        return encode_snapshot(public_of(model), self.start)
+        return encode_snapshot(public, self.start)
 
-    def _deliver_without_start(self, position: int, model: Model) -> tuple[int, bytes]:
+    def _deliver_without_start(self, position: int, public: Public) -> tuple[int, bytes]:
         """Return the first round and the snapshot for a client without the starting model."""
-        log, public = self._log, public_of(model)
+        log = self._log
         number, snapshot = self._absolute
         if log.first <= position <= log.round:
             size = log_overhead(position, log.round - position) + log.bytes_since(position)
@@ -267,4 +246,4 @@ def _frames(entries: Sequence[Any]) -> list[bytes]:
 
 def _longest_snapshot(public: Public) -> int:
     """Return more bytes than any snapshot has: twice what the vectors take in memory."""
-    return 1024 + 2 * sum(vector.nbytes for vector in vectors_of(public))
+    return 1024 + 2 * sum(vector.nbytes for vector in public.vectors)

@@ -6,6 +6,7 @@ another mirror is refused with a reason, and costs that client's part of the rou
 
 from __future__ import annotations
 
+import math
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,8 +116,14 @@ class ServerSession:
         shares_start: bool = False,
         path: Path | str | None = None,
     ) -> None:
-        if not is_whole(num_clients) or num_clients < 1:
-            raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+        start = _checked(parameters, num_clients)
+        for name, value in (("step_size", step_size), ("sampled", sampled)):
+            if value is not None and not (_is_number(value) and value > 0):
+                raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
+        if sampled > 1:
+            raise ConfigError(f"sampled is {sampled!r}; it must be at most 1")
+        if not is_whole(seed) or seed < 0:
+            raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0")
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
         self.recipe = chosen.for_updates(exact)
@@ -134,11 +141,10 @@ class ServerSession:
         self._path = None if path is None else Path(path)
         self._downlink = _resolve(downlink, self.recipe)
         given = _weights(weights, num_clients)
-        dtype = str(np.asarray(parameters).dtype)
-        self._fingerprint = fingerprint(self.recipe, len(parameters), dtype, seed)
+        self._fingerprint = fingerprint(self.recipe, len(start), str(start.dtype), seed)
         self._run, self._incarnation = secrets.token_hex(8), 1
-        self._book = self._restored() or self._first(np.array(parameters), given)
-        self._heard: set[int] = set()
+        self._book = self._restored() or self._first(start, given)
+        self._answered: set[int] = set()
         self._save()  # the new incarnation: orders of the one before are older
 
     @property
@@ -162,9 +168,9 @@ class ServerSession:
         return len(self._book.weights)
 
     @property
-    def heard(self) -> frozenset[int]:
+    def answered(self) -> frozenset[int]:
         """The clients whose replies were taken in this round."""
-        return frozenset(self._heard)
+        return frozenset(self._answered)
 
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
@@ -172,7 +178,6 @@ class ServerSession:
         named, bits, max_staleness = self._recipe_terms
         order = self._book.order(
             client,
-            self._optimizer,
             run=self._run,
             fingerprint=self._fingerprint,
             recipe=named,
@@ -185,12 +190,16 @@ class ServerSession:
         )
         return to_bytes(order)
 
-    def take(self, client: int, reply: bytes) -> Receipt:
+    def take(self, client: int, reply: object) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
 
         The sum of a round is the same to the last bit only if replies are taken in the same order.
         """
         self._check_client(client)
+        if not isinstance(reply, bytes | bytearray | memoryview):
+            kind = type(reply).__name__
+            return Receipt(False, problem=f"the reply is {kind}; it must be bytes")
+        reply = bytes(reply)
         most = max_frame_bytes(len(self.parameters)) + _HEAD_BYTES
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
@@ -201,8 +210,8 @@ class ServerSession:
         if read.stale:
             return Receipt(False, problem="the client has answered a later order already")
         if (read.incarnation, read.round) == (self._incarnation, self.round):
-            if client in self._heard:
-                problem = f"client {client} was heard in round {self.round} already"
+            if client in self._answered:
+                problem = f"client {client} was taken in round {self.round} already"
                 return Receipt(False, problem=problem)
             self._book.note_holding(client, read)
         if read.lost:
@@ -210,21 +219,21 @@ class ServerSession:
         verdict = self._book.accept(client, read, self._incarnation)
         if verdict.message is None:
             return Receipt(False, problem=verdict.problem)
-        self._heard.add(client)
+        self._answered.add(client)
         fault = _fault_of(verdict.message, read.fault)
         return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
 
     def step(self) -> None:
         """Take the server's step with what was taken in, and begin the next round.
 
-        Where no client was heard the model stays as it is.
+        Where no reply was taken the model stays as it is.
         """
-        if self._heard:
+        if self._answered:
             optimizer = make_optimizer(self._optimizer)
             self._book.step(self.step_size, 0.0, self._sampled, optimizer)
         else:
             self._book.skip_step()
-        self._heard = set()
+        self._answered = set()
         self._save()
 
     def _check_client(self, client: int) -> None:
@@ -297,8 +306,30 @@ def _resolve(spec: str, recipe: Recipe) -> Downlink:
     return downlink
 
 
+def _checked(parameters: object, num_clients: Any) -> FloatArray:
+    """Return a copy of a model that a session can start from."""
+    if not is_whole(num_clients) or num_clients < 1:
+        raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+    start = np.array(parameters)
+    if start.ndim != 1 or not len(start) or start.dtype.name not in ("float32", "float64"):
+        raise ConfigError(
+            f"parameters are {start.dtype}{start.shape}; they must be flat, float32 or float64"
+        )
+    num_bad = int(np.count_nonzero(~np.isfinite(start)))
+    if num_bad:
+        raise ConfigError(f"parameters have {num_bad} values that are not finite")
+    return start
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
+
+
 def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
-    given = np.ones(num_clients) if weights is None else np.asarray(weights, np.float64)
+    try:
+        given = np.ones(num_clients) if weights is None else np.array(weights, np.float64)
+    except (TypeError, ValueError):
+        given = np.zeros(0)
     if given.shape != (num_clients,) or not (np.isfinite(given).all() and (given >= 0).all()):
         raise ConfigError(f"weights must be {num_clients} finite numbers that are not negative")
     return given

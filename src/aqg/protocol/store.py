@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from aqg.core.optimizers import OptimizerState
 from aqg.core.persistence import clients_from_arrays, clients_to_arrays
-from aqg.core.public import Public, Rates
+from aqg.core.public import Public
+from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
 from aqg.protocol.files import read_arrays, write_arrays, write_atomically
-from aqg.protocol.follower import vectors_of
 from aqg.protocol.messages import Stamp
 from aqg.protocol.mirrors import ClientMirror, Snapshot
 
@@ -161,16 +160,11 @@ class ClientStore:
         if row is None:
             return None
         try:
-            arrays = {name: self._arrays.read(row["arrays"][name]) for name in _PUBLIC}
-            return Public(
-                round=int(row["round"]),
-                parameters=arrays["parameters"],
-                total=arrays["total"],
-                direction=arrays["direction"],
-                history=tuple(map(float, row["history"])),
-                optimizer=OptimizerState(arrays["momentum"], arrays["variance"]),
-                rates=None if row["rates"] is None else Rates(*map(float, row["rates"])),
+            position, velocity, direction = (
+                self._arrays.read(row["arrays"][name])[None] for name in _PUBLIC
             )
+            track = Track(position, velocity, direction, np.ones(1, np.bool_))
+            return Public(int(row["round"]), track, tuple(map(float, row["history"])))
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
             _logger.warning("the client's saved model cannot be used: %r", error)
@@ -178,11 +172,10 @@ class ClientStore:
 
     def put_public(self, public: Public) -> None:
         """Write the vectors of a public model, which takes its place with the next `save`."""
-        vectors = dict(zip(_PUBLIC, vectors_of(public), strict=True))
+        vectors = dict(zip(_PUBLIC, public.vectors, strict=True))
         row = {
             "round": public.round,
             "history": list(public.history),
-            "rates": None if public.rates is None else list(public.rates),
             "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
         }
         self._index = {**self._index, "public": row}
@@ -263,7 +256,7 @@ class ClientStore:
 
 
 _ROWS = ("current", "before", "public", "reply")
-_PUBLIC = ("parameters", "total", "direction", "momentum", "variance")
+_PUBLIC = ("position", "velocity", "direction")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 

@@ -15,22 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.core import stage_state
-from aqg.core.downlink import DownlinkState, Exact, noted
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.links import Link
 from aqg.core.optimizers import OptimizerState
-from aqg.core.public import Public
-from aqg.core.round import Clients, News, settle, speak
-from aqg.core.server import (
-    expected_senders,
-    make_entry,
-    make_rates,
-    publish,
-    step,
-    take_in,
-)
+from aqg.core.round import Clients, News, compress, settle
+from aqg.core.server import add_uploads, take_step
 from aqg.core.space import with_rows
 from aqg.core.stages import level_factors
+from aqg.core.track import Track
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
 from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record
@@ -44,12 +35,10 @@ from aqg.wire.entry import entry_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from aqg.core.downlink import Published
-    from aqg.core.public import Rates
+    from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.server import Model
     from aqg.core.space import Array
-    from aqg.core.step_sizes import StepState
     from aqg.core.types import Float64Array, FloatArray, IntArray
     from aqg.protocol.log import Content
     from aqg.sim.problem import Problem
@@ -100,16 +89,12 @@ class FastSimulation:
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
         self._block_size = max(1, block_bytes // problem.initial_params.nbytes)
-        self._downlink = self.training.downlink
-        self._rates = make_rates(recipe, step_size, self.dropout.rate, self._sampled)
-        self._senders = expected_senders(problem.num_clients, self.dropout.rate, self._sampled)
+        self._step = self.training.make_step(step_size, self.dropout.rate, problem.num_clients)
         self._downloads: Downloads | None = None
         self._load(initial_state(problem, recipe, self.training))
 
     def _load(self, state: SimulationState) -> None:
         self._model = _model_in(self.backend.put, state.model)
-        if isinstance(self._downlink, Exact):  # compared with the sum when a frame is sized
-            self._model = self._model._replace(downlink=state.model.downlink)
         if state.log is not None:
             self._downloads = Downloads(self.problem.initial_params, state.log)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
@@ -161,22 +146,22 @@ class FastSimulation:
                 level_factors=factors,
                 noise=self._model.budget.noise,
             )
-            spoken = speak(self.backend, self.recipe, self._clients, block, vectors, news)
-            faults += spoken.faults
-            if len(spoken.clients):
-                widths[spoken.clients] = spoken.widths
-                link, senders, uploads = self._clients.link, spoken.clients, spoken.uploads
-                sent[senders] = frame_sizes(self.backend, link, senders, uploads)
+            said = compress(self.backend, self.recipe, self._clients, block, vectors, news)
+            faults += said.faults
+            if len(said.senders):
+                widths[said.senders] = said.widths
+                track, senders, uploads = self._clients.track, said.senders, said.uploads
+                sent[senders] = frame_sizes(self.backend, track, senders, uploads)
                 weights = shares[senders]
-                self._model = take_in(
-                    self.backend, self.recipe, self._model, link, senders, uploads, weights
+                self._model = add_uploads(
+                    self.backend, self.recipe, self._model, track, senders, uploads, weights
                 )
-            self._clients = settle(self.backend, self.recipe, self._clients, spoken)
+            self._clients = settle(self.backend, self.recipe, self._clients, said)
             if evaluate:  # last: a GPU need not be waited for
                 measured = self.backend.get(block_losses)
                 losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
-        self._step()
+        self._take_step()
         traffic = self.statistics.finish_round(present)
         return make_record(number, loss, widths, faults, sent, downloads, traffic)
 
@@ -191,71 +176,20 @@ class FastSimulation:
             return [(present, full_download_bytes(self.problem.initial_params))]
         return self._downloads.deliver(present, self._public)
 
-    def _step(self) -> None:
-        """Publish the sums, take the step, add an entry to the log."""
+    def _take_step(self) -> None:
+        """Take the server's step, and add its entry to the log."""
         before, num_clients = self._model, self.problem.num_clients
-        self._model, published = publish(
-            self.backend,
-            self.recipe,
-            self._downlink,
-            before,
-            num_clients,
-            self._senders,
-        )
-        self._model, rates = step(
-            self.backend,
-            self.recipe,
-            self._downlink,
-            self._model,
-            published,
-            num_clients,
-            self._rates,
-            self.training.optimizer,
-            self.training.step,
-        )
-        if self._downloads is not None:
-            self._write_entry(before, published, rates)
-
-    def _write_entry(self, before: Model, published: Published, rates: Rates) -> None:
-        """Size the round's entry, and note it."""
-        assert self._downloads is not None
-        public = self._model.downlink
-        assert public is not None
-        is_silent = not before.is_moved and published.passing is None
-        is_silent = is_silent and published.lasting_message is None and not public.passed
-        if is_silent and public.rates == rates:  # an entry of one byte
-            self._downloads.append(1)
+        self._model, entry = take_step(self.backend, self.recipe, before, self._step, num_clients)
+        if self._downloads is None:
             return
-        get = self.backend.get
         known = None
-        if isinstance(self._downlink, Exact):
-            if published.total is not None:
-                total = np.array(get(published.total)) if before.is_moved else public.total
-                published = published._replace(total=total)
-                public = public._replace(total=total)
-            if published.passing is not None:
-                published = published._replace(passing=get(published.passing))
-        elif published.lasting_message is not None:
-            assert before.downlink is not None
-            known = Known(get(before.downlink.total), before.downlink.direction)
-        entry = make_entry(self.recipe, self._downlink, before, published, 0.0, rates)
-        self._model = self._model._replace(downlink=noted(public, entry))
+        if entry.velocity is not None:
+            known = Known(self.backend.get(before.velocity), before.direction)
         self._downloads.append(entry_size(entry, known))
 
     def _public(self) -> Public:
-        """Return the public model as it is."""
-        model, get = self._model, self.backend.get
-        public = model.downlink
-        assert public is not None
-        return Public(
-            model.round,
-            get(model.parameters),
-            get(public.total),
-            public.direction,
-            model.history,
-            OptimizerState(*map(get, model.optimizer)),
-            public.rates,
-        )
+        """Return what clients hold of the model."""
+        return self._model.public(self.backend)
 
     def _present(self) -> IntArray:
         """Return the clients that take part in the next round."""
@@ -310,27 +244,17 @@ class FastSimulation:
 
 def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
     """Return the model with its vectors in another place."""
+    step = model.step
+    if step is not None:
+        step = step._replace(start=move(step.start), mean=move(step.mean))
     return model._replace(
         parameters=move(model.parameters),
+        velocity=move(model.velocity),
         total=move(model.total),
         optimizer=OptimizerState(*map(move, model.optimizer)),
-        downlink=_downlink_in(move, model.downlink),
-        step=_step_in(move, model.step),
+        rest=move(model.rest),
+        step=step,
     )
-
-
-def _step_in(move: Callable[[Array], Array], state: StepState | None) -> StepState | None:
-    if state is None:
-        return None
-    return state._replace(start=move(state.start), mean=move(state.mean))
-
-
-def _downlink_in(
-    move: Callable[[Array], Array], state: DownlinkState | None
-) -> DownlinkState | None:
-    if state is None:
-        return None
-    return state._replace(total=move(state.total), residual=move(state.residual))
 
 
 def _clients_in(
@@ -340,9 +264,10 @@ def _clients_in(
     clients: Clients,
 ) -> Clients:
     """Return the clients' state with its vectors in another place, and all else copied."""
-    link = Link(move(clients.link.mirror), copy(clients.link.direction), copy(clients.link.is_held))
+    position, velocity, direction, is_held = clients.track
+    track = Track(move(position), move(velocity), copy(direction), copy(is_held))
     stages = {}
     for name, stage in recipe.all_stages.items():
         place = move if stage_state.lives_on_device(stage) else copy
         stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
-    return Clients(clients.num_params, link, copy(clients.silent_rounds), stages)
+    return Clients(clients.num_params, track, copy(clients.skipped_rounds), stages)

@@ -15,8 +15,8 @@ from aqg.wire import Known, encoded_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqg.core.links import Link
     from aqg.core.space import Space
+    from aqg.core.track import Track
     from aqg.core.types import IntArray
     from aqg.protocol.log import Content
     from aqg.sim.statistics import StatisticsTraffic
@@ -26,15 +26,15 @@ SKIP_BYTES = encoded_size(Skip())
 
 def frame_sizes(
     space: Space,
-    link: Link,
+    track: Track,
     clients: IntArray,
     uploads: Sequence[AnyUpload],
 ) -> Sequence[int]:
     """Size each client's frame, before the uploads have moved the link."""
     contexts: list[Known | None] = [None] * len(uploads)
-    if link.mirror.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
-        mirrors = space.rows(link.mirror, clients)
-        directions = [link.direction[m] for m in clients]
+    if track.position.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
+        mirrors = space.rows(track.position, clients)
+        directions = [track.direction[m] for m in clients]
         contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
 
     def size(index: int) -> int:

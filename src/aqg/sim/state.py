@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import init_downlink
+from aqg.core.downlink import Full
 from aqg.core.persistence import (
     clients_from_arrays,
     clients_to_arrays,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("is_moved", "history", "statistics", "log_lengths", "public_rates")
+_VARYING = ("is_moved", "history", "statistics", "log_lengths")
 """Arrays that are not of one length, or are checked elsewhere."""
 
 
@@ -67,7 +67,7 @@ class SimulationState(NamedTuple):
         """Return the state that `to_arrays` wrote."""
         try:
             model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
-            log = None if model.downlink is None else LogState.from_arrays(arrays)
+            log = LogState.from_arrays(arrays) if "positions" in arrays else None
             return SimulationState(model, clients, arrays["statistics"], log)
         except KeyError as error:
             raise RunError(
@@ -79,9 +79,9 @@ def initial_state(problem: Problem, recipe: Recipe, training: Training) -> Simul
     """Return what server and clients start from: nothing sent, nothing remembered."""
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
-    downlink = init_downlink(training.downlink, recipe, len(parameters))
-    model = init_model(parameters, training.optimizer, downlink, training.step, recipe.noise)
-    log = None if downlink is None else initial_log(problem.num_clients)
+    model = init_model(recipe, parameters, training.make_step(0.0, 0.0, problem.num_clients))
+    follows = not isinstance(training.downlink, Full)
+    log = initial_log(problem.num_clients) if follows else None
     return SimulationState(model, clients, log=log)
 
 
@@ -94,6 +94,6 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )
-    extra = [name for name in shapes if name.startswith(("stage/", "public_", "step_"))]
+    extra = [name for name in shapes if name.startswith(("stage/", "step_", "log_"))]
     if extra:
         raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")

@@ -11,9 +11,9 @@ import torch
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
-from aqg.core.links import Memory
 from aqg.core.quantizers import GridQuantizer
 from aqg.core.space import NumpySpace, as_index, map_messages
+from aqg.core.track import Change, Memory
 from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.pieces import Pieces, cut
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aqg.core.messages import AnyUpload
     from aqg.core.quantizers import Quantizer
     from aqg.core.space import Item, Result
+    from aqg.core.track import Part
     from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
     from aqg.sim.local import LocalTraining
     from aqg.sim.problem import Problem
@@ -243,6 +244,27 @@ class TorchBackend:
         """Add all at once."""
         values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
         total += (self.put(weights)[:, None] * values).sum(dim=0)
+
+    def moved(self, memory: Memory, table: Tensor, rows: IntArray, parts: Sequence[Part]) -> Tensor:
+        """Move a copy."""
+        table = table.clone()
+        dtype = np.dtype(str(table.dtype).removeprefix("torch.")).type
+        for row, part in zip(rows.tolist(), parts, strict=True):
+            if isinstance(part, Change):
+                table[row] = self.put(part.new)
+            elif memory is Memory.LATEST:
+                table[row] = self.put(part.values(dtype))
+            elif memory.keeps_mirror:
+                table[row] += self.put(part.values(dtype))
+        return table
+
+    def cast(self, vector: Tensor, like: Tensor) -> Tensor:
+        """Round, where precisions differ."""
+        return vector.to(like.dtype)
+
+    def any(self, vector: Tensor) -> bool:
+        """Look, and wait."""
+        return bool((vector != 0).any())
 
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float

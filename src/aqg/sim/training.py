@@ -12,6 +12,7 @@ import numpy as np
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.errors import ConfigError
 from aqg.sim.local import LocalTraining
@@ -58,6 +59,11 @@ class Training:
             raise ConfigError(
                 f"participation is {self.participation}; it must be above 0 and at most 1"
             )
+
+    def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
+        """Return how the server steps, with a step size, or the natural one of the rule."""
+        sampled = self.num_sampled(num_clients) / num_clients
+        return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
     def client_weights(self, problem: Problem) -> Float64Array:
         """Return ``w_m``: 1, or ``M·n_m/Σn``. The mean is 1, so that ``α`` keeps its meaning."""

@@ -2,21 +2,19 @@
 
 An entry moves the public model (`aqg.core.public`) from one round to the next::
 
-    flags       1 byte: 1 lasting part, 2 passing part, 4 movement, 8 rates, 16 no step in this
-                round, 32 movement in double precision, 64 step size alone
+    flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
+                step in this round
     movement    if flagged: a bfloat16 number, or 8 bytes
-    rates       2 numbers of 8 bytes, if flagged: step size, factor of the sum
-    step size   if flagged: a bfloat16 number; the factor stays as it is
-    parts       lasting, then passing, if flagged: the number of bytes, a varint, and then either
-                an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized one: lasting
-                as a frame (`aqg.wire.frame`) that is written with the public sum as context,
-                passing as the first four bytes of such a frame, the version left out, and its
-                payload
+    parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
+                and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
+                one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
+                as context, of the position as the first four bytes of such a frame, the version
+                left out, and its payload
 
-Where nothing was published, an entry is one byte. A client that holds round ``k`` receives all
-entries since, in one frame::
+Where nothing is said, an entry is one byte: the model moves by its velocity. A client that holds
+round ``k`` receives all entries since, in one frame::
 
-    byte 0      0x61: a log, version 1
+    byte 0      0x62: a log, version 2
     then        the first round and the number of entries, as varints
     entries     one after the other
     last 4      CRC-32 of all before
@@ -32,8 +30,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.core.messages import Upload
-from aqg.core.public import Change, Entry, Public, Rates, advance
-from aqg.core.step_sizes import is_short
+from aqg.core.public import Entry, Public, advance
+from aqg.core.track import Change
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import (
     UPLOAD_HEAD_BYTES,
@@ -55,22 +53,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.movement import Movement
-    from aqg.core.optimizers import ServerOptimizer
-    from aqg.core.public import Part
+    from aqg.core.track import Part
+    from aqg.core.types import FloatArray
 
-LOG_MARK = 0x61
-LASTING, PASSING, MOVEMENT, RATES, HOLD, DOUBLE, STEP_SIZE = 1, 2, 4, 8, 16, 32, 64
+LOG_MARK = 0x62
+VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD = 1, 2, 4, 8, 16
 _EXACT_PART = b"\0"
 _CRC_BYTES = 4
 
 
 def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) -> bytes:
-    """Write one entry; ``known`` is the published sum before it, where there is one."""
+    """Write one entry; ``known`` is the velocity before it, where there is one."""
     flags, head = _head(entry)
     parts = [bytes([flags]), head]
-    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
+    for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
         if part is not None:
-            payload = _encode_part(part, is_lasting, known, threads)
+            payload = _encode_part(part, is_velocity, known, threads)
             parts += [write_varint(len(payload)), payload]
     return b"".join(parts)
 
@@ -78,29 +76,31 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
 def entry_size(entry: Entry, known: Known | None) -> int:
     """Return ``len(encode_entry(entry, known))`` without building the bytes."""
     size = 1 + len(_head(entry)[1])
-    for part, is_lasting in ((entry.lasting, True), (entry.passing, False)):
+    for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
         if part is None:
             continue
-        if not isinstance(part, Upload):
+        if isinstance(part, Change):
             payload = 1 + vector_size(part.new, part.old)
-        elif is_lasting:
+        elif is_velocity:
             payload = encoded_size(part, known=known)
         else:
+            assert isinstance(part, Upload)
             payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
         size += varint_size(payload) + payload
     return size
 
 
-def known_sum(public: Public) -> Known | None:
-    """Return the published sum as context for the coder; None where there is none."""
-    return Known(public.total, public.direction) if len(public.total) else None
+def known_velocity(public: Public) -> Known | None:
+    """Return the velocity as context for the coder; None where there is none."""
+    _, velocity, direction = public.vectors
+    return Known(velocity, direction) if len(velocity) else None
 
 
 def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
     """Write entries of consecutive rounds, beginning with ``first``, as one frame.
 
     >>> encode_log(7, [bytes(1)] * 2).hex()
-    '6107020000374523fc'
+    '6207020000e73f83bb'
     """
     body = b"".join([bytes([LOG_MARK]), write_varint(first), write_varint(len(entries)), *entries])
     return body + struct.pack("<I", zlib.crc32(body))
@@ -119,7 +119,6 @@ def follow_log(
     data: bytes,
     public: Public,
     movement: Movement,
-    optimizer: ServerOptimizer,
     threads: int | None = None,
 ) -> Public:
     """Return the public model after the entries of a frame; the old one is left as it was.
@@ -132,7 +131,7 @@ def follow_log(
     for number in range(first, first + count):
         entry, position = _decode_entry(frame, position, public, number, threads)
         try:
-            public = advance(public, entry, movement, optimizer)
+            public = advance(public, entry, movement)
         except MessageError as error:
             raise WireError(f"entry {number} of the log cannot be followed: {error}") from error
     if position != len(frame):
@@ -169,11 +168,7 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
     flags, position = int(frame[position]), position + 1
     if flags & MOVEMENT:
         position += 8 if flags & DOUBLE else 2
-    if flags & RATES:
-        position += 2 * 8
-    if flags & STEP_SIZE:
-        position += 2
-    for part in (LASTING, PASSING):
+    for part in (VELOCITY, POSITION):
         if flags & part:
             size, position = read_varint(frame, position)
             position += size
@@ -199,31 +194,21 @@ def _open(data: bytes) -> tuple[NDArray[np.uint8], int, int, int]:
 
 
 def _head(entry: Entry) -> tuple[int, bytes]:
-    flags, head = 0, b""
-    flags |= LASTING if entry.lasting is not None else 0
-    flags |= PASSING if entry.passing is not None else 0
+    flags = VELOCITY if entry.velocity is not None else 0
+    flags |= POSITION if entry.position is not None else 0
     flags |= 0 if entry.is_step else HOLD
+    if entry.movement is not None and entry.is_rounded:
+        return flags | MOVEMENT, struct.pack("<f", entry.movement)[2:]
     if entry.movement is not None:
-        flags |= MOVEMENT | (0 if entry.is_short else DOUBLE)
-        if entry.is_short:
-            head += struct.pack("<f", entry.movement)[2:]
-        else:
-            head += struct.pack("<d", entry.movement)
-    if entry.rates is not None:
-        flags |= RATES
-        head += struct.pack("<2d", *entry.rates)
-    elif entry.step_size is not None:
-        flags |= STEP_SIZE
-        head += struct.pack("<f", entry.step_size)[2:]
-    return flags, head
+        return flags | MOVEMENT | DOUBLE, struct.pack("<d", entry.movement)
+    return flags, b""
 
 
-def _encode_part(
-    part: Change | Upload, is_lasting: bool, known: Known | None, threads: int | None
-) -> bytes:
-    if not isinstance(part, Upload):
+def _encode_part(part: Part, is_velocity: bool, known: Known | None, threads: int | None) -> bytes:
+    if isinstance(part, Change):
         return _EXACT_PART + encode_vector(part.new, part.old, threads)
-    if is_lasting:
+    assert isinstance(part, Upload)
+    if is_velocity:
         return encode(part, known=known, threads=threads)
     part.validate()
     mode, payload = encode_levels(part, None, threads)
@@ -237,50 +222,39 @@ def _decode_entry(
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
-    is_odd = (
-        flags >= 128 or (flags & HOLD and flags != HOLD) or (flags & RATES and flags & STEP_SIZE)
-    )
+    is_odd = flags >= 2 * HOLD or (flags & HOLD and flags != HOLD)
     if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
-    movement, rates, step_size = None, None, None
+    movement = None
     if flags & MOVEMENT:
         if flags & DOUBLE:
             (movement,), position = _unpack("<d", frame, position)
         else:
-            movement, position = _short_number(frame, position)
+            movement, position = _bfloat16(frame, position)
         if not movement >= 0 and not math.isnan(movement):
             raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
-    if flags & RATES:
-        numbers, position = _unpack("<2d", frame, position)
-        if not all(map(math.isfinite, numbers)):
-            raise WireError(f"the rates in entry {number} are {numbers}; they must be finite")
-        rates = Rates(*numbers)
-    if flags & STEP_SIZE:
-        step_size, position = _short_number(frame, position)
-        if not is_short(step_size):
-            raise WireError(f"the step size in entry {number} is {step_size}; it is out of range")
-    lasting: Part = None
-    passing: Part = None
-    if flags & LASTING:
-        if not len(public.total):
-            raise WireError(f"entry {number} changes a lasting sum; this model has none")
-        lasting, position = _decode_part(
-            frame, position, public.total, known_sum(public), True, number, threads
+    of_velocity: Part | None = None
+    of_position: Part | None = None
+    if flags & VELOCITY:
+        if not len(public.velocity):
+            raise WireError(f"entry {number} changes a velocity; this model has none")
+        of_velocity, position = _decode_part(
+            frame, position, public.velocity, known_velocity(public), True, number, threads
         )
-    if flags & PASSING:
-        zeros = np.zeros(len(public.parameters))
-        passing, position = _decode_part(frame, position, zeros, None, False, number, threads)
-    is_step = not flags & HOLD
-    entry = Entry(number, lasting, passing, movement, rates, is_step=is_step, step_size=step_size)
+    if flags & POSITION:
+        of_position, position = _decode_part(
+            frame, position, public.parameters, None, False, number, threads
+        )
+    entry = Entry(number, of_velocity, of_position, movement, is_step=not flags & HOLD)
     return entry, position
 
 
 def _decode_part(
     frame: NDArray[np.uint8],
     position: int,
-    old: NDArray[np.float64],
+    old: FloatArray,
     known: Known | None,
-    is_lasting: bool,
+    is_velocity: bool,
     number: int,
     threads: int | None,
 ) -> tuple[Change | Upload, int]:
@@ -292,7 +266,7 @@ def _decode_part(
     payload, position = frame[position : position + size], position + size
     if payload[0] == 0:
         return Change(old, decode_vector(payload[1:], old, threads)), position
-    if not is_lasting:
+    if not is_velocity:
         return decode_bare(payload, len(old), threads), position
     message = decode(payload.tobytes(), len(old), known=known, threads=threads)
     if not isinstance(message, Upload):
@@ -300,7 +274,7 @@ def _decode_part(
     return message, position
 
 
-def _short_number(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
+def _bfloat16(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
     """Read a bfloat16 number."""
     (bits,), position = _unpack("<H", frame, position)
     (number,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))

@@ -44,8 +44,8 @@ from aqg.wire.varint import read_varint, varint_size, write_varint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aqg.core.links import Link
     from aqg.core.messages import Message
+    from aqg.core.track import Track
     from aqg.core.types import FloatArray, Levels
 
 VERSION = 1
@@ -78,7 +78,7 @@ class Known(NamedTuple):
 
     Attributes:
         reference: ``ref_m``, to which the upload will be added.
-        direction: `aqg.core.links.direction_of` the client's last upload, where it is kept.
+        direction: `aqg.core.track.direction_of` the client's last upload, where it is kept.
 
     """
 
@@ -86,11 +86,11 @@ class Known(NamedTuple):
     direction: NDArray[np.int8] | None = None
 
 
-def known(link: Link, client: int = 0) -> Known | None:
+def known(track: Track, client: int = 0) -> Known | None:
     """Return what both ends hold of a client before a message; None where there is no mirror."""
-    if not link.mirror.shape[1]:
+    if not track.position.shape[1]:
         return None
-    return Known(link.mirror[client], link.direction[client])
+    return Known(track.position[client], track.direction[client])
 
 
 def encode(

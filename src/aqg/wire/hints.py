@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.links import MAX_DIRECTION
+from aqg.core.track import MAX_DIRECTION
 from aqg.errors import WireError
 from aqg.jit import HAVE_NUMBA, njit
 
@@ -30,7 +30,7 @@ def make_hints(
     Args:
         reference: ``ref_m`` before the upload, the same bits at both ends.
         step: the step of the upload's grid, which the frame carries.
-        direction: `aqg.core.links.direction_of` the client's last upload; None if it is not kept.
+        direction: `aqg.core.track.direction_of` the client's last upload; None if it is not kept.
 
     >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
     array([ 2, 49, -2], dtype=int8)

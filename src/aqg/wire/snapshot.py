@@ -2,13 +2,11 @@
 
 ::
 
-    byte 0      0x71: a snapshot, version 1
+    byte 0      0x72: a snapshot, version 2
     byte 1      1 if the parameters are relative to the starting model, which the reader has; else 0
     then        the round, and the number of past movements, as varints; these, 8 bytes each
-    rates       a byte, 1 if there are any, and 2 numbers of 8 bytes
-    vectors     parameters, published sum, its direction, momentum, variance: each the number of
-                bytes, a varint, and its bytes (`aqg.wire.vectors`; directions are a section of
-                symbols)
+    vectors     position, velocity, its direction: each the number of bytes, a varint, and its bytes
+                (`aqg.wire.vectors`; directions are a section of symbols)
     last 4      CRC-32 of all before
 
 Nothing is lost: the reader has the sender's model to the bit.
@@ -16,16 +14,14 @@ Nothing is lost: the reader has the sender's model to the bit.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.links import MAX_DIRECTION
-from aqg.core.optimizers import OptimizerState
-from aqg.core.public import Public, Rates
+from aqg.core.public import Public
+from aqg.core.track import MAX_DIRECTION, Track
 from aqg.errors import WireError
 from aqg.wire.planes import Plane, decode_planes, encode_planes
 from aqg.wire.sections import Alphabet
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 
     from aqg.core.types import FloatArray
 
-SNAPSHOT_MARK = 0x71
+SNAPSHOT_MARK = 0x72
 _CRC_BYTES = 4
 _DIRECTIONS = Alphabet(3, 2 * MAX_DIRECTION + 1)
 
@@ -50,15 +46,13 @@ def encode_snapshot(public: Public, start: FloatArray | None, threads: int | Non
         write_varint(len(public.history)),
         struct.pack(f"<{len(public.history)}d", *public.history),
     ]
-    rates = public.rates
-    parts.append(b"\0" if rates is None else b"\1" + struct.pack("<2d", *rates))
+    _, velocity, direction = public.vectors
     vectors = [encode_vector(public.parameters, base, threads)]
-    vectors.append(encode_vector(public.total, np.zeros_like(public.total), threads))
-    directions = (public.direction + MAX_DIRECTION).astype(np.uint8)
+    vectors.append(encode_vector(velocity, np.zeros_like(velocity), threads))
+    directions = (direction + MAX_DIRECTION).astype(np.uint8)
     vectors.append(
         encode_planes([Plane(directions, _DIRECTIONS)], threads) if len(directions) else b""
     )
-    vectors += [encode_vector(v, np.zeros_like(v), threads) for v in public.optimizer]
     for payload in vectors:
         parts += [write_varint(len(payload)), payload]
     body = b"".join(parts)
@@ -97,26 +91,14 @@ def decode_snapshot(
     if count > (len(body) - position) // 8:
         raise WireError(f"the snapshot claims {count} movements in {len(body) - position} bytes")
     history, position = _numbers(body, position, count)
-    if position >= len(body) or int(body[position]) > 1:
-        raise WireError("the snapshot does not say whether it has rates")
-    has_rates, position = bool(body[position]), position + 1
-    rates = None
-    if has_rates:
-        numbers, position = _numbers(body, position, 2)
-        if not all(map(math.isfinite, numbers)):
-            raise WireError(f"the rates of the snapshot are {numbers}; they must be finite")
-        rates = Rates(*numbers)
     parameters, position = _vector(body, position, base, threads)
-    total, position = _vector(body, position, np.zeros_like(like.total), threads)
-    direction, position = _direction(body, position, len(like.direction), threads)
-    optimizer = []
-    for vector in like.optimizer:
-        values, position = _vector(body, position, np.zeros_like(vector), threads)
-        optimizer.append(values)
+    like_velocity, like_direction = like.vectors[1:]
+    velocity, position = _vector(body, position, np.zeros_like(like_velocity), threads)
+    direction, position = _direction(body, position, len(like_direction), threads)
     if position != len(body):
         raise WireError(f"{len(body) - position} bytes follow the snapshot")
-    state = OptimizerState(*optimizer)
-    return Public(round_number, parameters, total, direction, history, state, rates)
+    track = Track(parameters[None], velocity[None], direction[None], np.ones(1, np.bool_))
+    return Public(round_number, track, history)
 
 
 def _payload(body: NDArray[np.uint8], position: int) -> tuple[NDArray[np.uint8], int]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Told:
+class StageWidth:
     """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
 
     def decide(self, case: Case) -> Decision:
@@ -26,7 +26,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class PowersOfTwo(NormOnly):
+class QsgdAtWidth(NormOnly):
     """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:

@@ -1,0 +1,368 @@
+"""Tracks: vectors that one side moves and the other follows to the bit.
+
+A track has a position, and perhaps a velocity, which both ends add to it in every round without a
+word. The side that knows the truth says from time to time what is to be added to either
+(`correct`), in quantized vectors; the other side adds it (`follow`). What was not said is
+``truth - position``: it is said later, or never, when it does not matter any more.
+
+On the way up a track is the mirror ``ref_m`` that a client and the server hold of its gradients;
+on the way down it is the model that clients hold. Everything has a leading axis of tracks; one of
+them is an axis of length one. Both ends arrive at the same bits: quantized values are exact
+products, and one addition per coordinate rounds the same way everywhere.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from aqg.core.grids import num_levels, value_table
+from aqg.core.kernels import add_levels
+from aqg.core.messages import AnyUpload, Upload
+from aqg.core.policies import Case
+from aqg.core.quantizers import Request
+from aqg.jit import HAVE_NUMBA, njit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aqg.core.innovation import Innovation
+    from aqg.core.recipe import Recipe
+    from aqg.core.space import Array, Space
+    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+
+MAX_DIRECTION = 3
+
+
+class Memory(enum.Enum):
+    """What an upload stands for, and what both ends remember of it."""
+
+    INNOVATION = "innovation"
+    """``Δ = g - ref_m`` is sent and added to ``ref_m``; silence repeats ``ref_m``."""
+    LATEST = "latest"
+    """``g`` is sent and replaces ``ref_m``; silence repeats ``ref_m``."""
+    NONE = "none"
+    """What is sent counts in its round alone; silence contributes nothing."""
+
+    @property
+    def keeps_mirror(self) -> bool:
+        """Whether both ends hold a ``ref_m``."""
+        return self is not Memory.NONE
+
+
+class Track(NamedTuple):
+    """``M`` vectors, as both ends hold them.
+
+    Attributes:
+        position: ``(M, n)``; ``(M, 0)`` where nothing is held. On the device where vectors live.
+        velocity: what is added to the position in every round, in float64; ``(M, 0)`` for none.
+        direction: which way each coordinate went in the last quantized correction, by which the
+            coder writes less; ``(M, n)`` or ``(M, 0)``.
+        is_held: whether the position may differ from zero, ``(M,)``.
+
+    """
+
+    position: Any
+    velocity: Any
+    direction: NDArray[np.int8]
+    is_held: BoolArray
+
+    def row(self, index: int) -> Track:
+        """Return one track, as an axis of length one."""
+        rows = slice(index, index + 1)
+        position, velocity, direction, is_held = self
+        return Track(position[rows], velocity[rows], direction[rows], is_held[rows])
+
+    def copy(self) -> Track:
+        """Return copies of all, in NumPy."""
+        position, velocity, direction, is_held = self
+        return Track(position.copy(), velocity.copy(), direction.copy(), is_held.copy())
+
+
+class Change(NamedTuple):
+    """A vector as it was and as it is; what is sent is the difference, exactly."""
+
+    old: FloatArray
+    new: FloatArray
+
+
+Part: TypeAlias = AnyUpload | Change
+
+
+class Correction(NamedTuple):
+    """What is said of some tracks.
+
+    Attributes:
+        rows: of which, increasing.
+        position: what is added to the position of each of them; empty: nothing to any.
+        velocity: likewise.
+
+    """
+
+    rows: IntArray
+    position: Sequence[Part] = ()
+    velocity: Sequence[Part] = ()
+
+
+class Terms(NamedTuple):
+    """What corrections of a round depend on, besides the vectors.
+
+    Attributes:
+        movement: the number to compare with, one for all tracks or one for each.
+        skipped_rounds: how many rounds in a row each was not corrected, ``(m,)``.
+        key: of the randomness: seed, number of the first track, round.
+        noise: what corrections may carry, in their own energy.
+        stored_errors: as in `aqg.core.policies.Case`.
+        advice: of a stage to the quantizer, a row for each track, where there is any.
+
+    """
+
+    movement: float | Float64Array
+    skipped_rounds: IntArray
+    key: tuple[int, int, int] = (0, 0, 0)
+    noise: float = 1.0
+    stored_errors: Float64Array | None = None
+    advice: Float64Array | None = None
+
+
+class Gaps(NamedTuple):
+    """What `correct` found, with a row for each track it was given; places are rows of that.
+
+    Attributes:
+        vectors: ``truth - position``.
+        innovation: their statistics.
+        senders: places of those that are corrected.
+        skipping: of those that need not be.
+        faulty: of those whose vectors cannot be quantized.
+        skipped_rounds: as in `Terms`, after the round.
+
+    """
+
+    vectors: Array
+    innovation: Innovation
+    senders: IntArray
+    skipping: IntArray
+    faulty: IntArray
+    skipped_rounds: IntArray
+
+
+def init_track(
+    length: int, dtype: np.dtype[Any], num_tracks: int = 1, has_velocity: bool = False
+) -> Track:
+    """Return tracks at zero, in NumPy."""
+    return Track(
+        np.zeros((num_tracks, length), dtype),
+        np.zeros((num_tracks, length if has_velocity else 0)),
+        np.zeros((num_tracks, length), np.int8),
+        np.zeros(num_tracks, np.bool_),
+    )
+
+
+def init_mirrors(
+    memory: Memory, num_params: int, dtype: np.dtype[Any], num_clients: int = 1
+) -> Track:
+    """Return the mirrors of clients before the first message: every ``ref_m`` is zero."""
+    return init_track(num_params if memory.keeps_mirror else 0, dtype, num_clients)
+
+
+def correct(
+    space: Space,
+    recipe: Recipe,
+    positions: Array | None,
+    rows: IntArray,
+    truths: Array,
+    terms: Terms,
+) -> tuple[list[AnyUpload], Gaps]:
+    """Decide which tracks to correct, and return what is to be added to each of these.
+
+    Args:
+        space: where vectors live; ``truths`` may be overwritten if they are its own.
+        recipe: how corrections are chosen and written.
+        positions: of all tracks; None where they are zero.
+        rows: which tracks these are: increasing places on the axis of ``positions``.
+        truths: where each should be, ``(m, n)``.
+        terms: what else there is to know.
+
+    """
+    vectors, innovation = space.measure(recipe.quantizer, truths, positions, rows)
+    decision = recipe.policy.decide(Case(innovation, terms.movement, terms.stored_errors))
+    skipped_rounds = terms.skipped_rounds.copy()
+    senders, skipping, faulty = who_sends(
+        decision.send, innovation.in_range, skipped_rounds, recipe.max_staleness
+    )
+    gaps = Gaps(vectors, innovation, senders, skipping, faulty, skipped_rounds)
+    if not len(senders):
+        return [], gaps
+    chosen = space.rows(vectors, senders)
+    steps, norms = innovation.steps, innovation.squared_norm
+    seed, first, round_number = terms.key
+
+    def encode(index: int) -> AnyUpload:
+        place = senders.item(index)
+        width = int(decision.width[place])
+        request = Request(
+            width=width,
+            step=steps.item(place, width - 1) if width <= steps.shape[1] else 0.0,
+            squared_norm=norms.item(place),
+            key=(seed, first + rows.item(place), round_number),
+            advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
+            noise=terms.noise,
+        )
+        upload: AnyUpload = recipe.quantizer.quantize(chosen[index], request)
+        return upload
+
+    return space.map(encode, range(len(senders)), len(senders) * chosen[0].size), gaps
+
+
+def follow(
+    space: Space, track: Track, correction: Correction, memory: Memory = Memory.INNOVATION
+) -> Track:
+    """Return tracks after a round: ``velocity += v``, ``position += velocity``, ``position += p``.
+
+    The old ones are left as they were. With `Memory.LATEST` a correction of the position replaces
+    it.
+
+    >>> from aqg.core.grids import Grid
+    >>> from aqg.core.space import NumpySpace
+    >>> track = init_track(3, np.dtype("float64"), num_tracks=2, has_velocity=True)
+    >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
+    >>> track = follow(NumpySpace(), track, Correction(np.array([1]), velocity=[upload]))
+    >>> follow(NumpySpace(), track, Correction(np.array([0]), position=[upload])).position
+    array([[ 0.5,  0. , -0.5],
+           [ 1. ,  0. , -1. ]])
+    """
+    position, velocity, direction, is_held = track
+    rows = correction.rows
+    if correction.velocity:
+        velocity = space.moved(Memory.INNOVATION, velocity, rows, correction.velocity)
+    if velocity.shape[1]:
+        steps = space.cast(velocity, position)
+        if steps is velocity:
+            position = position + steps
+        else:  # steps are a copy: of a large model there is no third one
+            steps += position
+            position = steps
+    if correction.position:
+        position = space.moved(memory, position, rows, correction.position)
+    for parts in (correction.position, correction.velocity):
+        if parts and direction.size and len(direction) == 1:
+            direction = next_direction(direction[0], parts[0])[None]
+        elif parts and direction.shape[1]:
+            direction = direction.copy()
+            move_directions(direction, rows.tolist(), parts)
+    if len(rows) and position.shape[1]:
+        is_held = is_held.copy()
+        is_held[rows] = True
+    return Track(position, velocity, direction, is_held)
+
+
+def follow_one(memory: Memory, track: Track, upload: AnyUpload) -> Track:
+    """Return the mirror of one client after its upload; the old one is left as it was."""
+    if not memory.keeps_mirror:
+        return track
+    position = advance(memory, track.position[0], upload)
+    direction = next_direction(track.direction[0], upload)
+    return Track(position[None], track.velocity, direction[None], np.ones(1, np.bool_))
+
+
+def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
+    """Return one position, of shape ``(n,)``, after a correction.
+
+    >>> from aqg.core.grids import Grid
+    >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
+    >>> advance(Memory.INNOVATION, np.array([1.0, 1.0, 1.0]), upload)
+    array([1.5, 1. , 0.5])
+    """
+    if isinstance(part, Change):
+        return part.new
+    if not memory.keeps_mirror:
+        return position
+    dtype = position.dtype.type
+    if memory is Memory.LATEST:
+        return part.values(dtype)
+    if not isinstance(part, Upload):
+        total: FloatArray = position + part.values(dtype)
+        return total
+    return add_levels(position, part.levels, value_table(part.grid, part.width, part.step, dtype))
+
+
+def move_directions(
+    directions: NDArray[np.int8], rows: Sequence[int], parts: Sequence[Part]
+) -> None:
+    """Bring the directions of many tracks up to date, in place."""
+    for row, part in zip(rows, parts, strict=True):
+        directions[row] = next_direction(directions[row], part)
+
+
+def next_direction(direction: NDArray[np.int8], part: Part) -> NDArray[np.int8]:
+    """Return the direction after a correction: that of the last quantized one."""
+    if not isinstance(part, Upload) or not len(direction):
+        return direction
+    return direction_of(part.levels, num_levels(part.grid, part.width))
+
+
+def direction_of(levels: NDArray[np.unsignedinteger], num_symbols: int) -> NDArray[np.int8]:
+    """Return where an upload went, ``v = 2q - (num_symbols - 1)`` cut to ``-3..3``.
+
+    >>> direction_of(np.array([0, 6, 7, 8], np.uint8), num_symbols=15)
+    array([-3, -2,  0,  2], dtype=int8)
+    """
+    if HAVE_NUMBA:
+        direction = np.empty(len(levels), np.int8)
+        _write_direction(levels, num_symbols, direction)
+        return direction
+    v = 2 * levels.astype(np.int32) - (num_symbols - 1)
+    return v.clip(-MAX_DIRECTION, MAX_DIRECTION).astype(np.int8)
+
+
+@njit()
+def _write_direction(levels: Any, num_symbols: Any, direction: Any) -> None:
+    for i in range(len(levels)):
+        v = 2 * np.int32(levels[i]) - np.int32(num_symbols - 1)
+        direction[i] = min(max(v, -MAX_DIRECTION), MAX_DIRECTION)
+
+
+def who_sends(
+    wanting: BoolArray, in_range: BoolArray, skipped_rounds: IntArray, max_staleness: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the places of those that send, that skip, and whose vectors are out of range.
+
+    One sends if it wants to, or if it skipped ``max_staleness`` rounds in a row, which
+    ``skipped_rounds`` counts; it is brought up to date. All arrays are ``(M,)``.
+
+    >>> skipped_rounds = np.array([0, 7, 2, 3])
+    >>> wanting, in_range = np.array([1, 0, 0, 1], bool), np.array([1, 1, 1, 0], bool)
+    >>> who_sends(wanting, in_range, skipped_rounds, max_staleness=7)
+    (array([0, 1]), array([2]), array([3]))
+    >>> skipped_rounds
+    array([0, 0, 3, 3])
+    """
+    places = np.empty((3, len(wanting)), np.int64)
+    num_sending, num_skipping, num_faulty = _sort(
+        np.ascontiguousarray(wanting), in_range, skipped_rounds, max_staleness, places
+    )
+    return places[0, :num_sending], places[1, :num_skipping], places[2, :num_faulty]
+
+
+@njit()
+def _sort(
+    wanting: Any, in_range: Any, skipped_rounds: Any, max_staleness: Any, places: Any
+) -> tuple[int, int, int]:
+    num_sending, num_skipping, num_faulty = 0, 0, 0
+    for m in range(len(wanting)):
+        if not in_range[m]:
+            places[2, num_faulty] = m
+            num_faulty += 1
+        elif wanting[m] or skipped_rounds[m] >= max_staleness:
+            places[0, num_sending] = m
+            num_sending += 1
+            skipped_rounds[m] = 0
+        else:
+            places[1, num_skipping] = m
+            num_skipping += 1
+            skipped_rounds[m] += 1
+    return num_sending, num_skipping, num_faulty

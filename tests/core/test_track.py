@@ -1,0 +1,151 @@
+"""Tracks: whatever is said, in whatever batches, both ends hold the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqg.core.grids import Grid, level_dtype, num_levels, round_up_to_bfloat16
+from aqg.core.messages import DenseUpload, Upload
+from aqg.core.policies import Tolerance
+from aqg.core.quantizers import GridQuantizer
+from aqg.core.recipe import Recipe
+from aqg.core.space import NumpySpace
+from aqg.core.track import (
+    Change,
+    Correction,
+    Memory,
+    Terms,
+    Track,
+    correct,
+    follow,
+    init_track,
+)
+
+NUM_TRACKS, LENGTH = 4, 9
+SPACE = NumpySpace()
+CODER = Recipe(policy=Tolerance(), quantizer=GridQuantizer(Grid.MIDTREAD, 4), max_staleness=5)
+
+
+def part(rng: np.random.Generator, dtype: str):
+    """Draw a correction of any kind and of any size."""
+    scale = float(10.0 ** rng.integers(-12, 12))
+    kind = rng.integers(4)
+    if kind == 0:
+        return DenseUpload((scale * rng.normal(size=LENGTH)).astype(np.float32))
+    if kind == 1:
+        new = (scale * rng.normal(size=LENGTH)).astype(dtype)
+        return Change(np.zeros(LENGTH, dtype), new)
+    grid = Grid.MIDTREAD if kind == 2 else Grid.MIDRISE
+    width = int(rng.integers(1, 17))
+    levels = rng.integers(0, num_levels(grid, width), LENGTH).astype(level_dtype(width))
+    return Upload(levels, round_up_to_bfloat16(scale), width, grid)
+
+
+def corrections(seed: int, dtype: str, has_velocity: bool) -> list[Correction]:
+    """Draw what is said in some rounds, of some tracks each."""
+    rng = np.random.default_rng(seed)
+    rounds = []
+    for _ in range(rng.integers(1, 7)):
+        rows = np.flatnonzero(rng.random(NUM_TRACKS) < 0.5)
+        position = [part(rng, dtype) for _ in rows] if rng.random() < 0.7 else []
+        says_velocity = has_velocity and rng.random() < 0.5
+        velocity = [part(rng, "float64") for _ in rows] if says_velocity else []
+        rounds.append(Correction(rows, position, velocity))
+    return rounds
+
+
+def bits(track: Track) -> list[bytes]:
+    return [np.ascontiguousarray(field).tobytes() for field in track]
+
+
+def alone(correction: Correction, row: int) -> Correction:
+    """Return what is said of one track."""
+    places = np.flatnonzero(correction.rows == row).tolist()
+    parts = ([side[p] for p in places] if side else [] for side in correction[1:])
+    return Correction(np.zeros(len(places), np.int64), *parts)
+
+
+seeds = st.integers(0, 2**32)
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
+@settings(max_examples=150, deadline=None)
+def test_both_ends_hold_the_same_bits(
+    seed: int, dtype: str, has_velocity: bool, memory: Memory
+) -> None:
+    """One end moves all tracks at once; the other ones follow a track each, and the first again."""
+    tracks = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS, has_velocity)
+    followers = [tracks.row(row) for row in range(NUM_TRACKS)]
+    start, rounds = bits(tracks), corrections(seed, dtype, has_velocity)
+    first = tracks
+    for correction in rounds:
+        tracks = follow(SPACE, tracks, correction, memory)
+        for row in range(NUM_TRACKS):
+            followers[row] = follow(SPACE, followers[row], alone(correction, row), memory)
+    for row, follower in enumerate(followers):
+        assert bits(follower) == bits(tracks.row(row))
+    assert bits(first) == start
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
+@settings(max_examples=100, deadline=None)
+def test_torch_follows_to_the_same_bits(
+    seed: int, dtype: str, has_velocity: bool, memory: Memory
+) -> None:
+    pytest.importorskip("torch")
+    from aqg.sim.torch_backend import TorchBackend
+
+    from tests.problems import tiny_problem
+
+    space = TorchBackend(tiny_problem(), "cpu")
+    tracks = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS, has_velocity)
+    there = tracks._replace(
+        position=space.put(tracks.position), velocity=space.put(tracks.velocity)
+    )
+    for correction in corrections(seed, dtype, has_velocity):
+        tracks = follow(SPACE, tracks, correction, memory)
+        there = follow(space, there, correction, memory)
+        brought = there._replace(
+            position=space.get(there.position), velocity=space.get(there.velocity)
+        )
+        assert bits(brought) == bits(tracks)
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
+@settings(max_examples=100, deadline=None)
+def test_corrections_bring_a_track_within_its_tolerance(
+    seed: int, dtype: str, tolerance: float
+) -> None:
+    """Of one that is near enough nothing is said, unless for long; blocks do not matter."""
+    rng = np.random.default_rng(seed)
+    truths = (10.0 ** rng.integers(-3, 3) * rng.normal(size=(NUM_TRACKS, LENGTH))).astype(dtype)
+    tracks, waited = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS), np.zeros(NUM_TRACKS, int)
+    everyone = np.arange(NUM_TRACKS)
+    for _ in range(12):
+        terms = Terms(tolerance, waited)
+        uploads, gaps = correct(SPACE, CODER, tracks.position, everyone, truths, terms)
+        squares = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
+        is_sent = np.isin(everyone, gaps.senders)
+        assert np.array_equal(is_sent, (gaps.innovation.squared_norm > tolerance) | (waited >= 5))
+        assert gaps.innovation.squared_norm == pytest.approx(squares, rel=1e-5)
+        for row in everyone.tolist():
+            one, row_alone = np.array([row]), truths[row : row + 1]
+            some = Terms(tolerance, waited[row : row + 1])
+            again, _ = correct(SPACE, CODER, tracks.position, one, row_alone, some)
+            assert again == [u for m, u in zip(gaps.senders, uploads, strict=True) if m == row]
+        tracks = follow(SPACE, tracks, Correction(gaps.senders, uploads))
+        waited = gaps.skipped_rounds
+        after = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
+        assert (after <= squares * (1 + 1e-6) + 1e-30).all()
+    assert (after[squares > tolerance] < squares[squares > tolerance]).all()
+
+
+def test_what_no_grid_holds_is_not_sent() -> None:
+    truths = np.array([[1.0, 2.0], [np.nan, 1.0], [1e31, 0.0]])
+    terms = Terms(0.0, np.zeros(3, np.int64))
+    uploads, gaps = correct(SPACE, CODER, None, np.arange(3), truths, terms)
+    assert len(uploads) == 1
+    assert (gaps.senders.tolist(), gaps.faulty.tolist()) == ([0], [1, 2])
