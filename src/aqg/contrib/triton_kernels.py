@@ -147,7 +147,7 @@ def _add_errors(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _inverse_below(step, like):  # type: ignore[no-untyped-def]
-    """Compute `aqg.core.kernels.inverses_below` in the precision of ``like``."""
+    """Compute `aqg.core.kernels._inverse_below` in the precision of ``like``."""
     inverse = tl.where(step > 0, 1.0 / step, 0.0).to(like.dtype)
     # The number before a positive one has the bits before its bits.
     if like.dtype == tl.float64:

@@ -17,7 +17,7 @@ from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import move_mirror
 from aqg.core.messages import Upload
 from aqg.core.track import Memory, advance
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.jit import njit
 from aqg.parallel import map_threads, num_threads
 
 if TYPE_CHECKING:
@@ -316,12 +316,9 @@ class NumpySpace:
     ) -> tuple[FloatArray, Any]:
         """Take the step in the precision of the parameters; a diverging run is a result."""
         squared_norm = np.vdot(direction, direction)  # unlike `@`, silent where it overflows
-        if HAVE_NUMBA:
-            stepped = np.empty_like(params)
-            _take_step(params, update, step_size, stepped)
-            return stepped, squared_norm
-        with np.errstate(over="ignore", invalid="ignore"):
-            return params - (step_size * update).astype(params.dtype), squared_norm
+        stepped = np.empty_like(params)
+        _take_step(params, update, step_size, stepped)
+        return stepped, squared_norm
 
     def number(self, scalar: Any) -> float:
         """Return a Python number."""

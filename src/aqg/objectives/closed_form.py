@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, DataError
-from aqg.jit import HAVE_NUMBA
 from aqg.objectives import logistic_kernels
 from aqg.objectives.base import Array, Layout, Objective, Scaling
 
@@ -488,7 +487,7 @@ class Logistic(ClosedForm):
 
 def _is_compiled(features: Array) -> bool:
     """Tell by the kind and size of a single client, so that stacking clients changes nothing."""
-    if not (HAVE_NUMBA and isinstance(features, np.ndarray) and features.ndim >= 2):
+    if not (isinstance(features, np.ndarray) and features.ndim >= 2):
         return False
     client_bytes: int = features.shape[-2] * features.shape[-1] * features.itemsize
     return client_bytes <= _COMPILED_BYTES

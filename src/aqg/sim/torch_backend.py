@@ -358,7 +358,7 @@ def _constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _quantized_values(rows: Tensor, grid: Grid, steps: Tensor) -> Tensor:
     """Return ``Q_b(Δ)`` for all widths, ``(M, b_max, n)``."""
-    # Never above the true inverse, as in `aqg.core.kernels.inverses_below`.
+    # Never above the true inverse, as in `aqg.core.kernels._inverse_below`.
     inverses = torch.where(steps > 0, 1.0 / steps, 0.0).to(rows.dtype)
     inverses = torch.nextafter(inverses, torch.zeros_like(inverses))
     columns = steps.to(rows.dtype)[..., None]
