@@ -124,7 +124,7 @@ def _follow(
 
     from aqg.contrib.theory import local_curvature, watch_run
     from aqg.core.recipes import make_recipe
-    from aqg.core.stages.wider_tolerance import widest_weights
+    from aqg.core.stages import widest_weights
     from aqg.runs.setup import find_minimum, make_simulation
 
     minimum = find_minimum(config, problem)

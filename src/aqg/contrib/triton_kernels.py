@@ -8,16 +8,12 @@ order, so that a result can be repeated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from aqg.core.grids import MIN_STEP, Grid
-
-if TYPE_CHECKING:
-    from aqg.sim.torch_backend import Tensor
+from aqg.sim.torch_backend import Tensor
 
 _BLOCK = 1024
 _SAMPLES_PER_BLOCK = 128

@@ -78,7 +78,6 @@ class ClosedForm(Objective):
     # Overflow is how divergence looks, and shows in the results: no warning is due.
     @np.errstate(over="ignore", invalid="ignore")
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
         self._check(params, features)
         self._check_labels(features, labels)
         samples = self._sample_losses(self._tensors(params), features, labels)
@@ -445,7 +444,6 @@ class Logistic(ClosedForm):
         super().__init__("logistic", layout, num_features, l2, scaling, convex=True)
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
         if not _is_compiled(features):
             return super().losses(params, features, labels)
         return self.losses_and_gradients(params, features, labels)[0]
