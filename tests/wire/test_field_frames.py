@@ -23,7 +23,7 @@ from aqg.core.grids import Grid
 from aqg.core.halves import HalfUpload, SparseUpload, to_halves
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.rotation import RotatedUpload, block_lengths, quantize_rotated
-from aqg.core.selection import largest
+from aqg.core.sparsifiers import largest
 from aqg.errors import MessageError, WireError
 from aqg.wire import Known, decode, encode, encoded_size
 from aqg.wire.frame import Mode
