@@ -44,3 +44,15 @@ def _is_same(one: Any, other: Any) -> bool:
         return bool(one == other)
     is_alike = one.dtype == other.dtype and one.shape == other.shape
     return bool(is_alike and one.tobytes() == other.tobytes())
+
+
+def to_numpy(value: Any) -> NDArray[Any]:
+    """Return an array, or a torch tensor; half precision of torch is float32, which holds it."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if value.is_floating_point() and value.dtype.itemsize < 4:
+            value = value.float()
+        value = value.numpy()
+    return np.asarray(value)

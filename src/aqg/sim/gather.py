@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import to_numpy
 from aqg.errors import DataError
 from aqg.sim.problem import Samples
 
@@ -75,14 +76,8 @@ def _items(source: Any, name: str) -> Any:
 
 
 def _array(value: Any, name: str) -> NDArray[Any]:
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if value.is_floating_point() and value.dtype.itemsize < 4:
-            value = value.float()
-        array: NDArray[Any] = value.numpy()
-        return array
     try:
-        return np.asarray(value)
+        return to_numpy(value)
     except ValueError as error:
         raise DataError(f"{name} holds what is no array of numbers: {error}") from None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.types import to_numpy
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.metrics import METRICS, Metric, default_metrics, make_metrics, measure
 
@@ -134,8 +135,8 @@ class Problem:
 
     def _checked(self, owner: str, samples: Samples) -> Samples:
         """Return samples as NumPy arrays in the problem's precision, or say what is wrong."""
-        features, labels = (_as_numpy(part) for part in samples)
-        first = _as_numpy(self.clients[0].features)
+        features, labels = (to_numpy(part) for part in samples)
+        first = to_numpy(self.clients[0].features)
         if features.ndim < 2:
             raise DataError(
                 f"{owner} has features of shape {features.shape}; they need an axis of samples "
@@ -212,18 +213,6 @@ class Problem:
     def test_accuracy(self, params: FloatArray) -> float | None:
         """Return the fraction of test samples that the model gets right, where that is measured."""
         return self.measure(params).get("accuracy")
-
-
-def _as_numpy(array: Any) -> NDArray[Any]:
-    """Return an array or a torch tensor as NumPy."""
-    if isinstance(array, np.ndarray):
-        return array
-    if hasattr(array, "detach"):
-        tensor = array.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":
-            tensor = tensor.float()
-        array = tensor.numpy()
-    return np.asarray(array)
 
 
 def _is_float(array: NDArray[Any]) -> bool:
