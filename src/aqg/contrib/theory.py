@@ -7,7 +7,7 @@ everything here that is called ``L``, ``μ`` or ``V`` belongs to the sum. The Ly
     V^k = f(θ^k) - f* + Σ_{d=1..D} β_d ‖θ^{k+1-d} - θ^{k-d}‖²   with β_d = (1/α) Σ_{j≥d} ξ_j,
 
 where steps before the first round count as zero. ``docs/explanation/theory.md`` derives what the
-functions return: ``L`` and ``μ``, with ``S = Σ_d ξ_d`` the region ``S + αL/2 < 1/6`` of Lemma 1, the
+functions return: ``L`` and ``μ``, the region ``S + αL/2 < 1/6`` of Lemma 1, ``S = Σ_d ξ_d``, the
 wider one ``S + αL ≤ 1`` of rules that keep the server's error within their tolerance, and how the
 first rounds differ where missing steps count as the mean of the others.
 """
