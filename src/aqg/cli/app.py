@@ -123,8 +123,7 @@ DataDir = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Run Python files that only a file or --resume names."),
+    bool, typer.Option("--allow-code", help="Run Python files that only a file or --resume names.")
 ]
 Out = Annotated[Path | None, typer.Option(help="Directory for the results (new or empty).")]
 
@@ -241,8 +240,7 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Also write the plots here, as PNG.")
     ] = None,
     csv: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here."),
+        Path | None, typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here.")
     ] = None,
 ) -> None:
     """Make one HTML file to look at runs with: it needs no network and opens from disk.

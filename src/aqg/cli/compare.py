@@ -125,20 +125,17 @@ class Options:
         False
     )
     saved: Annotated[
-        Path | None,
-        _option("--from", help="Run nothing: show what is finished in this directory."),
+        Path | None, _option("--from", help="Run nothing: show what is finished in this directory.")
     ] = None
     tuned: Annotated[
-        Path | None,
-        _option(help="Settings that a search found; by default those of the package."),
+        Path | None, _option(help="Settings that a search found; by default those of the package.")
     ] = None
     data_dir: Annotated[
         Path | None, _option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
     ] = None
     as_json: Annotated[bool, _option("--json", help="Print one JSON object.")] = False
     allow_code: Annotated[
-        bool,
-        _option("--allow-code", own=True, help="Run Python files that only --resume names."),
+        bool, _option("--allow-code", own=True, help="Run Python files that only --resume names.")
     ] = False
     cluster: Annotated[
         str | None, _option(metavar="ADDRESS", help="Run on the Ray cluster there.")

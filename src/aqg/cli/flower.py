@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
     from aqg.flower.demo import Demo, NodeBytes
 
-flower_app = typer.Typer(
-    name="flower",
-    help="Run on Flower.",
-    no_args_is_help=True,
-)
+flower_app = typer.Typer(name="flower", help="Run on Flower.", no_args_is_help=True)
 
 
 @flower_app.callback()

@@ -42,8 +42,7 @@ def reproduce(
         ),
     ] = None,
     saved: Annotated[
-        Path | None,
-        typer.Option("--from", help="Run nothing: show the results in this directory."),
+        Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
     ] = None,
     beside: Annotated[
         Path | None,
@@ -110,12 +109,7 @@ def _best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_plan(
-    console: Console,
-    plan: tuple[PlannedRun, ...],
-    directory: Path,
-    where: Where,
-) -> int:
+def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
     """Do what is unfinished; return the exit code."""
     from aqg.cli.display import Overview
     from aqg.cli.study import lock, report_failures, run_study

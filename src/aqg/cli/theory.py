@@ -64,12 +64,7 @@ def theory(
     from rich.console import Console
 
     from aqg.contrib.advice import advise, sentences, survey
-    from aqg.runs.config import (
-        parse_assignment,
-        read_settings,
-        refuse_unnamed_code,
-        resolve,
-    )
+    from aqg.runs.config import parse_assignment, read_settings, refuse_unnamed_code, resolve
     from aqg.runs.directory import CONFIG
     from aqg.runs.loop import read_configs
     from aqg.runs.setup import build_problem

@@ -175,9 +175,7 @@ def create_sweep(directory: Path, grid_file: bytes) -> None:
 
 
 def open_sweep(
-    directory: Path,
-    document: Mapping[str, Any] | None = None,
-    data_dir: Path | None = None,
+    directory: Path, document: Mapping[str, Any] | None = None, data_dir: Path | None = None
 ) -> Sweep:
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():
