@@ -149,8 +149,9 @@ class ServerFilter(_ModelFilter):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log at the end what all messages took."""
         end = fl_ctx.get_prop(_END) if event_type == EventType.END_RUN else None
-        if end is not None:
+        if end is not None and end.down:
             self.log_info(fl_ctx, f"aqg: models took {end.up} bytes up, {end.down} bytes down")
+            end.up = end.down = 0  # the other half of the filter need not say it again
 
     def _settings(self) -> Any:
         return make_settings(
