@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from aqg.errors import RunError
 from aqg.objectives.metrics import named_metric
 from aqg.report.curves import metric_names, result_of, run_points
-from aqg.report.groups import setting_text
+from aqg.report.groups import Comparison, Group, setting_text
+from aqg.report.runs import Run
 from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU
 from aqg.studies.contest.table import RESULTS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from aqg.report.groups import Comparison, Group
-    from aqg.report.runs import Run
-
-    Spread = list[float]
-    """The middle, the lower and the upper end."""
-
+Spread = list[float]
+"""The middle, the lower and the upper end."""
 _PROBLEM = ("dataset", "partition", "model", "clients", "target", "problem")
 _MOST_PANELS = 12
 _SHARE = 2 / 3

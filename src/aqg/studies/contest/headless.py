@@ -11,18 +11,14 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
 from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.stopping import Target
 from aqg.studies.contest.plan import Outcome, Trial, make_config
-from aqg.studies.contest.search import default_setting
+from aqg.studies.contest.search import Setting, default_setting
 from aqg.studies.contest.tasks import select_tasks
-
-if TYPE_CHECKING:
-    from aqg.runs.stopping import Target
-    from aqg.studies.contest.search import Setting
 
 
 def run_trial(

@@ -15,16 +15,12 @@ points. Comparisons are paired by seed, with 95 % intervals of Student's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from aqg.runs.stopping import Target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from aqg.runs.stopping import Kind
+from aqg.runs.stopping import Kind, Target
 
 MOST_DELAY = 1.25
 FIXED, PLATEAU = "target", "plateau"

@@ -20,18 +20,21 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from aqg.core.downlink import AUTO, make_downlink
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
 from aqg.runs.loop import slug
 from aqg.runs.plan import Job
-from aqg.runs.stopping import Limits
-from aqg.studies.contest.measure import Curve, make_reference, rank, rank_of_fedavg
+from aqg.runs.stopping import Limits, Target
+from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
     FORMER_STEP,
@@ -39,6 +42,7 @@ from aqg.studies.contest.search import (
     SELF_SETTING,
     STEP,
     Setting,
+    Tuned,
     applies,
     default_setting,
     fixed_steps,
@@ -47,15 +51,6 @@ from aqg.studies.contest.search import (
     pending_settings,
 )
 from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.runs.stopping import Target
-    from aqg.studies.contest.measure import Rank, Reference
-    from aqg.studies.contest.search import Tuned
 
 PLAN = "compare.json"
 TRIALS = "trials.jsonl"

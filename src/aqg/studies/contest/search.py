@@ -13,24 +13,18 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from aqg.core.downlink import AUTO
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.step_sizes import Fixed
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.studies.contest.tasks import Task
-
-    Tuned: TypeAlias = Mapping[str, Mapping[str, "Setting"]]
-    """Settings that a search found, by task and recipe."""
+from aqg.runs.config import RunConfig
+from aqg.studies.contest.tasks import Task
 
 FEDAVG = "fedavg"
 OURS = "auto"
@@ -278,6 +272,10 @@ def pending_settings(
     settings = list(dict.fromkeys(make_setting(recipe, ladders, point) for point in points))
     most = sum(len(ladder.first) for ladder in ladders) + 2
     return settings, max(0, most - len(tried) - len(settings)) if settings else 0
+
+
+Tuned: TypeAlias = Mapping[str, Mapping[str, Setting]]
+"""Settings that a search found, by task and recipe."""
 
 
 def write_tuned(tuned: Tuned) -> str:

@@ -9,22 +9,18 @@ they are mostly noise. A user's own task is the same thing with the user's setti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aqg.data import data_directory
 from aqg.errors import ConfigError, DataError
 from aqg.runs.config import OWN, RunConfig, check_files, read_stored, refuse_unnamed_code, resolve
-from aqg.runs.stopping import Target
+from aqg.runs.stopping import Kind, Target
 from aqg.spec import Code
 from aqg.studies.contest.measure import MOST_DELAY, Goal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from aqg.runs.stopping import Kind
 
 _HOLD: dict[str, int] = {"residual": 20, "loss": 20, "accuracy": 3}
 _LOSS_POINTS = 50
