@@ -232,11 +232,14 @@ _START_AGAIN = f"delete {CHECKPOINT} to start this run again"
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the settings in a run's directory as they are stored; no file they name is opened."""
-    file = path / CONFIG
+    if not (path / CONFIG).exists():
+        raise RunError(f"{str(path)!r} is not a run directory: it has no {CONFIG}")
+    return read_toml(path / CONFIG)
+
+
+def read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_bytes().decode())
-    except FileNotFoundError:
-        raise RunError(f"{str(path)!r} is not a run directory: it has no {CONFIG}") from None
     except OSError as error:
         raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

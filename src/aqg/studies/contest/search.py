@@ -48,12 +48,8 @@ Point: TypeAlias = tuple[float, ...]
 class Setting:
     """A recipe with its parameters and step size fixed.
 
-    Attributes:
-        spec: the recipe with its options, such as ``"stc:keep=0.001"``.
-        bits: ``b_max``.
-        multiplier: of the task's step size; `SELF_SETTING` where the server sets it.
-        downlink: how clients receive the model; ``"auto"`` is what the comparison says.
-
+    ``multiplier`` is of the task's step size, or `SELF_SETTING` where the server sets it; the
+    downlink ``"auto"`` is what the comparison says.
     """
 
     spec: str
@@ -77,14 +73,12 @@ class Setting:
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Setting:
-        """Read what `to_json` wrote, among other fields."""
         downlink = row.get("downlink", AUTO)
         return Setting(row["spec"], row["bits"], row["multiplier"], downlink)
 
 
 @functools.cache
 def read_grid() -> dict[str, Any]:
-    """Return the content of ``grid.toml``."""
     text = resources.files("aqg.studies.contest").joinpath("grid.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -127,14 +121,9 @@ def is_ours(recipe: str, task: Task) -> bool:
 
 @dataclass(frozen=True)
 class Ladder:
-    """One axis of a search.
+    """One axis of a search: ``values`` that may be tried, increasing, and the likely ones, ``first``.
 
-    Attributes:
-        name: of the parameter.
-        values: that may be tried, increasing.
-        first: those that are tried in any case, the likely ones first. One that is not among the
-            values is tried but has no neighbors, such as a step that sets itself.
-
+    One of these that is not among the values has no neighbors, such as a step that sets itself.
     """
 
     name: str
@@ -205,7 +194,6 @@ def _parameters(recipe: str, task: Task) -> dict[str, Any]:
 
 
 def fixed_steps(task: Task) -> Ladder:
-    """Return the multiples of the task's step."""
     grid = read_grid()
     return Ladder("step", tuple(grid["ladders"]["step"]), tuple(grid[task.regime]["steps"]))
 

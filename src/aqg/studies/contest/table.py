@@ -76,12 +76,8 @@ class Cell:
     """One recipe on one task for one target, over the seeds that were run.
 
     Attributes:
-        task: its name.
-        recipe: its name.
-        goal: the target's name.
-        setting: what was run, the best on seed 0.
-        num_seeds: how many were run.
-        num_reached: how many of them reached the target.
+        setting: what was run, the best on seed 0; ``num_settings`` were tried there.
+        num_seeds: how many were run; ``num_reached`` of them reached the target.
         cost: total bytes, over the seeds that reached it; None where none did, as the next two.
         savings: federated averaging's bytes over these; None where it was not run, as the next.
         delay: rounds over those of federated averaging.
@@ -93,7 +89,6 @@ class Cell:
         plateau: how many points it is above federated averaging's, paired by seed; for losses
             percent.
         versus: its bytes over those of `auto`, paired by seed; None without a common seed.
-        num_settings: how many were tried on seed 0.
         rounds: the mean of those until the target.
         upload_bytes: the mean of what was uploaded until a fixed target.
 
@@ -121,7 +116,6 @@ class Cell:
 
     @property
     def is_main(self) -> bool:
-        """Whether the target is the one that counts."""
         return self.goal in (PLATEAU, FIXED)
 
     @property
@@ -132,7 +126,6 @@ class Cell:
         return self.delay.value <= MOST_DELAY
 
     def to_json(self) -> dict[str, Any]:
-        """Return one object."""
         names = ("cost", "savings", "delay", "plateau", "versus")
         means = {name: getattr(self, name) for name in names}
         row = {key: value for key, value in vars(self).items() if key != "setting"}
@@ -306,11 +299,6 @@ _HEADER: tuple[str, ...] = (
 
 
 def label(recipe: str) -> str:
-    """Return a recipe's name, marked where it was not checked against its paper.
-
-    >>> label("stc"), label("aquila:beta=1")
-    ('stc', 'aquila:beta=1‡')
-    """
     return recipe + (_FROM_MEMORY if recipe.partition(":")[0] in FROM_MEMORY else "")
 
 
@@ -636,7 +624,6 @@ def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
 
 
 def read_tables(directory: Path) -> list[Table]:
-    """Return the tables of a directory."""
     comparison = Comparison.open(directory)
     return as_tables(comparison, make_cells(comparison, read_outcomes(directory)))
 

@@ -55,13 +55,11 @@ class Task:
 
     @cached_property
     def goal(self) -> Goal:
-        """When it is learned."""
         config = self.config
         return Goal(cast("Kind", config.target_kind), config.rounds, config.goal)
 
     @property
     def dropout(self) -> float:
-        """The probability that a client drops out of a round."""
         return self.config.dropout
 
     @cached_property
@@ -89,7 +87,6 @@ def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
 
 
 def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settings: Any) -> Task:
-    """Make a task with a fixed target."""
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32"} | settings
     config = RunConfig(recipe="gd", target_kind=kind, **chosen)
     return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
@@ -445,7 +442,6 @@ def _name(config: RunConfig) -> str:
 
 
 def to_row(task: Task) -> dict[str, Any]:
-    """Return what a comparison's file remembers of an own task."""
     return {k: v for k, v in asdict(task.config).items() if v is not None and v != ()}
 
 
