@@ -121,7 +121,7 @@ def is_ours(recipe: str, task: Task) -> bool:
 
 @dataclass(frozen=True)
 class Ladder:
-    """One axis of a search: ``values`` that may be tried, increasing, and the likely ones, ``first``.
+    """One axis of a search: ``values`` that may be tried, increasing, and likely ones, ``first``.
 
     One of these that is not among the values has no neighbors, such as a step that sets itself.
     """
