@@ -70,7 +70,6 @@ class Progress:
         return add_bytes(self.upload_bytes, self.download_bytes)
 
     def add(self, line: Line) -> None:
-        """Count one more round."""
         self.round = line.record.round
         if line.record.loss is not None:
             self.loss = line.record.loss
@@ -85,7 +84,6 @@ def slug(recipe: str) -> str:
 
 
 def create_run(directory: Path, config: RunConfig) -> None:
-    """Make a run's directory with its config, and nothing else yet."""
     create_directory(directory)
     write_atomically(directory / CONFIG, to_toml((config,)).encode())
 
