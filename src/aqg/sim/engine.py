@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core import stage_state
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.optimizers import OptimizerState
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import add_uploads, take_step
 from aqg.core.space import with_rows
+from aqg.core.stage import lives_on_device
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
 from aqg.sim.backends import Backend, make_backend
@@ -268,6 +268,6 @@ def _clients_in(
     track = Track(move(position), move(velocity), copy(direction), copy(is_held))
     stages = {}
     for name, stage in recipe.all_stages.items():
-        place = move if stage_state.lives_on_device(stage) else copy
+        place = move if lives_on_device(stage) else copy
         stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
     return Clients(clients.num_params, track, copy(clients.skipped_rounds), stages)
