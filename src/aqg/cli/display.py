@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,12 +25,22 @@ from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
 from aqg.runs.cost import Cost, add_bytes
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
-from aqg.runs.plan import Compiling, Job
+from aqg.runs.plan import Compiling, Job, StudyPlan
 from aqg.runs.summary import Summary
 from aqg.runs.table import Table, format_bytes
 
-if TYPE_CHECKING:
-    from aqg.cli.study import StudyPlan  # which imports this module
+BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def widen(console: Console, width: int) -> None:
+    """Let a file have lines of at least this width: it has no edge to wrap at."""
+    if not console.is_terminal:
+        console.width = max(console.width, width)
 
 
 def both_directions(progress: loop.Progress) -> str:
@@ -235,73 +244,20 @@ def _saving(size: int, baseline: int) -> str:
     return f"{ratio:.3g}×" if ratio >= 1 else f"{ratio:.1g}×"
 
 
-class Moving(Protocol):
-    """A live display of rich's."""
-
-    def start(self) -> None:
-        """Begin to draw."""
-
-    def stop(self) -> None:
-        """Leave the last picture on the screen."""
-
-
-class LiveDisplay:
-    """A context manager that draws on a terminal, and nowhere else."""
-
-    def __init__(self, console: Console, moving: Moving) -> None:
-        self._console = console
-        self._moving = moving
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._moving.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._moving.stop()
-
-    def _say(self, text: str) -> None:
-        """Print a line above the display, as it is."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-Row = Mapping[str, Any]
-
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
-
-
-class Overview(LiveDisplay):
+class Overview:
     """Shows what happens to the jobs of a plan.
 
     On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
     ended.
 
-    Args:
-        console: where to draw.
-        plan: says how many jobs are left, at most; that may fall as jobs prove needless.
-        name: of the study.
-        num_before: how many jobs were finished before.
-        bytes_before: what these sent and received.
-
+    A context manager. The plan says how many jobs are left, at most; that may fall as jobs prove
+    needless.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        plan: StudyPlan[Any],
-        name: str,
-        num_before: int = 0,
-        bytes_before: int | None = 0,
-    ) -> None:
+    def __init__(self, console: Console, plan: StudyPlan[Any], name: str) -> None:
+        self._console = console
         self._plan = plan
-        self._num_before = num_before
         self._num_ended = 0
-        self._bytes_before = bytes_before
         self._started = time.monotonic()
         self._compiles = False
         self._bytes: dict[int, int | None] = {}
@@ -319,9 +275,9 @@ class Overview(LiveDisplay):
         )
         self._study = self._bar.add_task(
             name,
-            total=num_before + plan.most_left(),
-            completed=num_before,
-            size=_total_size(bytes_before),
+            total=plan.num_before + plan.most_left(),
+            completed=plan.num_before,
+            size=_total_size(plan.bytes_before),
         )
         self._run_lines = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
@@ -331,7 +287,15 @@ class Overview(LiveDisplay):
             TextColumn("{task.fields[size]}", style="cyan"),
             console=console,
         )
-        super().__init__(console, Live(Group(self._bar, self._run_lines), console=console))
+        self._live = Live(Group(self._bar, self._run_lines), console=console)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def show(self, job: Job | None, event: Event) -> None:
         """Bring the picture up to date."""
@@ -344,7 +308,7 @@ class Overview(LiveDisplay):
             case Reported(_, Compiling()):
                 if not self._compiles:
                     self._compiles = True
-                    self._say(Compiling.text)
+                    say(self._console, Compiling.text)
             case Reported(index, progress):
                 loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
                 size = both_directions(progress)
@@ -358,24 +322,27 @@ class Overview(LiveDisplay):
             case Failed(index, error):
                 self._end(index, f"failed: {error}", failed=True)
             case Stopping():
-                self._say("Stopping after the current rounds; Ctrl-C once more stops at once.")
+                say(
+                    self._console,
+                    "Stopping after the current rounds; Ctrl-C once more stops at once.",
+                )
 
     def _count_bytes(self, index: int, total_bytes: int | None) -> None:
         self._bytes[index] = total_bytes
-        size = _total_size(add_bytes(self._bytes_before, *self._bytes.values()))
+        size = _total_size(add_bytes(self._plan.bytes_before, *self._bytes.values()))
         self._bar.update(self._study, size=size)
 
     def _end(self, index: int, result: str, failed: bool = False) -> None:
         self._num_ended += 1
         num_left = self._plan.most_left()
-        done = self._num_before + self._num_ended
+        done = self._plan.num_before + self._num_ended
         self._bar.update(self._study, completed=done, total=done + num_left)
         self._run_lines.remove_task(self._lines.pop(index))
         if failed or not self._console.is_terminal:
             elapsed = time.monotonic() - self._started
             left = clock(elapsed / self._num_ended * num_left)
             head = f"[{done}/{done + num_left}, {clock(elapsed)}, {left} left]"
-            self._say(f"{head} {self._names[index]}: {result}")
+            say(self._console, f"{head} {self._names[index]}: {result}")
 
 
 def clock(seconds: float) -> str:
@@ -389,13 +356,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _in_one_line(summary: Row) -> str:
+def _in_one_line(summary: Mapping[str, Any]) -> str:
     if (outcome := summary.get("outcome")) is not None:
         value = "" if outcome["value"] is None else f" at {outcome['value']:.4g}"
-        up, down = (format_bytes(outcome[name]) for name in _BYTES[:2])
+        up, down = (format_bytes(outcome[name]) for name in BYTES[:2])
         return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {up} up, {down} down"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    up, down = (format_bytes(summary.get(name)) for name in _BYTES[:2])
+    up, down = (format_bytes(summary.get(name)) for name in BYTES[:2])
     return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"
 
 

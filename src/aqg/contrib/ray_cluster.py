@@ -28,7 +28,6 @@ from aqg.weights import BEST, FINAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import TracebackType
 
     from aqg.runs.executor import Event, Handle, Task
     from aqg.sim.problem import Problem
@@ -110,12 +109,7 @@ class RayCluster:
             raise ConfigError(f"device is cuda, and the cluster at {self._address!r} has no GPU")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for actor in (*self._idle, *(actor for _, actor, _ in self._busy.values())):
             self._ray.kill(actor)
         self._idle, self._busy = [], {}

@@ -296,10 +296,7 @@ def _metrics(
 
 
 def _client_bytes(
-    rows: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any] | None,
-    key: str,
-    num_clients: int,
+    rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, key: str, num_clients: int
 ) -> NDArray[np.int64] | None:
     """Return the totals that the summary holds or, of a deployment, those of its rounds."""
     found = (summary or {}).get(key)

@@ -516,14 +516,6 @@ class Outputs:
     csv: Path | None = None
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written, and from how many runs."""
-
-    files: tuple[Path, ...]
-    num_runs: int
-
-
 def check_outputs(outputs: Outputs) -> None:
     """Refuse places that cannot be written to, before anything is read."""
     if outputs.html.is_dir():
@@ -543,8 +535,8 @@ def check_outputs(outputs: Outputs) -> None:
             ) from None
 
 
-def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
-    """Read all runs in ``directories`` and write what is asked for."""
+def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Path], int]:
+    """Write what is asked for; return the files, and how many runs were read."""
     studies = find_studies(directories)
     # What was published of a comparison has no runs beside it.
     with_runs = [path for path in directories if path not in studies or holds_runs(path)]
@@ -562,4 +554,4 @@ def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
         contents[outputs.csv / "clients.csv"] = clients_csv(comparison.runs).encode()
     for path, content in contents.items():
         write_atomically(path, content)
-    return Written(tuple(contents), len(comparison.runs))
+    return list(contents), len(comparison.runs)

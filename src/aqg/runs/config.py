@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -384,6 +384,19 @@ def refuse_unnamed_code(
             )
 
 
+def guard_file(
+    file: Path,
+    named: Mapping[str, Any],
+    *,
+    allowed: bool,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse a file like that, if it is there, with some of its settings overridden."""
+    if file.is_file():  # what is missing is reported where it is read
+        settings = {**read_settings(file), **(overrides or {})}
+        refuse_unnamed_code(settings, named, allowed=allowed, where=repr(str(file)))
+
+
 def check_files(config: RunConfig) -> None:
     """Raise if a file is not the one that the run began with."""
     _compare_digests(
@@ -456,6 +469,11 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
     return key.strip(), parsed
+
+
+def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the command line names: assignments, and flags, which win."""
+    return dict(map(parse_assignment, assignments or ())) | dict(flags)
 
 
 def to_toml(configs: tuple[RunConfig, ...]) -> str:

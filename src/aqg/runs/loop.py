@@ -260,11 +260,7 @@ def _run(
     files.finish(
         summary.to_json()
         | referee.to_json()
-        | {
-            "metrics": described,
-            "versions": installed_versions(),
-            "run": identity(config),
-        }
+        | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
         | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
     )

@@ -509,6 +509,8 @@ class ContestPlan:
         self._under_way: dict[Trial, float] = {}
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
+        self.num_before = 0
+        self.bytes_before: int | None = 0
 
     @property
     def num_finished(self) -> int:

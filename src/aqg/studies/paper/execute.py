@@ -179,7 +179,5 @@ def _with_other_machine(here: Results, there: Results) -> Results:
     if place in there.about.get("versions", {}):
         made[place] = there.about["versions"][place]
     return replace(
-        here,
-        elsewhere={**here.elsewhere, machine: runs},
-        about={**here.about, "versions": made},
+        here, elsewhere={**here.elsewhere, machine: runs}, about={**here.about, "versions": made}
     )

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SECTIONS = ("logistic", "rounding", "softmax", "dropouts", "network")
-CHOICES = {
-    "table2": ("logistic", "softmax"),
-    **{section: (section,) for section in SECTIONS},
-}
+CHOICES = {"table2": ("logistic", "softmax"), **{section: (section,) for section in SECTIONS}}
 """What ``--only`` takes, and the sections it stands for."""
 
 TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
