@@ -176,9 +176,8 @@ def _dirichlet(concentration: float) -> Split:
             shares = generator.dirichlet(np.full(num_clients, concentration), size=len(label_sizes))
             ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis])
             ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
-            counts: NDArray[np.int64] = np.diff(
-                ends.astype(np.int64), axis=1, prepend=0
-            )  # labels × clients
+            ends = np.pad(ends, ((0, 0), (1, 0))).astype(np.int64)
+            counts = ends[:, 1:] - ends[:, :-1]  # labels × clients
             if counts.sum(axis=0).all():
                 break
         else:
