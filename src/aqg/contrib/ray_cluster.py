@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from aqg.errors import ConfigError, RunError
@@ -106,12 +105,7 @@ class RayCluster:
             raise ConfigError(f"device is cuda, and the cluster at {self._address!r} has no GPU")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for actor in (*self._idle, *(actor for _, actor, _ in self._busy.values())):
             self._ray.kill(actor)
         self._idle, self._busy = [], {}

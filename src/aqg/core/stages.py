@@ -46,6 +46,31 @@ class ErrorFeedback(Plain):
 
 
 @dataclass(frozen=True)
+class ErrorControl(ErrorFeedback):
+    """Keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was to be sent.
+
+    Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control.
+    """
+
+    eta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        """Keep a part of what the upload left out, and the rest of what was kept before."""
+        space, senders = outcome.space, outcome.senders
+        kept = space.rows(state["residual"], senders)
+        new = super().after(state, outcome)["residual"]
+        if not len(senders):
+            return {"residual": new}
+        pairs = zip(kept, space.rows(new, senders), strict=True)
+        rows = np.stack([(1 - self.eta) * old + self.eta * left for old, left in pairs])
+        return {"residual": space.store(new, senders, rows)}
+
+
+@dataclass(frozen=True)
 class RunningAverage(Plain):
     """``v ← (1 - η)·v + η·g``; the first gradient starts it.
 

@@ -105,6 +105,11 @@ class RunStatistics:
             return _NO_TRAFFIC
         return self._carrier.finish_round(present.tolist(), self._weights)
 
+    @property
+    def are_averaged(self) -> bool:
+        """Whether the server averages what clients send."""
+        return isinstance(self._carrier, Averaged)
+
     def buffers(self, client: int = 0) -> Buffers | None:
         """Return the server's buffers, or a client's own; None where there are none to carry."""
         return None if self._carrier is None else self._carrier.held(client)
