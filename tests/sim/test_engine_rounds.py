@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aqg.core.grids import Grid
-from aqg.core.innovation import measure
+from aqg.core.kernels import measure
 from aqg.core.recipes import make_recipe
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, affine, grid_step, value_table
-from aqg.core.innovation import measure
-from aqg.core.kernels import add_levels, move_mirror, quantize
+from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
 from aqg.core.space import as_index
 from aqg.objectives import make_objective

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.movement import Movement
 from aqg.core.policies import Always, LazyOwn, StageWidth
 from aqg.core.quantizers import Blockwise, Half, QsgdAtWidth, Rotated, Stochastic
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Movement, Recipe
 from aqg.core.rotation import WIDTHS
 from aqg.core.sparsifiers import SparseTernary, TopK
 from aqg.core.stages import (

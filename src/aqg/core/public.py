@@ -22,8 +22,7 @@ from aqg.errors import MessageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aqg.core.movement import Movement
-    from aqg.core.recipe import Recipe
+    from aqg.core.recipe import Movement, Recipe
     from aqg.core.types import FloatArray
 
 _SPACE = NumpySpace()
