@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from aqg.cli.display import result_table
 from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
@@ -17,14 +16,12 @@ from aqg.runs.directory import (
     CONFIG,
     ROUNDS,
     SUMMARY,
-    Line,
     create_directory,
-    read_lines,
 )
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
-from aqg.runs.summary import Trace, draw_comparison, summarize
+from aqg.runs.summary import Trace
 from aqg.weights import BEST, FINAL
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
@@ -103,32 +100,6 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
         np.load(tmp_path / "whole" / CHECKPOINT) as right,
     ):
         assert all(np.array_equal(left[key], right[key]) for key in right)
-
-
-def test_rounds_from_before_downloads_were_counted(config, problem, tmp_path):
-    result = run_whole(config, problem, tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
-    for row in rows[:8]:
-        del row["download_bytes"], row["total_bytes"], row["crc32"]
-    (tmp_path / "run" / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
-    lines = [*read_lines(tmp_path / "run"), *result_lines(rows[8:])]
-    assert [line.record.download_bytes is None for line in lines] == [True] * 8 + [False] * 22
-    minimum = find_minimum(config, problem)
-    loss, metrics = result.summary.final_loss, result.summary.metrics
-    summary = summarize(config.recipe, lines, loss, metrics, minimum, config.goal)
-    row = summary.to_json()
-    assert (row["download_bytes"], row["total_bytes"]) == (None, None)
-    assert row["upload_bytes"] == result.summary.upload_bytes
-    assert row["target"]["upload_bytes"] > 0
-    assert row["target"]["total_bytes"] is None
-    columns = {c.header: list(c.cells) for c in result_table([summary]).to_terminal().columns}
-    assert (columns["down"], columns["total"]) == (["unknown"], ["unknown"])
-    shown = loop.Result(config, summary, Trace.of(lines, loss, metrics))
-    assert draw_comparison([shown], minimum).startswith(b"\x89PNG")
-
-
-def result_lines(rows):
-    return [Line.of(row) for row in rows]
 
 
 def test_resume_refuses_another_config(config, problem, tmp_path):
