@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from tools.document import Passage, refresh
+
 from aqg.runs.table import Table
-from aqg.studies.document import Passage, refresh
 from aqg.studies.paper.outcomes import (
     CONVERGED,
     ROUNDING,
@@ -41,6 +42,7 @@ from papers.claims import (
     machine_sentences,
     machine_table,
 )
+from papers.merge import keep_beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("documents", nargs="*", type=Path, default=_PAGES)
     parser.add_argument("--results", type=Path, default=_ROOT / "results")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        help="first add seeds that are missing, and another machine's logistic runs, from here",
+    )
     given = parser.parse_args(arguments)
+    if given.beside is not None:
+        keep_beside(given.results, given.beside)
     results = read_results(given.results)
     tables, passages = all_tables(results), all_passages(results)
     for document in given.documents:
