@@ -10,6 +10,7 @@ rules are in ``claims.py``, and in ``mao2022.toml`` is where differences may com
 from __future__ import annotations
 
 import argparse
+import math
 import tomllib
 from pathlib import Path
 from statistics import median
@@ -461,9 +462,18 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str)
     if row.setting.startswith("network"):
         rounds = median(cost.rounds for cost in costs) / row.rounds
         if abs(rounds - 1) > 2 * _CLOSE:
-            standing = median(results.residual_after(o, row.rounds) for o in ours)
+            standing = median(_residual_after(results, o, row.rounds) for o in ours)
             text += f"; ours is at {standing:.0e} after the paper's {row.rounds:,} rounds"
     return text
+
+
+def _residual_after(results: Results, outcome: Outcome, rounds: int) -> float:
+    """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
+    curve = results.curves.get(outcome.name)
+    if curve is None:
+        return math.nan
+    index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
+    return curve.losses[index] - (outcome.minimum or 0.0)
 
 
 def _ratio(ratios: Sequence[float]) -> str:

@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.data.datasets import Dataset, load_dataset
-from aqg.data.partitions import (
-    format_partition_table,
-    parse_partition,
-    partition_table,
-)
+from aqg.data.partitions import format_partition_table, parse_partition, partition_table
 from aqg.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from hypothesis.extra import numpy as hnp
 from aqg.report.curves import bin_edges, count_widths, watch_clients
 
 widths_of_runs = hnp.arrays(
-    np.int16,
-    st.tuples(st.integers(0, 50), st.integers(1, 12)),
-    elements=st.integers(-1, 4),
+    np.int16, st.tuples(st.integers(0, 50), st.integers(1, 12)), elements=st.integers(-1, 4)
 )
 
 

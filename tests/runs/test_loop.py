@@ -11,13 +11,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import read_settings, resolve
 from aqg.runs.cost import Cost
-from aqg.runs.directory import (
-    CHECKPOINT,
-    CONFIG,
-    ROUNDS,
-    SUMMARY,
-    create_directory,
-)
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
@@ -95,10 +89,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     for name in (BEST, FINAL):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert (directory / ROUNDS).read_text() == (tmp_path / "whole" / ROUNDS).read_text()
-    with (
-        np.load(directory / CHECKPOINT) as left,
-        np.load(tmp_path / "whole" / CHECKPOINT) as right,
-    ):
+    with np.load(directory / CHECKPOINT) as left, np.load(tmp_path / "whole" / CHECKPOINT) as right:
         assert all(np.array_equal(left[key], right[key]) for key in right)
 
 
