@@ -4,9 +4,9 @@ python benchmarks/flare.py                     # all that run here, into results
 python benchmarks/flare.py --only aqg --rounds 5 --out /tmp/flare.jsonl
 
 It needs an environment with nvflare: ``pip install 'aqg[flare]' scikit-learn``. Every variant is a
-run of FLARE's simulator, a process for the server and one for each site. Bytes are all frames on the
-server's connections, from the start of the job to its end: models, requests and polling. FLARE's
-8-bit and 4-bit filters need bitsandbytes and a GPU, and are left out where there is none.
+run of FLARE's simulator, a process for the server and one for each site. Bytes are all frames on
+the server's connections, from the start of the job to its end: models, requests and polling.
+FLARE's 8-bit and 4-bit filters need bitsandbytes and a GPU, and are left out where there is none.
 """
 
 from __future__ import annotations
