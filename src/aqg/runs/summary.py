@@ -207,12 +207,19 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     metrics = list(dict.fromkeys(name for r in results for name in r.summary.metrics))
     num_rows = 1 + len(metrics)
-    figure = Figure(figsize=(12, 4.2 * num_rows), layout="constrained")
+    height = 4.2 * num_rows
+    figure = Figure(figsize=(12, height))
     FigureCanvasAgg(figure)
-    rows = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
+    # Margins in inches: to find them, the layouts of matplotlib draw everything twice.
+    margins = {"left": 0.08, "right": 0.98, "top": 1 - 0.35 / height, "bottom": 0.55 / height}
+    spaces = {"wspace": 0.08, "hspace": 0.2}
+    rows = figure.subplots(
+        num_rows, 3, sharey="row", squeeze=False, gridspec_kw={**margins, **spaces}
+    )
     has_downloads = all(result.summary.total_bytes is not None for result in results)
     for index, result in enumerate(results):
         _draw_curves(rows[0], index, result, _losses(result, minimum), has_downloads)
@@ -230,6 +237,7 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
         axis.set_xlabel(label)
         if label != "round" and any(np.isfinite(line.get_xdata()).any() for line in axis.lines):
             axis.set_xscale("log")  # which needs a point: runs may have diverged at once
+            axis.xaxis.set_minor_locator(NullLocator())
         axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
@@ -239,7 +247,7 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     figure.suptitle(f"{config.title}{dropout}", fontsize=11)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
+    figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
 
 
