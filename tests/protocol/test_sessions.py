@@ -44,9 +44,18 @@ def error(server):
     return np.abs(server.parameters - OPTIMUM).max()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("recipe", ["lean", "auto", "stc:keep=0.5", "gd", "qsgd"])
-@pytest.mark.parametrize("downlink", ["exact", "auto"])
+@pytest.mark.parametrize(
+    ("recipe", "downlink", "exact"),
+    [
+        ("lean", "exact", False),
+        ("lean", "auto", True),
+        ("auto", "auto", False),
+        ("auto", "exact", True),
+        ("stc:keep=0.5", "exact", False),
+        ("gd", "auto", True),
+        ("qsgd", "auto", False),
+    ],
+)
 def test_training(recipe, downlink, exact):
     server = make_server(recipe=recipe, downlink=downlink, exact=exact)
     run(server, [ClientSession() for _ in range(3)], 40)
@@ -100,7 +109,7 @@ def test_a_lost_reply_is_rolled_back(tmp_path):
         if loses:
             reply = reply_from_bytes(clients[0].answer(server.order(0), train_of(0)))
             assert reply.rolled_back
-        run(server, clients, 60)
+        run(server, clients, 25)
         models.append(server.parameters)
     assert np.array_equal(*models)
     assert error(server) < 0.02
@@ -166,7 +175,9 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert error(again) < 0.02
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 4, 5, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2, 3))]
+)
 def test_everything_goes_wrong_at_once(tmp_path, seed):
     """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""
     rng = np.random.default_rng(seed)
@@ -211,7 +222,7 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
             server.take(m, reply)
         late = late[-3:]
         server.step()
-    run(server, [session(m) for m in range(3)], 50)
+    run(server, [session(m) for m in range(3)], 25)
     assert error(server) < (0.8 if recipe == "auto" else 0.05)
     for m in range(3):  # and both ends hold the same of each other
         order = order_from_bytes(server.order(m))
