@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from aqg.core.stage import Plain
+from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,3 +42,28 @@ class ErrorFeedback(Plain):
         pairs = zip(space.rows(outcome.vectors, senders), outcome.uploads, strict=True)
         left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
         return {"residual": space.store(outcome.vectors, senders, left)}
+
+
+@dataclass(frozen=True)
+class ErrorControl(ErrorFeedback):
+    """Keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was to be sent.
+
+    Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control.
+    """
+
+    eta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        """Keep a part of what the upload left out, and the rest of what was kept before."""
+        space, senders = outcome.space, outcome.senders
+        kept = space.rows(state["residual"], senders)
+        new = super().after(state, outcome)["residual"]
+        if not len(senders):
+            return {"residual": new}
+        pairs = zip(kept, space.rows(new, senders), strict=True)
+        rows = np.stack([(1 - self.eta) * old + self.eta * left for old, left in pairs])
+        return {"residual": space.store(new, senders, rows)}
