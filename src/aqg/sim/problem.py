@@ -46,6 +46,7 @@ class Problem:
         validation: samples that the clients hold out: runs may be tuned and stopped by them.
         metrics: what is measured on the test set, in any form that `make_metrics` takes; by default
             what suits the targets.
+        start_bytes: what a client receives that gets ``θ^0`` sent (`aqg.start`).
 
     """
 
@@ -55,6 +56,7 @@ class Problem:
     test: Samples | None = None
     metrics: Any = None
     validation: Samples | None = None
+    start_bytes: int = 0
 
     @staticmethod
     def from_module(
