@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
+from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import Parcel
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import encode_entry, known_velocity, log_overhead
@@ -76,8 +76,8 @@ class LogState(NamedTuple):
             first=int(arrays["log_first"]),
             entries=tuple(joined[a:b] for a, b in zip([0, *ends], ends, strict=False)),
             digests=tuple(
-                digests[start : start + DIGEST_BYTES]
-                for start in range(0, len(digests), DIGEST_BYTES)
+                digests[start : start + STATE_DIGEST_BYTES]
+                for start in range(0, len(digests), STATE_DIGEST_BYTES)
             ),
             snapshot_round=int(arrays["snapshot_round"]),
             snapshot=arrays["snapshot"].tobytes(),
