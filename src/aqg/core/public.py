@@ -5,6 +5,14 @@ keeps mirrors a velocity. Whoever holds ``P^k`` and gets entry ``k`` has ``P^{k+
 How the server came to what an entry says is its own affair: optimizers, step sizes and averages are
 not public.
 
+Where there is no velocity, entries are quantized vectors and their steps powers of two, the
+position lies on an exact grid: all coordinates are multiples of a quantum, a power of two, and
+within what the mantissa holds of these. Then additions are exact, in whatever order: what a client
+missed is one sum. An entry names the quantum, at first and when coordinates outgrow it, and both
+ends round the position to it. Exact entries hold any values, and a velocity shrinks with the
+gradients until single precision could not hold its multiples: these models are on no grid, and
+their entries are followed one by one.
+
 An entry is made from the sum of the round's uploads, whoever sent them. No client learns more of
 another than that sum, which it would see in the model, too.
 """
@@ -15,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.grids import snap
 from aqg.core.space import NumpySpace
 from aqg.core.track import Correction, Part, Track, follow, init_track
 from aqg.errors import MessageError
@@ -40,6 +49,7 @@ class Entry(NamedTuple):
         movement: the newest number of the history. None where it is the last one again.
         is_step: False in a round without a step, which only counts.
         is_rounded: whether the movement is a bfloat16 number.
+        quantum: what the position is rounded to multiples of, first of all; None: as before.
 
     """
 
@@ -49,6 +59,7 @@ class Entry(NamedTuple):
     movement: float | None = None
     is_step: bool = True
     is_rounded: bool = False
+    quantum: float | None = None
 
 
 class Public(NamedTuple):
@@ -58,12 +69,14 @@ class Public(NamedTuple):
         round: ``k``, counted from 1.
         track: one track; its position is the model.
         history: the newest numbers of `Entry.movement`, newest first.
+        quantum: of which the position has multiples; 0 where it is on no grid.
 
     """
 
     round: int
     track: Track
     history: tuple[float, ...] = ()
+    quantum: float = 0.0
 
     @property
     def parameters(self) -> FloatArray:
@@ -106,8 +119,13 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     position = () if entry.position is None else (entry.position,)
     velocity = () if entry.velocity is None else (entry.velocity,)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
-        track = follow(_SPACE, public.track, Correction(_FIRST, position, velocity))
+        track, quantum = public.track, public.quantum
+        if entry.quantum is not None:
+            quantum = entry.quantum
+            track = track._replace(position=snap(track.position, quantum))
+        track = follow(_SPACE, track, Correction(_FIRST, position, velocity))
     newest = entry.movement
     if newest is None:
         newest = public.history[0] if public.history else 0.0
-    return Public(public.round + 1, track, movement.extend(public.history, newest))
+    history = movement.extend(public.history, newest)
+    return Public(public.round + 1, track, history, quantum)

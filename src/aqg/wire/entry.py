@@ -3,8 +3,9 @@
 An entry moves the public model (`aqg.core.public`) from one round to the next::
 
     flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
-                step in this round
+                step in this round, 32 quantum
     movement    if flagged: a bfloat16 number, or 8 bytes
+    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.zigzag`)
     parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
                 and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
                 one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
@@ -44,7 +45,7 @@ from aqg.wire.frame import (
     levels_size,
     upload_head,
 )
-from aqg.wire.varint import read_varint, varint_size, write_varint
+from aqg.wire.varint import from_zigzag, read_varint, varint_size, write_varint, zigzag
 from aqg.wire.vectors import decode_vector, encode_vector, vector_size
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 LOG_MARK = 0x62
-VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD = 1, 2, 4, 8, 16
+VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD, QUANTUM = 1, 2, 4, 8, 16, 32
+MIN_EXPONENT, MAX_EXPONENT = -126, 101
 _EXACT_PART = b"\0"
 _CRC_BYTES = 4
 
@@ -168,6 +170,8 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
     flags, position = int(frame[position]), position + 1
     if flags & MOVEMENT:
         position += 8 if flags & DOUBLE else 2
+    if flags & QUANTUM:
+        _, position = read_varint(frame, position)
     for part in (VELOCITY, POSITION):
         if flags & part:
             size, position = read_varint(frame, position)
@@ -197,11 +201,14 @@ def _head(entry: Entry) -> tuple[int, bytes]:
     flags = VELOCITY if entry.velocity is not None else 0
     flags |= POSITION if entry.position is not None else 0
     flags |= 0 if entry.is_step else HOLD
+    head = b""
     if entry.movement is not None and entry.is_rounded:
-        return flags | MOVEMENT, struct.pack("<f", entry.movement)[2:]
-    if entry.movement is not None:
-        return flags | MOVEMENT | DOUBLE, struct.pack("<d", entry.movement)
-    return flags, b""
+        flags, head = flags | MOVEMENT, struct.pack("<f", entry.movement)[2:]
+    elif entry.movement is not None:
+        flags, head = flags | MOVEMENT | DOUBLE, struct.pack("<d", entry.movement)
+    if entry.quantum is not None:
+        flags, head = flags | QUANTUM, head + write_quantum(entry.quantum)
+    return flags, head
 
 
 def _encode_part(part: Part, is_velocity: bool, known: Known | None, threads: int | None) -> bytes:
@@ -222,7 +229,7 @@ def _decode_entry(
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
-    is_odd = flags >= 2 * HOLD or (flags & HOLD and flags != HOLD)
+    is_odd = flags >= 2 * QUANTUM or (flags & HOLD and flags != HOLD)
     if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
     movement = None
@@ -233,6 +240,9 @@ def _decode_entry(
             movement, position = _bfloat16(frame, position)
         if not movement >= 0 and not math.isnan(movement):
             raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
+    quantum = None
+    if flags & QUANTUM:
+        quantum, position = read_quantum(frame, position)
     of_velocity: Part | None = None
     of_position: Part | None = None
     if flags & VELOCITY:
@@ -245,8 +255,25 @@ def _decode_entry(
         of_position, position = _decode_part(
             frame, position, public.parameters, None, False, number, threads
         )
-    entry = Entry(number, of_velocity, of_position, movement, is_step=not flags & HOLD)
+    is_step = not flags & HOLD
+    entry = Entry(number, of_velocity, of_position, movement, is_step, quantum=quantum)
     return entry, position
+
+
+def write_quantum(quantum: float) -> bytes:
+    """Write a power of two by its exponent."""
+    return write_varint(zigzag(math.frexp(quantum)[1] - 1))
+
+
+def read_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
+    """Read what `write_quantum` wrote."""
+    code, position = read_varint(frame, position)
+    exponent = from_zigzag(code)
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise WireError(
+            f"a quantum of 2^{exponent}; exponents go from {MIN_EXPONENT} to {MAX_EXPONENT}"
+        )
+    return math.ldexp(1.0, exponent), position
 
 
 def _decode_part(

@@ -58,3 +58,13 @@ def read_varint(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, in
                 raise WireError(f"the varint at byte {position} is not in its shortest form")
             return value, position + index + 1
     raise WireError(f"the varint at byte {position} is longer than {MAX_BYTES} bytes")
+
+
+def zigzag(number: int) -> int:
+    """Map the integers 0, -1, 1, -2 and so on to 0, 1, 2, 3."""
+    return 2 * number if number >= 0 else -2 * number - 1
+
+
+def from_zigzag(code: int) -> int:
+    """Undo `zigzag`."""
+    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1

@@ -32,7 +32,7 @@ from aqg.errors import WireError
 from aqg.wire import frame
 from aqg.wire.planes import BYTES, Plane, decode_planes, encode_planes, planes_size
 from aqg.wire.sections import Alphabet
-from aqg.wire.varint import read_varint, varint_size, write_varint
+from aqg.wire.varint import from_zigzag, read_varint, varint_size, write_varint, zigzag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -259,13 +259,3 @@ def _read_magnitudes(
     if int(indices.max()) > number:
         raise WireError(f"a magnitude has index {int(indices.max())}; {number} is the last")
     return table[indices], exponent
-
-
-def zigzag(number: int) -> int:
-    """Map the integers 0, -1, 1, -2 and so on to 0, 1, 2, 3."""
-    return 2 * number if number >= 0 else -2 * number - 1
-
-
-def from_zigzag(code: int) -> int:
-    """Undo `zigzag`."""
-    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1
