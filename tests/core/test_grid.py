@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqg.core.downlink import Condensed
@@ -18,9 +19,22 @@ from aqg.core.grids import (
     snap,
 )
 from aqg.core.messages import Upload
-from aqg.core.public import advance, init_public
+from aqg.core.public import Entry, Public, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
+from aqg.errors import WireError
+from aqg.protocol.log import ModelLog
+from aqg.wire.entry import (
+    Merger,
+    encode_entry,
+    encode_log,
+    follow_log,
+    known_velocity,
+    log_rounds,
+    log_since,
+)
+
+from tests.wire.logs import sealed
 
 LENGTH = 64
 RECIPE = make_recipe("qsgd")
@@ -47,7 +61,7 @@ def play(start: np.ndarray, steps: list[float], seed: int = 0):
         entries.append(entry)
         waiting = state.model.rest.astype(np.float64)
         shown = start.astype(np.float64) - state.parameters.astype(np.float64)
-        np.testing.assert_allclose(shown + waiting, total, rtol=1e-6, atol=1e-6 * size)
+        np.testing.assert_allclose(shown + waiting, total, rtol=1e-6, atol=1e-6 * max(steps))
     return held, entries
 
 
@@ -110,3 +124,83 @@ def test_rounding_is_the_same_everywhere() -> None:
 def test_the_first_steps_name_the_quantum_of_a_model_of_zeros() -> None:
     assert choose_quantum(0.0, 2.0**-6, np.dtype("float32")) == 2.0**-22
     assert choose_quantum(0.0, 2.0**-6, np.dtype("float64")) == 2.0**-51
+
+
+def written(held, entries) -> list[bytes]:
+    return [
+        encode_entry(entry, known_velocity(public))
+        for public, entry in zip(held[:-1], entries, strict=True)
+    ]
+
+
+def merged(held, data: list[bytes], first: int) -> bytes | None:
+    """Return the frame of all entries from the one of this place on."""
+    merger = Merger(held[-1])
+    is_whole = all(merger.add(entry) for entry in reversed(data[first:]))
+    return merger.frame() if is_whole else None
+
+
+def same(one: Public, other: Public) -> bool:
+    return one.parameters.tobytes() == other.parameters.tobytes() and (
+        (one.round, one.history, one.quantum) == (other.round, other.history, other.quantum)
+    )
+
+
+@given(st.lists(powers, min_size=2, max_size=12), st.sampled_from(["float32", "float64"]), powers)
+@settings(max_examples=50, deadline=None)
+def test_merged_entries_lead_where_each_of_them_does(steps, dtype: str, radius: float) -> None:
+    """From wherever a client left off; not across a round that names another quantum."""
+    start = (radius * np.random.default_rng(2).normal(size=LENGTH)).astype(dtype)
+    held, entries = play(start, steps)
+    entries.append(Entry(held[-1].round, is_step=False))
+    held.append(advance(held[-1], entries[-1], RECIPE.movement))
+    data = written(held, entries)
+    for first in range(len(entries)):
+        frame = merged(held, data, first)
+        names = [n for n, entry in enumerate(entries) if entry.quantum is not None and n >= first]
+        says = [n for n, entry in enumerate(entries) if entry.position is not None and n >= first]
+        assert (frame is None) == (len(names) > 1 or bool(names and says[0] < names[0]))
+        if frame is None:
+            continue
+        assert log_rounds(frame) == range(first + 1, len(data) + 1)
+        assert same(follow_log(frame, held[first], RECIPE.movement), held[-1])
+        assert log_since(frame, first + 1) == frame
+        assert log_since(frame, len(data) + 1) == encode_log(len(data) + 1, [])
+        with pytest.raises(WireError, match="the model here is at"):
+            follow_log(frame, held[first + 1], RECIPE.movement)
+
+
+def test_a_client_gets_what_is_shorter() -> None:
+    """Many entries of the same coordinates make a sum that is shorter than they are."""
+    start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
+    held, entries = play(start, [2.0**-6] * 20)
+    data, log = written(held, entries), ModelLog(merges=True)
+    for entry in data:
+        log.append(entry)
+    frame = merged(held, data, 4)
+    found = log.deliver(5, lambda: bytes(10_000), lambda: held[-1])
+    assert (found.snapshot, found.merged, found.num_bytes) == (None, frame, len(frame))
+    assert found.num_bytes < len(log.frame(5))
+    assert not ModelLog(1, data).deliver(5, lambda: bytes(10_000), lambda: held[-1]).merged
+    assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
+
+
+def never() -> bytes:
+    raise AssertionError("no snapshot is wanted here")
+
+
+@pytest.mark.parametrize("cut", range(0, 50, 5))
+def test_damaged_merged_entries_are_refused(cut: int) -> None:
+    start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
+    held, entries = play(start, [2.0**-6] * 6)
+    frame = merged(held, written(held, entries), 0)
+    with pytest.raises(WireError):
+        follow_log(frame[:cut], held[0], RECIPE.movement)
+    random = np.random.default_rng(cut)
+    for _ in range(100):
+        body = bytearray(frame[:-4])
+        body[random.integers(len(body))] = random.integers(256)
+        with contextlib.suppress(WireError):  # who reads what was never written finds out by digest
+            follow_log(sealed(bytes(body)), held[0], RECIPE.movement)
+    with pytest.raises(WireError, match="merged that move a velocity"):
+        follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)

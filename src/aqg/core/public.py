@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.downlink import Condensed
 from aqg.core.grids import snap
 from aqg.core.space import NumpySpace
 from aqg.core.track import Correction, Part, Track, follow, init_track
@@ -31,9 +32,10 @@ from aqg.errors import MessageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aqg.core.downlink import Downlink
     from aqg.core.movement import Movement
     from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
+    from aqg.core.types import Float64Array, FloatArray
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
@@ -59,6 +61,23 @@ class Entry(NamedTuple):
     movement: float | None = None
     is_step: bool = True
     is_rounded: bool = False
+    quantum: float | None = None
+
+
+class Merged(NamedTuple):
+    """Entries of consecutive rounds added up.
+
+    Attributes:
+        rounds: how many.
+        position: their sum, ``(n,)`` in float64.
+        movements: the newest numbers of the history that they brought, newest first.
+        quantum: what the position is rounded to multiples of, first of all.
+
+    """
+
+    rounds: int
+    position: Float64Array
+    movements: tuple[float, ...]
     quantum: float | None = None
 
 
@@ -108,6 +127,11 @@ def public_track(recipe: Recipe, parameters: FloatArray) -> Track:
     return track._replace(position=parameters[None])
 
 
+def lies_on_grid(recipe: Recipe, downlink: Downlink) -> bool:
+    """Tell whether entries add up exactly."""
+    return isinstance(downlink, Condensed) and not recipe.memory.keeps_mirror
+
+
 def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     """Return the public model after an entry; the old one is left as it was."""
     if entry.round != public.round:
@@ -129,3 +153,18 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
         newest = public.history[0] if public.history else 0.0
     history = movement.extend(public.history, newest)
     return Public(public.round + 1, track, history, quantum)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def follow_merged(public: Public, merged: Merged, movement: Movement) -> Public:
+    """Return what `advance` does after all of the entries, to the bit where they lie on a grid."""
+    quantum, params = merged.quantum, public.parameters
+    if quantum is not None:
+        params = snap(params, quantum)
+    params = params + merged.position.astype(params.dtype)
+    history = public.history
+    for number in reversed(merged.movements):
+        history = movement.extend(history, number)
+    track = public.track._replace(position=params[None])
+    new_quantum = public.quantum if quantum is None else quantum
+    return Public(public.round + merged.rounds, track, history, new_quantum)

@@ -27,7 +27,7 @@ def public_digest(public: Public) -> bytes:
     False
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digest.update(struct.pack("<2q", public.round, len(public.history)))
+    digest.update(struct.pack("<2qd", public.round, len(public.history), public.quantum))
     digest.update(struct.pack(f"<{len(public.history)}d", *public.history))
     for vector in public.vectors:
         _add(digest, vector)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("is_moved", "history", "statistics", "log_lengths")
+_VARYING = ("is_moved", "history", "statistics", "log_lengths", "log_entries")
 """Arrays that are not of one length, or are checked elsewhere."""
 
 

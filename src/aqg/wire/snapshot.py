@@ -26,7 +26,7 @@ from aqg.core.grids import snap
 from aqg.core.public import Public
 from aqg.core.track import MAX_DIRECTION, Track
 from aqg.errors import WireError
-from aqg.wire.entry import read_quantum, write_quantum
+from aqg.wire.entry import read_optional_quantum, write_quantum
 from aqg.wire.planes import Plane, decode_planes, encode_planes
 from aqg.wire.sections import Alphabet
 from aqg.wire.varint import read_varint, write_varint
@@ -92,11 +92,8 @@ def decode_snapshot(
     if count > (len(body) - position) // 8:
         raise WireError(f"the snapshot claims {count} movements in {len(body) - position} bytes")
     history, position = _numbers(body, position, count)
-    if position >= len(body) or body[position] > 1:
-        raise WireError("the snapshot does not say whether it has a quantum")
-    has_quantum, quantum, position = bool(body[position]), 0.0, position + 1
-    if has_quantum:
-        quantum, position = read_quantum(body, position)
+    found, position = read_optional_quantum(body, position)
+    quantum = found or 0.0
     base = _base(like.parameters if start is None else start, is_relative, quantum)
     parameters, position = _vector(body, position, base, threads)
     like_velocity, like_direction = like.vectors[1:]
