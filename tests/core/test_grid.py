@@ -18,11 +18,13 @@ from aqg.core.grids import (
     nearest_power_of_two,
     snap,
 )
+from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
 from aqg.core.public import Entry, Public, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.errors import WireError
+from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import (
     Merger,
@@ -204,3 +206,42 @@ def test_damaged_merged_entries_are_refused(cut: int) -> None:
             follow_log(sealed(bytes(body)), held[0], RECIPE.movement)
     with pytest.raises(WireError, match="merged that move a velocity"):
         follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
+
+
+def coefficient(place: int) -> int:
+    """Return SplitMix64 of a place, by plain integers."""
+    whole = (1 << 64) - 1
+    bits = (place + 1) * 0x9E3779B97F4A7C15 & whole
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & whole
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & whole
+    return (bits ^ bits >> 31) & PRIME
+
+
+@given(st.lists(st.integers(-(2**54) + 1, 2**54 - 1), max_size=30), st.integers(0, 2**40))
+@settings(max_examples=50, deadline=None)
+def test_the_linear_digest_is_what_plain_integers_make(numbers: list[int], first: int) -> None:
+    places = np.arange(len(numbers)) * 7 + first
+    expected = sum(coefficient(p) * k for p, k in zip(places.tolist(), numbers, strict=True))
+    assert linear_digest(np.array(numbers, np.int64), places) == expected % PRIME
+
+
+@given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
+@settings(max_examples=50, deadline=None)
+def test_marks_follow_entries(steps, dtype: str, radius: float) -> None:
+    """What an entry makes of the mark is that of all coordinates; any other bit has another one."""
+    start = (radius * np.random.default_rng(4).normal(size=LENGTH)).astype(dtype)
+    held, entries = play(start, steps)
+    data = written(held, entries)
+    for public in held[1:]:
+        assert (public.mark is None) == (not public.quantum)
+        assert public.mark == public.marked().mark
+        if public.quantum:
+            other = public.parameters.copy()
+            other[7] += public.quantum
+            track = public.track._replace(position=other[None])
+            changed = public._replace(track=track)
+            assert public_digest(changed.marked()) != public_digest(public)
+    frame = merged(held, data, 0)
+    if frame is not None:
+        found = follow_log(frame, held[0], RECIPE.movement)
+        assert public_digest(found) == public_digest(held[-1])

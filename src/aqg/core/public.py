@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Condensed
-from aqg.core.grids import snap
+from aqg.core.grids import affine, snap
+from aqg.core.linear import PRIME, linear_digest
+from aqg.core.messages import Upload
 from aqg.core.space import NumpySpace
-from aqg.core.track import Correction, Part, Track, follow, init_track
+from aqg.core.track import Change, Correction, Part, Track, follow, init_track
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from aqg.core.downlink import Downlink
     from aqg.core.movement import Movement
     from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
+    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
@@ -89,6 +91,7 @@ class Public(NamedTuple):
         track: one track; its position is the model.
         history: the newest numbers of `Entry.movement`, newest first.
         quantum: of which the position has multiples; 0 where it is on no grid.
+        mark: the linear digest of these multiples; None where it is not known.
 
     """
 
@@ -96,6 +99,7 @@ class Public(NamedTuple):
     track: Track
     history: tuple[float, ...] = ()
     quantum: float = 0.0
+    mark: int | None = None
 
     @property
     def parameters(self) -> FloatArray:
@@ -113,6 +117,12 @@ class Public(NamedTuple):
     def vectors(self) -> tuple[NDArray[Any], ...]:
         """All that both ends must hold alike, coordinate by coordinate."""
         return self.parameters, self.velocity, self.track.direction[0]
+
+    def marked(self, mark: int | None = None) -> Public:
+        """Return the same with its mark, which is taken of all coordinates where none is given."""
+        if self.quantum and mark is None:
+            mark = linear_digest(_multiples(self.parameters, self.quantum))
+        return self._replace(mark=mark)
 
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
@@ -152,7 +162,8 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     if newest is None:
         newest = public.history[0] if public.history else 0.0
     history = movement.extend(public.history, newest)
-    return Public(public.round + 1, track, history, quantum)
+    after = Public(public.round + 1, track, history, quantum)
+    return after.marked(mark_after(public.mark, entry, after))
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -167,4 +178,29 @@ def follow_merged(public: Public, merged: Merged, movement: Movement) -> Public:
         history = movement.extend(history, number)
     track = public.track._replace(position=params[None])
     new_quantum = public.quantum if quantum is None else quantum
-    return Public(public.round + merged.rounds, track, history, new_quantum)
+    return Public(public.round + merged.rounds, track, history, new_quantum).marked()
+
+
+def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
+    """Return the mark after an entry that led to a model; None where it must be taken anew."""
+    part, quantum = entry.position, public.quantum
+    if not quantum or mark is None or entry.quantum is not None or isinstance(part, Change):
+        return None
+    if part is None:
+        return mark
+    if not isinstance(part, Upload):
+        return None
+    scale, offset, unit = affine(part.grid, part.width, part.step)
+    if unit < quantum:  # of someone who is on no grid
+        return None
+    places = np.flatnonzero(part.levels * np.int64(scale) != offset)
+    levels = part.levels[places].astype(np.int64) * scale - offset
+    return (mark + int(unit / quantum) * linear_digest(levels, places)) % PRIME
+
+
+def _multiples(vector: FloatArray, quantum: float) -> IntArray:
+    """Return a vector over its quantum; what someone else may send is cut to what a mark takes."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        multiples = np.nan_to_num(vector.astype(np.float64) / quantum)
+    found: IntArray = multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
+    return found

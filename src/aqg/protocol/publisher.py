@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.public import mark_after
 from aqg.errors import RunError
 from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import Parcel
@@ -124,6 +125,7 @@ class Publisher:
         self.positions = state.positions.copy()
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
+        self._mark: int | None = None
 
     @property
     def round(self) -> int:
@@ -151,6 +153,8 @@ class Publisher:
     def publish(self, entry: Entry, before: Public, public: Public) -> None:
         """Add a round's entry, which leads from the public model before to that after it."""
         self._log.append(encode_entry(entry, known_velocity(before)))
+        public = public.marked(mark_after(self._mark, entry, public))
+        self._mark = public.mark
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round

@@ -165,7 +165,7 @@ class ClientStore:
             )
             track = Track(position, velocity, direction, np.ones(1, np.bool_))
             history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
-            return Public(int(row["round"]), track, history, quantum)
+            return Public(int(row["round"]), track, history, quantum, row["mark"])
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
             _logger.warning("the client's saved model cannot be used: %r", error)
@@ -178,6 +178,7 @@ class ClientStore:
             "round": public.round,
             "history": list(public.history),
             "quantum": public.quantum,
+            "mark": public.mark,
             "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
         }
         self._index = {**self._index, "public": row}

@@ -102,7 +102,7 @@ def decode_snapshot(
     if position != len(body):
         raise WireError(f"{len(body) - position} bytes follow the snapshot")
     track = Track(parameters[None], velocity[None], direction[None], np.ones(1, np.bool_))
-    return Public(round_number, track, history, quantum)
+    return Public(round_number, track, history, quantum).marked()
 
 
 def _base(start: FloatArray, is_relative: bool, quantum: float) -> FloatArray:
