@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
@@ -35,10 +36,10 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.private import answer_to, bounded_pulls, name_message, pause_after
-from aqg.flower.records import plain
+from aqg.flower.metrics import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from flwr.supercore.run import Run
 
@@ -166,11 +167,22 @@ class CompressedGrid(Grid):
         settings: what the user chose.
         weighted_by: the metric that says how many examples a node has, where the strategy is
             Flower's and takes replies of one kind only; None: it takes any.
+        make_channel: makes what compresses a model, from the name of the run and the model.
+        check: raises `MessageError` where a node's reply to a train message will not do.
 
     """
 
-    def __init__(self, grid: Grid, settings: Settings, weighted_by: str | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        settings: Settings,
+        weighted_by: str | None = None,
+        make_channel: Callable[[str, Values], Channel] | None = None,
+        check: Callable[[RecordDict], None] = lambda _: None,
+    ) -> None:
         self._grid = grid
+        self._make_channel = make_channel or partial(Channel, settings=settings)
+        self._check_reply = check
         self._settings = settings
         self._weighted_by = weighted_by
         self._run_name = secrets.token_hex(8)
@@ -334,7 +346,7 @@ class CompressedGrid(Grid):
         if channel is None:
             run = f"{self._run_name}{self._num_models}"
             try:
-                channel = Channel(run, values, self._settings)
+                channel = self._make_channel(run, values)
             except ConfigError as error:
                 has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
                 if has_floats and len(message.content.array_records) == 1 and not self._channels:
@@ -416,6 +428,8 @@ class CompressedGrid(Grid):
             traffic.up += num_bytes(reply.content)
             content, taken = self._unpack(sent, reply.content, node)
             self._check(sent, content)
+            if _kind_of(sent.message) == "train":
+                self._check_reply(content)
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
@@ -445,7 +459,8 @@ class CompressedGrid(Grid):
                 if phase is None:
                     raise MessageError(f"it sent a model {name!r}, for which it was not asked")
                 taken.append(phase.channel.take(node, phase, next(parts)))
-                records[name] = record_of(taken[-1].tensors())
+                if not phase.channel.makes_model:  # else the reply itself is what counts
+                    records[name] = record_of(taken[-1].tensors())
             elif kind == BESIDE:
                 record = content.get(name)
                 if not isinstance(record, ArrayRecord):
@@ -464,10 +479,10 @@ class CompressedGrid(Grid):
 
     def _unpack_plain(self, sent: _Sent, content: RecordDict, node: int) -> RecordDict:
         """Return the reply of a node without the mod, which holds whole models."""
-        if node in self._speakers:
+        if node in self._speakers or any(p.channel.makes_model for p in sent.phases.values()):
+            before = ", with which it answered before" if node in self._speakers else ""
             raise MessageError(
-                "it answers without the mod, with which it answered before; write "
-                "ClientApp(mods=[aqg_mod]) in its app"
+                f"it answers without the mod{before}; write ClientApp(mods=[aqg_mod]) in its app"
             )
         if not self._plain:
             self._warn(

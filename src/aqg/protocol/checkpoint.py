@@ -111,7 +111,7 @@ def book_from_arrays(
         peers = peers.replaced(client, Peer(track))
     publisher = None
     start = None if directory is None else _load_start(directory)
-    if not isinstance(downlink, Full):
+    if not isinstance(downlink, Full) and "log_first" in arrays:
         publisher = Publisher(start, LogState.from_arrays(arrays))
     state = ServerState(model, peers)
     return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
