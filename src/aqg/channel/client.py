@@ -33,13 +33,14 @@ from aqg.channel.tensors import (
 from aqg.core.public import Public, public_track
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
-from aqg.errors import AqgError, ConfigError, RunError
+from aqg.errors import AqgError, ConfigError, MessageError, RunError
 from aqg.protocol.client import intact_base, log_reply
 from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
 from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,6 @@ class Memory(Protocol):
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
         """Return the place for the mirror of the updates to some of its tensors."""
-
 
     def own(self, run: str) -> OwnTensors:
         """Return the place for tensors that the client keeps to itself."""
@@ -110,16 +110,39 @@ class Held(NamedTuple):
         return bool(self.order.constants)
 
     @property
-    def has_own(self) -> bool:
-        """Whether some tensors are the client's own, and others than those that came."""
-        return self.is_stepping and bool(self.beside()[1])
+    def is_completed(self) -> bool:
+        """Whether some tensors are others than the order led to."""
+        return self.is_stepping and bool(self.beside().own or self.beside().aliases)
 
-    def beside(self) -> tuple[set[str], set[str]]:
-        """Return the tensors beside the vector that our own server takes, and the client's own."""
-        length = self.schema.bitmap_bytes
-        parts = self.order.constants[:length], self.order.constants[length:]
-        travels, own = ({spec.name for spec in self.schema.chosen(part)} for part in parts)
-        return travels, own
+    def beside(self) -> Beside:
+        """Return what our own server says of the tensors beside the vector."""
+        data, schema = self.order.constants, self.schema
+        length = schema.bitmap_bytes
+        parts = data[:length], data[length : 2 * length]
+        travels, own = (frozenset(spec.name for spec in schema.chosen(p)) for p in parts)
+        names, places, position = list(schema.places), list[int](), 2 * length
+        while position < len(data):
+            place, position = read_varint(data, position)
+            places.append(place)
+        if len(places) % 2 or any(place >= len(names) for place in places):
+            raise MessageError(f"second names are given as tensors {places}")
+        pairs = zip(places[::2], places[1::2], strict=True)
+        return Beside(travels, own, {names[place]: names[first] for place, first in pairs})
+
+
+class Beside(NamedTuple):
+    """What becomes of tensors that are not part of the vector.
+
+    Attributes:
+        travels: are sent where they have changed.
+        own: the client's own.
+        aliases: second names, and the first ones.
+
+    """
+
+    travels: frozenset[str]
+    own: frozenset[str]
+    aliases: dict[str, str]
 
 
 def receive(
@@ -162,8 +185,11 @@ def receive(
         values = copy.values(schema)
     store.save(copy, schema)
     held = Held(order, schema, values, made)
-    if held.has_own:
-        held = held._replace(values={**values, **memory.own(order.run).load()})
+    if held.is_completed:
+        beside = held.beside()
+        values = {**values, **{n: values[first] for n, first in beside.aliases.items()}}
+        own = memory.own(order.run).load() if beside.own else {}
+        held = held._replace(values={**values, **own})
     return held
 
 
@@ -231,13 +257,14 @@ def reply_to(
             and is_finite(before[name])
         )
     }
-    own: set[str] = set()
+    own = frozenset[str]()
     if held.is_stepping:
-        travels, own = held.beside()
-        stays = changed - inside - travels - own
-        if stays:
-            _logger.warning("%r was trained, but does not travel: the change is lost", min(stays))
-        changed -= stays | own
+        travels, own, aliases = held.beside()
+        stays = changed - inside - travels
+        for name in sorted(stays - own - set(aliases)):
+            if kinds[name] is Kind.VECTOR:
+                _logger.warning("%r was trained, but does not travel: the change is lost", name)
+        changed -= stays
     bad = next((n for n in sorted(changed | own) if not is_finite(after[n])), None)
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
@@ -263,9 +290,7 @@ def reply_to(
     )
 
 
-def _update(
-    before: Values, after: Values, is_update: bool, specs: list[TensorSpec]
-) -> FloatArray:
+def _update(before: Values, after: Values, is_update: bool, specs: list[TensorSpec]) -> FloatArray:
     """Return an update as one vector."""
     if is_update:
         return flatten(after, specs)

@@ -14,7 +14,7 @@ import numpy as np
 
 from aqg.channel.copies import PublicCopy, encode_entry, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
-from aqg.channel.tensors import Kind, decode_kept, encode_kept, unflatten
+from aqg.channel.tensors import Kind, decode_kept, encode_kept, flatten, unflatten
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
@@ -24,6 +24,7 @@ from aqg.protocol.checkpoint import book_from_arrays, book_to_arrays
 from aqg.wire.entry import encode_entry as encode_step
 from aqg.wire.entry import known_velocity
 from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.varint import write_varint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,6 +64,21 @@ class Stepping(NamedTuple):
     sampled: float = 1.0
 
 
+class Travel(NamedTuple):
+    """How tensors travel.
+
+    Attributes:
+        kinds: of each.
+        own: those that clients keep to themselves.
+        aliases: second names of tensors, such as those of tied weights, and the first ones.
+
+    """
+
+    kinds: Kinds
+    own: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = {}
+
+
 class SteppingChannel(Channel):
     """One model of a run, which is made here.
 
@@ -71,8 +87,7 @@ class SteppingChannel(Channel):
         values: the model to start from.
         settings: of the user.
         stepping: how the server steps.
-        kinds: how tensors travel.
-        own: names of tensors that clients keep to themselves.
+        travel: how tensors travel.
 
     """
 
@@ -84,13 +99,12 @@ class SteppingChannel(Channel):
         values: Values,
         settings: Settings,
         stepping: Stepping,
-        kinds: Kinds,
-        own: frozenset[str] = frozenset(),
+        travel: Travel,
     ) -> None:
-        super().__init__(run, values, settings, kinds)
+        super().__init__(run, values, settings, travel.kinds)
         self._is_open = False
         self._stepping = stepping
-        self._own = own
+        self._own, self._aliases = travel.own, travel.aliases
         self._replies: dict[int, Taken] = {}
         start = self._copy.vector.copy()
         weights = np.ones(stepping.num_clients)
@@ -125,22 +139,34 @@ class SteppingChannel(Channel):
         if taken.phase.version == self.version:
             self._replies[self._place(taken.node)] = taken
 
-    def step(self, weights: Float64Array, clients: set[int]) -> None:
-        """Take the step that these clients' replies make, in their order; with none, no step."""
+    @property
+    def holders(self) -> set[int]:
+        """The clients that have had the model once."""
+        return set(self._positions)
+
+    def reweigh(self, weights: Float64Array) -> None:
+        """Go on with other weights of clients."""
+        if not np.array_equal(weights, self.book.weights):
+            self.book.reweigh(weights)
+
+    def copied(self) -> dict[str, Tensor]:
+        """Return the tensors of the public copy."""
+        return self._named(self._copy.values(self.schema))
+
+    def step(self, clients: set[int], is_step: bool) -> None:
+        """Take in these clients' replies, in their order, and take a step, or none."""
         book, how = self.book, self._stepping
-        if not np.array_equal(weights, book.weights):
-            book.reweigh(weights)
         taken = {client: t for client, t in self.taken.items() if client in clients}
         self._replies = {}
         for client, reply in taken.items():
             if reply.peer is not None:
                 book.take(client, reply.peer, reply.message, reply.reply.restarted)
         before = book.public
-        if taken:
+        if is_step:
             entry = book.step(how.size, how.dropout, how.sampled, how.optimizer)
         else:
             entry = book.skip_step()
-        copy, kept = self._averaged_beside(taken)
+        copy, kept = self._averaged_beside(taken if is_step else {})
         said = encode_entry(None, b"", kept, encode_step(entry, known_velocity(before)))
         copy = copy._replace(track=book.public.track).after(said)
         self._copy, self._values = copy, {**copy.values(self.schema), **self._beside_values()}
@@ -154,7 +180,7 @@ class SteppingChannel(Channel):
         specs = self.schema.chosen(self._copy.layout)
         means = {n: m.astype(self._values[n].dtype) for n, m in self._means.items()}
         found = {**self._values, **means, **unflatten(self.book.state.averaged, specs)}
-        return {spec.name: found[spec.name] for spec in self.schema.specs}
+        return self._named({spec.name: found[spec.name] for spec in self.schema.specs})
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return all that a server needs to go on, as named arrays that a file can hold."""
@@ -210,18 +236,23 @@ class SteppingChannel(Channel):
         return self.book.movement, self.book.state.model.budget.noise
 
     def _beside(self) -> bytes:
-        return self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
+        places = self.schema.places
+        pairs = [(places[name], places[first]) for name, first in self._aliases.items()]
+        bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
+        return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
 
     def _snapshot(self) -> bytes:
         if self.version == 1 or isinstance(self._stepping.downlink, Full):
             return b""
-        specs = self.schema.chosen(self._copy.layout)
-        sent = PublicCopy.of(self.copied(), self.schema, self._copy.layout).vector
-        assert len(sent) == sum(spec.size for spec in specs)
+        sent = flatten(self.copied(), self.schema.chosen(self._copy.layout))
         return encode_snapshot(self.book.public, sent)
 
     def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:  # noqa: ARG002
         return self.book.peer(place)
+
+    def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, with those of second names as they are under the first."""
+        return values | {name: values[first] for name, first in self._aliases.items()}
 
     def _travels(self) -> list[str]:
         """Return the tensors that travel beside the vector."""
@@ -258,7 +289,5 @@ class SteppingChannel(Channel):
         kept = encode_kept(self._values, changed, self.schema, self._kinds)
         tensors = decode_kept(kept, self.schema)
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        copy = copy._replace(
-            kept={**copy.kept, **tensors}, digests={**copy.digests, **digests}
-        )
+        copy = copy._replace(kept={**copy.kept, **tensors}, digests={**copy.digests, **digests})
         return copy, kept

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.clientapp import ClientApp
 
 from aqg.errors import ConfigError
-from aqg.flower.client_metrics import EXAMPLES, loss_in
+from aqg.flower.metrics import EXAMPLES, loss_in
 from aqg.flower.envelope import refusal
 from aqg.flower.mod import mod_with
 from aqg.flower.serving import Trained

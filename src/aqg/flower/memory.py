@@ -133,4 +133,3 @@ def days_to_keep(context: Context) -> float:
     if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
         raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
     return float(days)
-

@@ -148,7 +148,7 @@ def _receive(
             except OutOfReachError as error:
                 lost.add_model(name, COMPRESSED, error.reply)
                 continue
-            if not isinstance(record, ArrayRecord) or model.has_own:
+            if not isinstance(record, ArrayRecord) or model.is_completed:
                 record = record_of(model.values.items())
             content[name] = record
             models[name] = model._replace(values=values_of(record))

@@ -104,15 +104,12 @@ class Settings(FlowerSettings):
         )
 
     def client_weights(self, num_samples: Float64Array) -> Float64Array:
-        """Return ``w_m`` of mean 1, for clients with so many samples, 0 where not known yet."""
-        if self.weighting == "equal":
+        """Return ``w_m`` of mean 1; clients whose samples are not known yet count as the others."""
+        known = num_samples > 0
+        if self.weighting == "equal" or not known.any():
             return np.ones(self.num_clients)
-        if not (num_samples > 0).any():
-            raise ConfigError(
-                "weighting is samples, but no client has said how many it has; wait longer with "
-                "start-timeout, or use weighting equal"
-            )
-        counted = cap_shares(num_samples, self.largest_share)
+        counted = np.where(known, num_samples, num_samples[known].mean())
+        counted = cap_shares(counted, self.largest_share)
         weights: Float64Array = counted / counted.mean()
         return weights
 
