@@ -246,6 +246,11 @@ class Channel:
         """Of the public copy."""
         return self._copy.version
 
+    @property
+    def num_bytes(self) -> int:
+        """The length of the whole model."""
+        return sum(tensor.nbytes for tensor in self._values.values())
+
     def publish(self, given: Values, is_train: bool, as_it_is: bool = False) -> Phase:
         """Bring the public copy nearer to the model, and return what is sent now.
 
@@ -568,7 +573,7 @@ class Channel:
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
         oldest = min(self._positions.values(), default=self._copy.version)
-        budget = sum(array.nbytes for array in self._values.values())
+        budget = self.num_bytes
         kept = 0
         for entry in reversed(self._entries):
             budget -= len(entry)

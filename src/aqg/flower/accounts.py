@@ -40,8 +40,8 @@ _UNREACHABLE = (3, 4, 5)
 """Flower's codes: order expired, reply expired, node unavailable."""
 _RAISED = 2
 _LONGEST_ERROR = 200
-_OF_NODES = "aqg"
-"""Begins what the grid, or a node's mod, says of a reply that it refuses."""
+_REFUSED = "aqg: "
+"""Begins what the grid says of a reply that it refuses."""
 
 
 class Accounts:
@@ -91,7 +91,7 @@ class Accounts:
         self._roster.heard(node, answered=reply.error.code not in _UNREACHABLE)
         if "made nothing that can be sent" in reason:
             self._note(client, "fault", reason)
-        elif reason.startswith(_OF_NODES):
+        elif reason.startswith(_REFUSED):
             self._note(client, "rejected", reason)
         else:
             never = client not in self._channel.holders and reply.error.code == _RAISED

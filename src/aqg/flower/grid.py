@@ -453,6 +453,9 @@ class CompressedGrid(Grid):
         for part in taken:  # nothing has changed before
             part.commit()
         traffic.plain_up += num_bytes(content)
+        for part in taken:
+            if part.channel.makes_model:
+                traffic.plain_up += part.channel.num_bytes
         reply.content = content
         return _replaced(sent, reply)
 
