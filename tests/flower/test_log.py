@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from aqg.flower.checkpoint import load_checkpoint
 
 from aqg import make_recipe
 from aqg.core.client import init_client, respond
@@ -18,7 +19,6 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.flower import FlowerTask, make_client_app
-from aqg.flower.checkpoint import load_checkpoint
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.digests import public_digest
 from aqg.protocol.files import write_arrays

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aqg.flower.exchange import Exchange
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from aqg.flower.exchange import Exchange
 from aqg.flower.roster import Roster
 
 from tests.flower.memory_grid import MemoryGrid

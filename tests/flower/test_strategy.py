@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from aqg.flower.checkpoint import load_checkpoint
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -18,7 +19,6 @@ from aqg import make_recipe
 from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, aqg_mod, make_server_app
-from aqg.flower.checkpoint import load_checkpoint
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 from tests.flower.memory_grid import server_context

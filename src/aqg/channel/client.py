@@ -197,7 +197,7 @@ def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) ->
     """Return the recipe, after checking that both sides mean the same."""
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
-    made = recipe if recipe is not None and not order.recipe else _recipe_of(order)
+    made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
     made = made.for_updates(order.exact)
     if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
         raise ConfigError(
@@ -205,10 +205,6 @@ def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) ->
             f"{version}, this node {__version__}; both need the same version and recipe"
         )
     return made
-
-
-def _recipe_of(order: Order) -> Recipe:
-    return make_recipe(order.recipe, order.bits, order.max_staleness)
 
 
 def _begin(order: Order, whole: Values, schema: Schema, recipe: Recipe) -> PublicCopy:

@@ -18,7 +18,7 @@ from aqg.flower.metrics import (
     plain,
 )
 from aqg.flower.reports import Incident, RoundReport
-from aqg.flower.settings import MOST_SAMPLES, cap_shares
+from aqg.flower.settings import MOST_SAMPLES, cap_shares, known_or_mean
 from aqg.runs.directory import Line
 from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
@@ -70,11 +70,13 @@ class Accounts:
         """Raise `MessageError` where a reply to a train message does not say what is needed."""
         if self._settings.weighting != "samples":
             return
-        number = numbers_in(content).get(EXAMPLES, 0.0)
-        if not (1 <= number <= MOST_SAMPLES and float(number).is_integer()):
+        found = [r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r]
+        number = found[0] if found else 0
+        is_whole = not isinstance(number, list) and float(number).is_integer()
+        if not (is_whole and 1 <= number <= MOST_SAMPLES):  # type: ignore[operator]
             raise MessageError(
-                f"its metrics have num-examples {number:g}; with weighting samples it must be "
-                f"1 to {MOST_SAMPLES}"
+                f"its metrics have num-examples {number}; with weighting samples it must be 1 to "
+                f"{MOST_SAMPLES}"
             )
 
     def hear(self, client: int, reply: Message | None) -> dict[str, float] | None:
@@ -104,7 +106,8 @@ class Accounts:
         settings, samples = self._settings, self._roster.num_samples
         if settings.weighting == "samples":
             share = settings.largest_share
-            capped = set(np.flatnonzero(samples > cap_shares(samples, share)).tolist())
+            counted = known_or_mean(samples)
+            capped = set(np.flatnonzero(counted > cap_shares(counted, share)).tolist())
             for client in sorted(capped - self._capped):
                 text = f"reports {samples[client]:.0f} samples; it counts for {share:g} of all"
                 self._note(client, "capped", text)

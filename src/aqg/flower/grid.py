@@ -302,6 +302,7 @@ class CompressedGrid(Grid):
                 node,
                 message_type,
                 ttl=_FAREWELL_SECONDS,
+                group_id="0",
             )
             for node, message_type in self._remembering.items()
         ]

@@ -181,7 +181,7 @@ def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float) -> bo
 def _introduce(grid: Grid, roster: Roster, nodes: list[int], seconds: float) -> None:
     """Ask nodes for their partitions: by a train message, for which every app has a handler."""
     content = RecordDict({RECORD: pack(Envelope([("", HELLO, None)]))})
-    messages = [Message(content, node, "train", ttl=_HELLO_SECONDS) for node in nodes]
+    messages = [Message(content, node, "train", ttl=_HELLO_SECONDS, group_id="0") for node in nodes]
     pending = set(grid.push_messages(messages)) if messages else set()
     started = time.monotonic()
     while pending:

@@ -80,6 +80,7 @@ class FlowerTask:
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
+
     """
 
     train: Train
@@ -190,6 +191,7 @@ class FlowerTask:
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
+
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
             layout.load(module, params)
             # In half precision the module starts from rounded values.
