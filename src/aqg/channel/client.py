@@ -241,6 +241,7 @@ def reply_to(
     """
     order, schema, before = held.order, held.schema, held.values
     kinds = kinds_of(schema)
+    beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
     chosen = schema.chosen(order.layout[1:])
     inside = {spec.name for spec in chosen}
     changed = {
@@ -248,20 +249,18 @@ def reply_to(
         for name, tensor in after.items()
         if (is_update and name in inside)
         or (
-            kinds[name] is not Kind.STILL
+            (kinds[name] is not Kind.STILL or name in beside.travels)
             and not is_same(tensor, before[name])
             and is_finite(before[name])
         )
     }
-    own = frozenset[str]()
     if held.is_stepping:
-        travels, own, aliases = held.beside()
-        stays = changed - inside - travels
-        for name in sorted(stays - own - set(aliases)):
+        stays = changed - inside - beside.travels
+        for name in sorted(stays - beside.own - set(beside.aliases)):
             if kinds[name] is Kind.VECTOR:
                 _logger.warning("%r was trained, but does not travel: the change is lost", name)
         changed -= stays
-    bad = next((n for n in sorted(changed | own) if not is_finite(after[n])), None)
+    bad = next((n for n in sorted(changed | beside.own) if not is_finite(after[n])), None)
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
@@ -273,8 +272,8 @@ def reply_to(
     rest = encode_kept(after, kept, schema, kinds) if kept else b""
     make = partial(_update, held.values, after, is_update)
     reply = _respond(held, chosen, layout, make, loss, memory)
-    if own and not reply.stale:
-        memory.own(order.run).save({name: after[name] for name in own})
+    if beside.own and not reply.stale:
+        memory.own(order.run).save({name: after[name] for name in beside.own})
     return to_bytes(
         replace(
             reply,

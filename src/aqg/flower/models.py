@@ -62,9 +62,9 @@ class ServerModel:
         if layout.policy == "local":
             own = frozenset(spec.name for spec in beside)
         elif layout.policy == "average":
-            for spec, is_tracked in zip(beside, layout.tracked, strict=True):
-                tracked = Kind.HALF if spec in layout.statistics else Kind.STILL
-                kinds[spec.name] = tracked if is_tracked else Kind.EXACT
+            for place, (spec, is_tracked) in enumerate(zip(beside, layout.tracked, strict=True)):
+                is_half = is_tracked and place < len(layout.statistics)
+                kinds[spec.name] = Kind.HALF if is_half else Kind.EXACT
         self.travel = Travel(kinds, own, dict(aliases))
 
     @property

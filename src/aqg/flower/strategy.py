@@ -405,6 +405,8 @@ class AQG(Strategy):
             result.train_metrics_clientapp[number] = trained
         report = self._report
         assert report is not None
+        if report.evaluated and before not in result.evaluate_metrics_clientapp:
+            result.evaluate_metrics_clientapp[before] = _metric_record(report.evaluated)
         run.journal.note(report, tensors)
         over = number >= settings.rounds or run.journal.ending
         if over or number % settings.checkpoint_every == 0:
