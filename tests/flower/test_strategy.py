@@ -195,7 +195,10 @@ def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
     )
     kinds = [one["kind"] for row in rows_of(tmp_path) for one in row.get("incidents", [])]
     assert set(kinds[:-2]) == {"rollback"}  # of the round that was run again
-    assert kinds[-2:] == ["lost", "resync"]  # it gets the start again; its mirror begins anew
+    assert sorted(kinds[-2:]) == [
+        "lost",
+        "resync",
+    ]  # it gets the start again; its mirror begins anew
     assert len(result.train_metrics_clientapp) == 3
 
 

@@ -144,6 +144,11 @@ class Beside(NamedTuple):
     own: frozenset[str]
     aliases: dict[str, str]
 
+    @property
+    def policy(self) -> str:
+        """What becomes of statistics (`aqg.objectives.layout.POLICIES`)."""
+        return "local" if self.own else "average" if self.travels else "frozen"
+
 
 def receive(
     part: bytes,

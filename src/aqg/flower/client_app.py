@@ -149,14 +149,14 @@ def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
             f"the server's model has {len(values)} tensors, and this task a flat vector: give the "
             "server a flat vector, or make the task of a module"
         )
-    _check_agreement(model, values)
+    _check_agreement(model, values, content.config_records[ORDER]["statistics"])
     params = np.empty(model.layout.num_params, model.layout.dtype)
     for spec in model.layout.parameters:
         params[spec.place] = values[spec.name].reshape(-1)
     return values, params
 
 
-def _check_agreement(model: TaskModel, values: Values) -> None:
+def _check_agreement(model: TaskModel, values: Values, policy: object) -> None:
     """Raise `ConfigError` where the server's model is another; the text names a tensor."""
     layout = model.layout
     for spec in (*layout.parameters, *layout.statistics, *layout.counters):
@@ -164,6 +164,8 @@ def _check_agreement(model: TaskModel, values: Values) -> None:
         if found is None or found.shape != spec.shape:
             there = "is only here" if found is None else f"has shape {found.shape} there"
             raise ConfigError(f"the server's model is another: {spec} of {layout.model} {there}")
+    if any(layout.tracked) and layout.policy != policy:
+        raise ConfigError(f"statistics are {layout.policy!r} here, and {policy!r} at the server")
     state = {} if model.is_agreed else values_in(model.module)
     for name in values.keys() - state.keys() if state else ():
         raise ConfigError(f"the server's model is another: {layout.model} has no {name!r}")

@@ -66,7 +66,8 @@ def make_mod(
         state_dir: where a node remembers; by default see `aqg.flower.memory`.
         recipe: of your own, where the strategy `AQG` has one.
         tells_order: whether handlers find a record ``aqg-order`` beside the model, with the run's
-            ``seed``, the number of the ``client`` and the ``round``.
+            ``seed``, the number of the ``client``, the ``round`` and the policy for
+            ``statistics``.
 
     """
     directory = None if state_dir is None else Path(state_dir)
@@ -94,9 +95,10 @@ def make_mod(
         if isinstance(models, Envelope):  # what the server must know before anything can be done
             return reply_with(message, models)
         if tells_order:
-            order = next(iter(models.values())).order
+            model = next(iter(models.values()))
+            order, policy = model.order, model.beside().policy if model.is_stepping else ""
             told = {"seed": order.seed, "client": order.client, "round": order.round}
-            message.content[ORDER] = ConfigRecord(told)
+            message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
         is_first = any(kind == FULL for _, kind, _ in envelope.records)
         del envelope
         started = time.perf_counter()
