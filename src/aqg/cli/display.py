@@ -113,8 +113,10 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
     metrics = measured(summary.metrics for summary in summaries)
     names = [metric_title(metric) for metric in metrics]
     bits = ["bits/param"] if with_bits else []
+    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
+    time = ["time"] if is_timed else []
     savings = [f"vs {baseline.recipe}" for baseline in baselines]
-    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *savings)
+    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *time, *savings)
     rows = tuple(
         (
             summary.recipe,
@@ -123,6 +125,7 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
             f"{summary.uploads:,}",
             *([f"{summary.bits_per_param:,}"] if with_bits else []),
             *_sizes(summary),
+            *([_seconds(summary.simulated_seconds)] if is_timed else []),
             *(_saving(counted[summary.recipe], counted[b.recipe]) for b in baselines),
         )
         for summary in summaries
@@ -197,17 +200,20 @@ def metric_title(metric: Metric) -> str:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, "final residual")
+    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
+    time = ["time"] if is_timed else []
+    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, *time, "final residual")
     rows = []
     for summary in summaries:
         cost = summary.target_cost
-        spent: tuple[str, ...] = ("not reached", *[""] * 5)
+        spent: tuple[str, ...] = ("not reached", *[""] * (5 + is_timed))
         if cost is not None:
             spent = (
                 f"{cost.rounds:,}",
                 f"{cost.uploads:,}",
                 f"{cost.bits_per_param:,}",
                 *_sizes(cost),
+                *([_seconds(cost.simulated_seconds)] if is_timed else []),
             )
         residual = summary.residual
         known = residual is not None and not summary.diverged
@@ -220,6 +226,10 @@ BASELINES = (*UNCOMPRESSED, "laq")
 """Recipes that savings are measured against where a comparison has them."""
 _DIRECTIONS = ("up", "down", "total")
 DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: both."
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.1f} s"
 
 
 def _sizes(spent: Summary | Cost) -> tuple[str, str, str]:

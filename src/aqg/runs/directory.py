@@ -73,6 +73,8 @@ class Line:
             "total_bytes": record.total_bytes,
             "widths": list(record.widths),
         }
+        if record.simulated_seconds is not None:
+            row["simulated_seconds"] = record.simulated_seconds
         row |= metric_fields(self.metrics)
         if record.statistics_upload_bytes or record.statistics_download_bytes:
             row["statistics_upload_bytes"] = record.statistics_upload_bytes
@@ -97,6 +99,7 @@ class Line:
             None if row.get("download_bytes") is None else _count(row, "download_bytes"),
             _counts(row, "client_upload_bytes"),
             _counts(row, "client_download_bytes"),
+            _number(row, "simulated_seconds") if "simulated_seconds" in row else None,
         )
         return Line(record, read_metrics(row))
 

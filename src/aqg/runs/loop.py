@@ -63,6 +63,7 @@ class Progress:
     uploads: int = 0
     upload_bytes: int = 0
     download_bytes: int | None = 0
+    seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -76,6 +77,7 @@ class Progress:
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
         self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
+        self.seconds = line.record.simulated_seconds
 
 
 def slug(recipe: str) -> str:
@@ -365,7 +367,10 @@ class _Referee:
         ending: Ending = self.ending or "rounds"
         value = self._judge.value
         outcome = {"ending": ending, "value": finite_or_none(value)}
-        return {"outcome": outcome | asdict(self._judge.costs(ending))}
+        costs = asdict(self._judge.costs(ending))
+        if costs["simulated_seconds"] is None:
+            del costs["simulated_seconds"]
+        return {"outcome": outcome | costs}
 
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:

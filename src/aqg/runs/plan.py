@@ -134,6 +134,7 @@ _NOT_OF_THE_PROBLEM = frozenset(
         *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
         *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
         *("batch_size", "local_steps", "local_epochs", "local_rate"),
+        *("speeds", "buffer_size", "outages", "link_mbit"),
         *("engine", "device", "plugins"),
     )
 )

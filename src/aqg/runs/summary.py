@@ -54,7 +54,8 @@ class Trace:
             loss = records[k].loss if k < len(records) else final_loss
             if loss is None:
                 continue
-            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k]))
+            seconds = records[k - 1].simulated_seconds if k else None
+            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k], seconds))
             losses.append(loss)
             kept.append(measured[k])
         return Trace(tuple(costs), tuple(losses), tuple(kept))
@@ -92,6 +93,7 @@ class Summary:
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
     first_loss: float | None = None
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -134,6 +136,8 @@ class Summary:
         if self.statistics_upload_bytes or self.statistics_download_bytes:
             row["statistics_upload_bytes"] = self.statistics_upload_bytes
             row["statistics_download_bytes"] = self.statistics_download_bytes
+        if self.simulated_seconds is not None:
+            row["simulated_seconds"] = self.simulated_seconds
         if self.target is not None:
             cost = self.target_cost
             row["target"] = {
@@ -145,6 +149,8 @@ class Summary:
                 "download_bytes": cost.download_bytes if cost else None,
                 "total_bytes": cost.total_bytes if cost else None,
             }
+            if self.simulated_seconds is not None:
+                row["target"]["simulated_seconds"] = cost.simulated_seconds if cost else None
         return row
 
 
@@ -186,4 +192,5 @@ def summarize(
         statistics_upload_bytes=sum(record.statistics_upload_bytes for record in records),
         statistics_download_bytes=sum(record.statistics_download_bytes for record in records),
         first_loss=records[0].loss if records else None,
+        simulated_seconds=records[-1].simulated_seconds if records else None,
     )
