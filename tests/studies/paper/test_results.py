@@ -277,12 +277,6 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
 
 
-def test_ended_above_its_start():
-    assert make_outcome(final_loss=math.inf).ran_away
-    assert make_outcome(final_loss=3.0).ran_away
-    assert not make_outcome().ran_away
-
-
 def test_pictures(stored):
     chosen = tuple(
         o for o in stored.outcomes if o.section == "network" or (o.dropout, o.seed) == (0.9, 0)
