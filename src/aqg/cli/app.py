@@ -37,7 +37,7 @@ from aqg.cli.options import (
 )
 from aqg.cli.run import run_command
 from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.stages.wider_tolerance import widest_weights
+from aqg.core.stages import widest_weights
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
 from aqg.runs.config import RunConfig, guard_file, named_settings, read_settings, resolve

@@ -6,7 +6,6 @@ Everything here defaults to the paper: all clients, weighted alike, one gradient
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +13,11 @@ from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
+from aqg.core.types import BoolArray, Float64Array
 from aqg.errors import ConfigError
+from aqg.sim.late import Late
 from aqg.sim.local import LocalTraining
-
-if TYPE_CHECKING:
-    from aqg.core.types import BoolArray, Float64Array
-    from aqg.sim.late import Late
-    from aqg.sim.problem import Problem
+from aqg.sim.problem import Problem
 
 WEIGHTINGS = ("equal", "samples")
 
