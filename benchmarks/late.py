@@ -6,7 +6,7 @@ Clients have given speeds (log-normal, σ = 1, median one second per round, some
 round), every twentieth reply is held up for 20 seconds on average, and links carry 10 Mbit/s. All
 methods see the same clients. A buffered round ends with half as many replies as clients are at
 work. FedBuff's update has 32 bits per parameter in both directions. Bytes are all that is sent
-until the target: frames, heads of orders and replies, and the first model of every client.
+until the target: frames, heads of orders and replies, and what tells a client the first model.
 
 Writes ``late.md``, ``late.csv`` (the curves) and ``late.png``.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aqg.runs.config import resolve
-from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.cost import Meter
 from aqg.runs.setup import build_problem, make_simulation
 
 CLOCK = {
@@ -70,7 +70,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 HOLD = 3
 """Measurements in a row that must be at the target."""
-COLUMNS = ("task", "method", "seed", "round", "seconds", "bytes", "first_models", "accuracy")
+COLUMNS = ("task", "method", "seed", "round", "seconds", "bytes", "accuracy")
 
 
 class Point(NamedTuple):
@@ -79,7 +79,6 @@ class Point(NamedTuple):
     round: int
     seconds: float
     bytes: int
-    first_models: int
     accuracy: float
 
 
@@ -89,16 +88,16 @@ def run(task: str, method: str, seed: int, every: int, data_dir: Path | None) ->
     (config,) = resolve(settings, data_dir)
     problem = build_problem(config, data_dir)
     simulation = make_simulation(config, problem)
-    first_model = first_model_bytes(simulation.training.downlink, len(problem.initial_params))
-    records, points = [], []
+    meter = Meter(problem.start_bytes, simulation.training.downlink)
+    points: list[Point] = []
+    size = 0
     for number in range(1, config.rounds + 1):
-        records.append(simulation.run_round(evaluate=False).without_clients())
+        record = meter.charge(simulation.run_round(evaluate=False))
+        size += record.total_bytes or 0
         if number % every:
             continue
         accuracy = problem.measure(simulation.averaged)["accuracy"]
-        size = count_every_byte(records, first_model)[-1]
-        first = size - count_every_byte(records, 0)[-1]
-        points.append(Point(number, records[-1].simulated_seconds or 0.0, size, first, accuracy))
+        points.append(Point(number, record.simulated_seconds or 0.0, size, accuracy))
         if reached(points, TARGETS[task]) is not None:
             break
     return points
@@ -120,20 +119,20 @@ def table(task: str, curves: dict[str, list[list[Point]]]) -> str:
     base = middle.get("FedBuff")
     rows = [
         f"| {task}, accuracy {target:.2f} | rounds | simulated time | vs FedBuff | bytes "
-        "| vs FedBuff | first models among them |",
-        "|---|---|---|---|---|---|---|",
+        "| vs FedBuff |",
+        "|---|---|---|---|---|---|",
     ]
     for name, point in middle.items():
         if point is None:
             best = max(p.accuracy for runs in curves[name] for p in runs)
-            rows.append(f"| {name} | not reached (best {best:.3f}) | | | | | |")
+            rows.append(f"| {name} | not reached (best {best:.3f}) | | | | |")
             continue
         ratios = "", ""
         if base is not None:
             ratios = f"{point.seconds / base.seconds:.2f}×", f"1/{base.bytes / point.bytes:.1f}"
         rows.append(
             f"| {name} | {point.round} | {point.seconds:.1f} s | {ratios[0]} "
-            f"| {point.bytes / 1e6:.2f} MB | {ratios[1]} | {point.first_models / 1e6:.2f} MB |"
+            f"| {point.bytes / 1e6:.2f} MB | {ratios[1]} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -206,7 +205,7 @@ def main() -> None:
     with (options.out / "late.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows((*row[:4], f"{row[4]:.2f}", *row[5:7], f"{row[7]:.4f}") for row in rows)
+        writer.writerows((*row[:4], f"{row[4]:.2f}", row[5], f"{row[6]:.4f}") for row in rows)
     draw(curves, options.out / "late.png")
 
 
