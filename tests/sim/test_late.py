@@ -15,7 +15,7 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.cost import count_every_byte, head_bytes
+from aqg.runs.cost import Meter, heads
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds, make_late
 from aqg.sim.local import LocalTraining
@@ -139,11 +139,15 @@ def test_only_so_many_are_at_work():
 
 
 def test_bytes_of_those_at_work():
+    meter, head = Meter(1000, make_downlink("condensed")), heads()
     widths = [(4, AT_WORK, DROPPED), (AT_WORK, 4, DROPPED)]
     rounds = [
         RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
     ]
-    assert count_every_byte(rounds, 1000) == [0, 2020 + head_bytes(), 2040 + 2 * head_bytes()]
+    first, second = (meter.charge(record).total_bytes for record in rounds)
+    begun = 2 * (1000 + head.first_order - head.order)
+    assert first == 20 + begun + head.order + head.reply
+    assert second == 20 + head.order + head.reply
 
 
 @pytest.mark.parametrize(
