@@ -19,7 +19,6 @@ from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
-from aqg.wire.snapshot import encode_snapshot
 
 from tests.problems import tiny_problem
 
@@ -94,9 +93,7 @@ def test_every_client_follows_to_the_servers_model() -> None:
     reference, _ = simulations("all take part", "condensed")
     for _ in range(ROUNDS):
         reference.run_round()
-        deliveries = reference.downloads.plan(
-            np.arange(6), lambda: encode_snapshot(reference.server.public, reference.start)
-        )
+        deliveries = reference.downloads.plan(np.arange(6), reference.server.public)
         for m in range(6):
             news, _ = reference._tell(m, deliveries[m])
             assert news.parameters.tobytes() == reference.parameters.tobytes()
