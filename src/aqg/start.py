@@ -19,7 +19,7 @@ The server starts from exactly what it sends: ``unpack(pack(model, way))``. A me
                 exact and rounded tensors are behind their length, a varint
     digest      16 bytes
     rounded     bits, a byte; for each tensor a bit, 1 where it is not all zeros; of the blocks'
-                scales two planes, of the numbers one, each behind its length (`aqg.wire.planes`);
+                scales two planes, of the numbers one, each behind its length (`aqg.wire.sections`);
                 tensors of zeros have no blocks, and blocks of zeros no numbers
     exact       a vector (`aqg.wire.vectors`)
     last 4      CRC-32 of all before
@@ -44,8 +44,7 @@ import numpy as np
 from aqg.errors import ConfigError, WireError
 from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
 from aqg.protocol.digests import DIGEST_BYTES, start_digest
-from aqg.wire.planes import BYTES, Plane, decode_planes, encode_planes
-from aqg.wire.sections import Alphabet
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_varint, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
 

@@ -18,26 +18,21 @@ for the next, and every call returns finished numbers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from aqg.core.quantizers import GridQuantizer
+from aqg.core.grids import Grid
+from aqg.core.innovation import Innovation
+from aqg.core.messages import AnyUpload
+from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory
+from aqg.core.types import Float64Array, IntArray
+from aqg.sim.problem import Problem
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.grids import Grid
-    from aqg.core.innovation import Innovation
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.types import Float64Array, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -67,7 +62,6 @@ class Report:
         self._arrival.record()
 
     def wait(self) -> None:
-        """Return when it has come."""
         self._arrival.synchronize()
 
 
@@ -196,21 +190,13 @@ class CudaBackend(TorchBackend):
             self._take_back()
         return super().get(array)
 
-    def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
+    def losses(self, *arguments: Any, **options: Any) -> Float64Array:
         self._take_back()
-        return super().losses(params, clients)
+        return super().losses(*arguments, **options)
 
-    def local_updates(
-        self,
-        local: LocalTraining,
-        params: Tensor,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor]:
-        """Let all clients take each step together, where the objective allows it."""
+    def local_updates(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         self._take_back()
-        return super().local_updates(local, params, clients, keys)
+        return super().local_updates(*arguments, **options)
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
         """Return what was foreseen, if it was this; the losses are there after the statistics."""
@@ -256,7 +242,6 @@ class CudaBackend(TorchBackend):
         uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
-        """Take the same steps, without waiting for the device."""
         self._notice_upload()
         if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
             super().move(memory, mirrors, total, clients, uploads, weights)
@@ -268,12 +253,9 @@ class CudaBackend(TorchBackend):
             mirror += torch.from_numpy(upload.values(dtype)).to(self.device, non_blocking=True)
             total += weight * (mirror.double() - old)
 
-    def add_values(
-        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
-    ) -> None:
-        """Add all at once."""
+    def add_values(self, *arguments: Any, **options: Any) -> None:
         self._notice_upload()
-        super().add_values(total, uploads, weights)
+        super().add_values(*arguments, **options)
 
     def _notice_upload(self) -> None:
         """Take the guess back that no one would send."""

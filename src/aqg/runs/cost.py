@@ -21,7 +21,7 @@ from aqg.core.types import IntArray
 from aqg.protocol.coding import to_bytes
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply
-from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 
 
 def add_bytes(*sizes: int | None) -> int | None:
@@ -36,13 +36,17 @@ def add_bytes(*sizes: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of rounds cost; ``download_bytes`` is None where it is not on record."""
+    """What a number of rounds cost; ``download_bytes`` is None where it is not on record.
+
+    ``simulated_seconds`` is None where time is not simulated.
+    """
 
     rounds: int
     uploads: int
     bits_per_param: int
     upload_bytes: int
     download_bytes: int | None = None
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -57,6 +61,7 @@ class Cost:
             self.bits_per_param + record.bits_per_param,
             self.upload_bytes + record.upload_bytes,
             add_bytes(self.download_bytes, record.download_bytes),
+            record.simulated_seconds,
         )
 
 
@@ -146,19 +151,21 @@ class Meter:
     def __init__(self, first_model: int, downlink: Downlink) -> None:
         self._first_model = 0 if downlink.name == "full" else first_model
         self._known: set[int] = set()
+        self._at_work: set[int] = set()
 
     def replay(self, record: RoundRecord) -> None:
         """Take note of who took part in a round that was charged before."""
         self._known |= _present(record)
+        self._at_work = {m for m, width in enumerate(record.widths) if width == AT_WORK}
 
     def charge(self, record: RoundRecord) -> RoundRecord:
         """Return the record with all that was sent and received in the round."""
         present, head = _present(record), heads()
-        new = present - self._known
-        self._known |= new
-        up = dict.fromkeys(present, head.reply)
+        ordered, new = present - self._at_work, present - self._known
+        self.replay(record)
+        up = dict.fromkeys(present - self._at_work, head.reply)
         first = head.first_order + self._first_model
-        down = {client: first if client in new else head.order for client in present}
+        down = {client: first if client in new else head.order for client in ordered}
         return record._replace(
             upload_bytes=record.upload_bytes + sum(up.values()),
             download_bytes=add_bytes(record.download_bytes, sum(down.values())),

@@ -25,36 +25,27 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
+from aqg.core.movement import Movement
 from aqg.core.public import Entry, Public, advance
-from aqg.core.track import Change
+from aqg.core.track import Change, Part
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import (
-    UPLOAD_HEAD_BYTES,
     Known,
     decode,
     decode_bare,
     encode,
     encode_levels,
-    encoded_size,
-    levels_size,
     upload_head,
 )
 from aqg.wire.varint import read_varint, varint_size, write_varint
-from aqg.wire.vectors import decode_vector, encode_vector, vector_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.movement import Movement
-    from aqg.core.track import Part
-    from aqg.core.types import FloatArray
+from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK = 0x62
 VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD = 1, 2, 4, 8, 16
@@ -74,20 +65,8 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
 
 
 def entry_size(entry: Entry, known: Known | None) -> int:
-    """Return ``len(encode_entry(entry, known))`` without building the bytes."""
-    size = 1 + len(_head(entry)[1])
-    for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
-        if part is None:
-            continue
-        if isinstance(part, Change):
-            payload = 1 + vector_size(part.new, part.old)
-        elif is_velocity:
-            payload = encoded_size(part, known=known)
-        else:
-            assert isinstance(part, Upload)
-            payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
-        size += varint_size(payload) + payload
-    return size
+    """Return ``len(encode_entry(entry, known))``."""
+    return len(encode_entry(entry, known, threads=1))
 
 
 def known_velocity(public: Public) -> Known | None:
