@@ -60,7 +60,6 @@ ROWS = {
         "b = 1 in every round, however much uploads agree",
         constants=((budget.Budget, "after", lambda self, *_: self),),
     ),
-    "memory": Row("agreement of the last round alone", constants=((budget, "_MEMORY", 0.0),)),
     "first": Row("first step not bounded by the model's length", {"first": 1e9}),
     "widest": Row("first step not bounded by averaging's", {"widest": 1e9}),
     "start": Row("first step is averaging's", {"first": 1e9, "widest": 1.0}),

@@ -10,8 +10,7 @@ import pytest
 from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.headless import run_trial
-from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, Setting
 from aqg.studies.contest.table import main
 from aqg.studies.contest.tasks import TASKS

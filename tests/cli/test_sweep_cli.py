@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from aqg.cli.run import RunOptions, run_command
-from aqg.cli.sweep import SweepOptions, sweep_command, sweep_table
+from aqg.cli.options import RunOptions, SweepOptions
+from aqg.cli.run import run_command
+from aqg.cli.studies import sweep as sweep_command
+from aqg.cli.studies import sweep_table
 from aqg.errors import AqgError, RunError
 from aqg.runs import loop
 from aqg.runs.files import locked
@@ -115,7 +117,7 @@ def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
     assert [run["name"] for run in runs] == NAMES
     assert runs[1]["settings"] == {"recipe": "lean", "seed": 1}
     flags = {"recipe": "lean", "seed": 1, "dropout": 0.2, "rounds": 200}
-    run_command(RunOptions(flags, out=whole / "alone", as_json=True))
+    run_command(RunOptions(flags=flags, out=whole / "alone", as_json=True))
     (alone,) = json.loads(capsys.readouterr().out)["runs"]
     assert {key: runs[1][key] for key in alone} == alone
     lines = (whole / "alone" / "lean" / "rounds.jsonl").read_text()
@@ -200,7 +202,7 @@ def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     grid = f'rounds = 3\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\nrecipe = ["sleepy", "gd"]\n'
     (tmp_path / "grid.toml").write_text(grid)
     with contextlib.chdir(tmp_path):
-        options = SweepOptions(Path("grid.toml"), Path("out"), jobs=1, allow_code=True)
+        options = SweepOptions(grid=Path("grid.toml"), out=Path("out"), jobs=1, allow_code=True)
         assert sweep_command(options) == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()

@@ -92,6 +92,21 @@ def test_ef21_is_its_papers_algorithm():
     assert states[0].stages == {}
 
 
+@pytest.mark.parametrize("eta", [0.1, 1.0])
+def test_econtrol_feeds_a_share_of_its_error_back(eta):
+    """Algorithm 1 of the paper: ``δ = C(ηe + g - h)``, ``h ← h + δ``, ``e ← e + g - h``."""
+    vectors = gradients(30, seed=4)
+    messages, states = play(f"econtrol:keep=0.05:eta={eta}", vectors)
+    error, estimate = np.zeros(SIZE), np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        correction = top(eta * error + vector - estimate, 20)
+        assert message.values(np.float64) == pytest.approx(correction, rel=2 * HALF)
+        estimate = estimate + message.values(np.float64)
+        error = error + vector - estimate
+        assert state.track.position[0] == pytest.approx(estimate, rel=1e-12)
+        assert state.stages["feedback"]["residual"][0] == pytest.approx(eta * error, abs=1e-9)
+
+
 def test_ef21_with_momentum_compresses_the_running_average():
     vectors = gradients(30, seed=3)
     messages, states = play("ef21-m:keep=0.05:eta=0.2", vectors)
@@ -291,7 +306,9 @@ def test_aquila_is_never_further_off_than_before():
     assert choose_width(1.0, 0.0, 9) == 1
 
 
-@pytest.mark.parametrize("spec", ["ef21:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"])
+@pytest.mark.parametrize(
+    "spec", ["ef21:keep=0.1", "econtrol:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"]
+)
 def test_float32_mirrors_are_the_exact_sums(spec):
     vectors = gradients(20, seed=12).astype(np.float32)
     messages, states = play(spec, vectors, np.float32)

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from aqg.data.datasets import Dataset, load_dataset
 from aqg.data.partitions import (
-    DirichletPartition,
-    ShardsPartition,
     format_partition_table,
     parse_partition,
     partition_table,
@@ -178,7 +176,7 @@ def test_dirichlet_shares_have_the_right_spread() -> None:
 
 @pytest.mark.parametrize("concentration", [5e-324, 1e-9, 0.05, 1.0])
 def test_dirichlet_with_as_many_clients_as_samples_gives_one_each(concentration: float) -> None:
-    parts = DirichletPartition(concentration).split(shuffled_dataset(50, 3), 50, seed=3)
+    parts = parse_partition(f"dirichlet:{concentration}").split(shuffled_dataset(50, 3), 50, seed=3)
     assert [len(part) for part in parts] == [1] * 50
 
 
@@ -193,19 +191,12 @@ def test_shards_hold_few_labels_and_near_equal_sizes(
     num_clients: int, shards_per_client: int
 ) -> None:
     dataset = shuffled_dataset(240, 4)
-    parts = ShardsPartition(shards_per_client).split(dataset, num_clients, seed=1)
+    parts = parse_partition(f"shards:{shards_per_client}").split(dataset, num_clients, seed=1)
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= shards_per_client
     if num_clients * shards_per_client % 4 == 0 and 240 % (num_clients * shards_per_client) == 0:
         for part in parts:
             assert len(np.unique(dataset.labels[part])) <= shards_per_client
-
-
-@pytest.mark.parametrize("spec", [*SPECS, "dirichlet:1e-05", "shards:17"])
-def test_spec_round_trips(spec: str) -> None:
-    partition = parse_partition(spec)
-    assert partition.spec == spec
-    assert parse_partition(partition.spec) == partition
 
 
 @pytest.mark.parametrize("spec", ["", "IID", "random", "shard:2", ":"])
@@ -235,13 +226,6 @@ def test_bad_concentration(value: str) -> None:
 def test_bad_number_of_shards(value: str) -> None:
     with pytest.raises(ConfigError, match=r"whole number|must be at least 1"):
         parse_partition(f"shards:{value}")
-
-
-def test_bad_parameters_without_a_spec() -> None:
-    with pytest.raises(ConfigError, match=r"dirichlet:-0\.5"):
-        DirichletPartition(-0.5)
-    with pytest.raises(ConfigError, match="shards:0"):
-        ShardsPartition(0)
 
 
 @pytest.mark.parametrize("spec", SPECS)

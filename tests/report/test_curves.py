@@ -85,14 +85,6 @@ def test_thinning_leaves_short_curves_alone():
     assert thin(band, 5) is band
 
 
-def test_there_is_no_curve_against_bytes_that_are_not_on_record(
-    make_run, forget_downloads, tmp_path
-):
-    run = read_run(forget_downloads(make_run(tmp_path / "run", rounds=6)), "run")
-    assert len(run_points(run, "total_bytes", "loss").x) == 0
-    assert len(run_points(run, "upload_bytes", "loss").x) == 7
-
-
 def test_a_round_reports_the_model_it_starts_from(make_run, tmp_path):
     run = read_run(make_run(tmp_path / "run", rounds=6), "run")
     loss = run_points(run, "rounds", "loss")

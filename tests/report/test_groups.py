@@ -6,11 +6,9 @@ import pytest
 
 from aqg.core.recipes import RECIPES
 from aqg.report.curves import result_of
-from aqg.report.groups import COLORS, assign_colors, compare
-from aqg.report.runs import read_runs
+from aqg.report.runs import COLORS, assign_colors, compare, read_runs
 from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG
-from aqg.runs.table import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +92,6 @@ def test_the_headline_compares_equal_settings(comparison):
     assert f"{min(savings):.3g}" in sentence
     assert " up and down, " in sentence
     assert sentence.endswith("than gd.")
-
-
-def test_the_headline_counts_uploads_where_downloads_are_not_on_record(
-    make_run, forget_downloads, tmp_path
-):
-    for recipe, decay in (("lean", 0.1), ("gd", 0.05)):
-        make_run(tmp_path / recipe, recipe, decay=decay)
-    assert " up and down, " in headline(compare(read_runs([tmp_path])))
-    forget_downloads(tmp_path / "gd")
-    costs = [result_of(run).target_upload_bytes for run in read_runs([tmp_path])]
-    sentence = headline(compare(read_runs([tmp_path])))
-    assert f"after {format_bytes(min(costs))} of uploads, " in sentence
 
 
 def test_no_headline_without_a_target_or_a_rival(make_run, tmp_path):

@@ -17,13 +17,9 @@ from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.errors import WireError
 from aqg.wire import Known, decode, encode
+from aqg.wire.context import make_hints
 from aqg.wire.frame import MIDTREAD_BIT, Mode
-from aqg.wire.hints import make_hints
-from aqg.wire.planes import (
-    encode_planes,
-    split_dense,
-    split_levels,
-)
+from aqg.wire.sections import encode_planes, split_dense, split_levels
 from aqg.wire.varint import write_varint
 
 from tests.wire.samples import laplace_upload

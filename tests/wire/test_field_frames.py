@@ -324,36 +324,6 @@ def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -
     assert content_crc32(message) == case["content_crc32"]
 
 
-NO_NUMBA = """
-import sys
-sys.modules["numba"] = None  # what an import finds where numba is not installed
-import pathlib, json
-from aqg.jit import HAVE_NUMBA
-from aqg.wire import decode, encode, encoded_size
-from tests.wire.golden.make_field import content_crc32
-assert not HAVE_NUMBA
-golden = pathlib.Path(sys.argv[1])
-for case in json.loads((golden / "field_frames.json").read_text()):
-    message = decode((golden / (case["name"] + ".bin")).read_bytes(), case["length"])
-    assert content_crc32(message) == case["content_crc32"]
-    frame = encode(message)
-    assert len(frame) == encoded_size(message)
-    assert decode(frame, case["length"]) == message
-print("ok")
-"""
-
-
-def test_without_numba_every_frame_is_still_read() -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NO_NUMBA, str(GOLDEN)],
-        cwd=GOLDEN.parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == "ok\n", result.stderr
-
-
 WARM = """
 import pkgutil, importlib
 import numpy as np

@@ -18,26 +18,22 @@ for the next, and every call returns finished numbers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from aqg.core.quantizers import GridQuantizer
+from aqg.core.grids import Grid
+from aqg.core.innovation import Innovation
+from aqg.core.messages import AnyUpload
+from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory
+from aqg.core.types import Float64Array, IntArray
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.grids import Grid
-    from aqg.core.innovation import Innovation
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.types import Float64Array, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -67,7 +63,6 @@ class Report:
         self._arrival.record()
 
     def wait(self) -> None:
-        """Return when it has come."""
         self._arrival.synchronize()
 
 
@@ -197,7 +192,6 @@ class CudaBackend(TorchBackend):
         return super().get(array)
 
     def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
         self._take_back()
         return super().losses(params, clients)
 
@@ -256,7 +250,6 @@ class CudaBackend(TorchBackend):
         uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
-        """Take the same steps, without waiting for the device."""
         self._notice_upload()
         if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
             super().move(memory, mirrors, total, clients, uploads, weights)
@@ -271,7 +264,6 @@ class CudaBackend(TorchBackend):
     def add_values(
         self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
     ) -> None:
-        """Add all at once."""
         self._notice_upload()
         super().add_values(total, uploads, weights)
 

@@ -62,20 +62,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError
 from aqg.objectives.closed_form import Logistic, Softmax
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.types import Float64Array, FloatArray
-    from aqg.sim.problem import Problem
-    from aqg.sim.record import RoundRecord
+from aqg.sim.problem import Problem
+from aqg.sim.record import RoundRecord
 
 LARGEST_WEIGHT_SUM = 1 / 6
 """``Σξ`` has to be below this for Lemma 1 to leave room for any ``α``."""

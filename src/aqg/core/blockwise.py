@@ -12,17 +12,13 @@ of ``‖v‖₂/s`` of the block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP
+from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, FloatArray
 
 BLOCK = 256
 """Coordinates in a block, unless a message says otherwise."""
@@ -110,7 +106,6 @@ class BlockUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 8
 
     def __len__(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +10,8 @@ from aqg.core.blockwise import LONGEST_BLOCK, BlockUpload, quantize_blocks, quan
 from aqg.core.halves import HalfUpload, to_halves
 from aqg.core.quantizers import NormOnly, Request
 from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
 
 MAX_BUCKET_BITS = 8
 """Levels of buckets are bytes."""
@@ -25,7 +22,6 @@ class Half(NormOnly):
     """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> HalfUpload:
-        """Round to the nearest half."""
         return HalfUpload(*to_halves(vector))
 
 
@@ -34,7 +30,6 @@ class Blockwise(NormOnly):
     """Eight bits and a step for every 256 coordinates: `aqg.core.blockwise`."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
-        """Round to the nearest level of the block."""
         return BlockUpload(*quantize_blocks(vector))
 
 

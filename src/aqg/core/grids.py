@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
 
 MAX_WIDTH = 16
 MIN_STEP = 2.0**-126

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
 
 MAX_EXPONENT = 100
 """Exponents go from minus this to this: products stay normal float32 numbers."""
@@ -65,7 +61,6 @@ class HalfUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 16
 
     def __len__(self) -> int:
@@ -81,12 +76,10 @@ class HalfUpload:
     __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
-        """Raise `MessageError` if a value is NaN or infinite."""
         if not np.isfinite(self.halves).all():
             raise MessageError("an upload of halves holds NaN or infinity")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector in ``dtype``, exactly."""
         return from_halves(self.halves, self.exponent, dtype)
 
 
@@ -120,7 +113,6 @@ class SparseUpload:
 
     @property
     def width(self) -> int:
-        """Bits per coordinate that is sent."""
         return 16
 
     def __len__(self) -> int:
@@ -150,7 +142,6 @@ class SparseUpload:
             raise MessageError("a sparse upload holds NaN, infinity or zero")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the whole vector in ``dtype``, exactly."""
         values: FloatArray = np.zeros(self.length, dtype)
         values[self.indices] = from_halves(self.halves, self.exponent, dtype)
         return values

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.blockwise import BlockUpload as BlockUpload
 from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
 from aqg.core.halves import HalfUpload as HalfUpload
 from aqg.core.halves import SparseUpload as SparseUpload
 from aqg.core.rotation import RotatedUpload as RotatedUpload
+from aqg.core.types import FloatArray, Levels
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray, Levels
-
 
 _PIECE = 1 << 20
 
@@ -53,7 +48,6 @@ class Skip:
 
     @property
     def width(self) -> int:
-        """Bits per parameter: none."""
         return 0
 
 
@@ -125,7 +119,6 @@ class DenseUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 32
 
     def __len__(self) -> int:
@@ -138,12 +131,10 @@ class DenseUpload:
     __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
-        """Raise `MessageError` if a value is NaN or infinite."""
         if not np.isfinite(self.dense).all():
             raise MessageError("a dense upload holds NaN or infinity")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector in ``dtype``."""
         return self.dense.astype(dtype)
 
 

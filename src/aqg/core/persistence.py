@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.budget import Budget
 from aqg.core.optimizers import OptimizerState
@@ -13,12 +15,7 @@ from aqg.core.server import Model
 from aqg.core.step_sizes import StepState
 from aqg.core.track import Track
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 _STAGE = "stage/"
 """What the names of stages' arrays begin with: ``stage/NAME/FIELD``."""

@@ -12,16 +12,14 @@ upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from aqg.core.innovation import Innovation
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError
 from aqg.jit import njit
-
-if TYPE_CHECKING:
-    from aqg.core.innovation import Innovation
-    from aqg.core.types import BoolArray, Float64Array, IntArray
 
 
 class Decision(NamedTuple):
@@ -100,7 +98,6 @@ class Always:
     width: int
 
     def decide(self, case: Case) -> Decision:
-        """Send."""
         shape = case.innovation.squared_norm.shape
         return Decision(np.ones(shape, np.bool_), np.full(shape, self.width))
 
@@ -112,7 +109,6 @@ class LazyExact:
     width: int = 32
 
     def decide(self, case: Case) -> Decision:
-        """Send what moved more than the model did."""
         send = np.asarray(case.innovation.squared_norm >= case.movement)
         return Decision(send, np.full(send.shape, self.width))
 
@@ -142,7 +138,6 @@ class Lazy:
     """LAQ: send ``b_max`` bits when ``‖Q_bmax(Δ)‖² ≥ T_1`` (equation 4 of the paper)."""
 
     def decide(self, case: Case) -> Decision:
-        """Send all bits or nothing."""
         passes = _passes(case)
         max_width = passes.shape[-1]
         return Decision(passes[..., 0], np.full(passes.shape[:-1], max_width))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import quantize
 from aqg.core.messages import AnyUpload, DenseUpload, Upload
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
 
 
 class Request(NamedTuple):
@@ -65,15 +63,12 @@ class GridQuantizer:
 
     @property
     def num_errors(self) -> int:
-        """One error per width."""
         return self.max_width
 
     def measure(self, delta: FloatArray) -> Innovation:
-        """Measure the errors of every width."""
         return measure(delta, self.grid, self.max_width)
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate to the nearest level."""
         width, step = request.width, request.step
         return Upload(quantize(vector, self.grid, width, step), step, width, self.grid)
 
@@ -83,11 +78,9 @@ class NormOnly:
 
     @property
     def num_errors(self) -> int:
-        """None."""
         return 0
 
     def measure(self, delta: FloatArray) -> Innovation:
-        """Measure range and norm."""
         return measure(delta, Grid.MIDTREAD, max_width=0)
 
 
@@ -96,7 +89,6 @@ class Verbatim(NormOnly):
     """The vector itself, in float32 (GD, LAG)."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> DenseUpload:
-        """Round to float32."""
         return DenseUpload(vector.astype(np.float32))
 
 

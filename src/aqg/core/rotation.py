@@ -19,16 +19,13 @@ coordinates, fewer than 64, are filled up with zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, FloatArray
 
 LEAST_BLOCK = 64
 _GOLDEN = 0x9E3779B97F4A7C15

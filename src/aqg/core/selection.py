@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray, IntArray
+from aqg.core.types import FloatArray, IntArray
 
 
 def num_kept(fraction: float, num_params: int) -> int:

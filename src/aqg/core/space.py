@@ -8,27 +8,21 @@ holds each operation to the one here. No operation decides anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, Grid, affine
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import move_mirror
-from aqg.core.messages import Upload
-from aqg.core.track import Memory, advance
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.core.messages import AnyUpload, Upload
+from aqg.core.quantizers import Quantizer
+from aqg.core.track import Memory, Part, advance
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.jit import njit
 from aqg.parallel import map_threads, num_threads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.track import Part
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 Array = Any
 """An array of the space's own kind."""
@@ -161,23 +155,18 @@ class NumpySpace:
 
     @property
     def host(self) -> NumpySpace:
-        """Return this space."""
         return self
 
     def get(self, array: FloatArray) -> Any:
-        """Return the array itself."""
         return array
 
     def put(self, array: Any) -> FloatArray:
-        """Copy."""
         return np.array(array)
 
     def own(self, array: FloatArray) -> FloatArray:
-        """Return it, or a copy."""
         return array if self.in_place else array.copy()
 
     def zeros_like(self, array: FloatArray) -> FloatArray:
-        """Return zeros."""
         return np.zeros_like(array)
 
     def take(self, table: Any, clients: IntArray) -> Any:
@@ -185,7 +174,6 @@ class NumpySpace:
         return table if len(clients) == len(table) else table[as_index(clients)]
 
     def rows(self, table: FloatArray, clients: IntArray) -> Sequence[FloatArray]:
-        """Return views."""
         return [table[client] for client in clients]
 
     def store(self, table: FloatArray, clients: IntArray, rows: Any) -> FloatArray:
@@ -197,11 +185,9 @@ class NumpySpace:
         return table
 
     def apart(self, rows: FloatArray, vectors: FloatArray) -> FloatArray:
-        """Compare the bounds of both."""
         return rows.copy() if np.may_share_memory(rows, vectors) else rows
 
     def usable(self, vectors: FloatArray) -> BoolArray:
-        """Look at the largest magnitude."""
         largest = np.abs(vectors).max(axis=1, initial=0)
         return np.asarray(largest <= MAX_RADIUS)
 
@@ -234,7 +220,6 @@ class NumpySpace:
         return deltas, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
 
     def add(self, vectors: FloatArray, rows: FloatArray) -> FloatArray:
-        """Add in place where that is allowed."""
         out = vectors if self.in_place else None
         total: FloatArray = np.add(vectors, rows, out=out)
         return total
@@ -252,7 +237,6 @@ class NumpySpace:
         return blended
 
     def distances(self, vectors: FloatArray, earlier: FloatArray) -> Float64Array:
-        """Measure the differences."""
         with np.errstate(over="ignore", invalid="ignore"):  # such vectors are refused later
             moved = energies(vectors - earlier)
         return np.where(earlier.any(axis=1), moved, 0.0)
@@ -280,7 +264,6 @@ class NumpySpace:
     def forget(
         self, mirrors: FloatArray, total: Float64Array, clients: IntArray, weights: Float64Array
     ) -> None:
-        """Subtract one mirror after the other."""
         for client, weight in zip(clients.tolist(), weights.tolist(), strict=True):
             total += weight * (0.0 - mirrors[client].astype(np.float64))
             mirrors[client] = 0.0
@@ -288,7 +271,6 @@ class NumpySpace:
     def add_values(
         self, total: Float64Array, uploads: Sequence[AnyUpload], weights: Float64Array
     ) -> None:
-        """Add one upload after the other."""
         for upload, weight in zip(uploads, weights.tolist(), strict=True):
             total += weight * upload.values(np.float64)
 
@@ -304,11 +286,9 @@ class NumpySpace:
         return table
 
     def cast(self, vector: FloatArray, like: FloatArray) -> FloatArray:
-        """Round, where precisions differ."""
         return vector.astype(like.dtype, copy=False)
 
     def any(self, vector: FloatArray) -> bool:
-        """Look."""
         return bool(vector.any())
 
     def take_step(
@@ -316,30 +296,23 @@ class NumpySpace:
     ) -> tuple[FloatArray, Any]:
         """Take the step in the precision of the parameters; a diverging run is a result."""
         squared_norm = np.vdot(direction, direction)  # unlike `@`, silent where it overflows
-        if HAVE_NUMBA:
-            stepped = np.empty_like(params)
-            _take_step(params, update, step_size, stepped)
-            return stepped, squared_norm
-        with np.errstate(over="ignore", invalid="ignore"):
-            return params - (step_size * update).astype(params.dtype), squared_norm
+        stepped = np.empty_like(params)
+        _take_step(params, update, step_size, stepped)
+        return stepped, squared_norm
 
     def number(self, scalar: Any) -> float:
-        """Return a Python number."""
         return float(scalar)
 
     def squared_norm(self, vector: FloatArray) -> float:
-        """Multiply the vector by itself."""
         wide = vector.astype(np.float64, copy=False)
         return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
 
     def root(self, vector: FloatArray) -> Any:
-        """Take the root."""
         return np.sqrt(vector)
 
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
-        """Start threads for large messages only."""
         return map_messages(function, items, num_values)
 
 

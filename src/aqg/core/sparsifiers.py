@@ -7,7 +7,6 @@ error feedback and EF21 ask of a compressor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,11 +15,8 @@ from aqg.core.halves import SparseUpload, to_halves
 from aqg.core.messages import Upload
 from aqg.core.quantizers import NormOnly, Request
 from aqg.core.selection import largest, num_kept
+from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray, IntArray
-
 
 TERNARY_WIDTH = 2
 

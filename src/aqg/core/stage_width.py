@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.messages import Upload
 from aqg.core.policies import Case, Decision
 from aqg.core.quantizers import NormOnly, Request, Stochastic
-
-if TYPE_CHECKING:
-    from aqg.core.messages import Upload
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,6 @@ class StageWidth:
     """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
 
     def decide(self, case: Case) -> Decision:
-        """Send."""
         shape = case.innovation.squared_norm.shape
         return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))
 

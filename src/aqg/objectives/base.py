@@ -18,7 +18,6 @@ from aqg.spec import make_named
 if TYPE_CHECKING:
     import torch
 
-
 Array: TypeAlias = Any
 """A NumPy array, or a torch tensor on any device; results are of the kind that came in."""
 

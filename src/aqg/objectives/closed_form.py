@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, DataError
-from aqg.jit import HAVE_NUMBA
 from aqg.objectives import logistic_kernels
 from aqg.objectives.base import Array, Layout, Objective, Scaling
 
@@ -79,7 +78,6 @@ class ClosedForm(Objective):
     # Overflow is how divergence looks, and shows in the results: no warning is due.
     @np.errstate(over="ignore", invalid="ignore")
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
         self._check(params, features)
         self._check_labels(features, labels)
         samples = self._sample_losses(self._tensors(params), features, labels)
@@ -446,7 +444,6 @@ class Logistic(ClosedForm):
         super().__init__("logistic", layout, num_features, l2, scaling, convex=True)
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
         if not _is_compiled(features):
             return super().losses(params, features, labels)
         return self.losses_and_gradients(params, features, labels)[0]
@@ -488,7 +485,7 @@ class Logistic(ClosedForm):
 
 def _is_compiled(features: Array) -> bool:
     """Tell by the kind and size of a single client, so that stacking clients changes nothing."""
-    if not (HAVE_NUMBA and isinstance(features, np.ndarray) and features.ndim >= 2):
+    if not (isinstance(features, np.ndarray) and features.ndim >= 2):
         return False
     client_bytes: int = features.shape[-2] * features.shape[-1] * features.itemsize
     return client_bytes <= _COMPILED_BYTES

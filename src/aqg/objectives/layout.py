@@ -30,7 +30,6 @@ from aqg.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
 POLICIES = ("average", "local", "frozen")
 """What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
 
@@ -241,7 +240,6 @@ class ModelLayout:
         return hashlib.blake2b(alike.to_json().encode(), digest_size=DIGEST_BYTES).digest()
 
     def to_json(self) -> str:
-        """Return the layout as text that `from_json` reads."""
         groups = {
             group: [[spec.name, list(spec.shape), spec.dtype] for spec in getattr(self, group)]
             for group in ("parameters", "statistics", "counters")
@@ -258,7 +256,6 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
         try:
             row = json.loads(text)
             return cls(
@@ -368,7 +365,6 @@ class ModelLayout:
         return digest.digest()
 
     def read_buffers(self, module: nn.Module) -> Buffers:
-        """Return the values of the module's buffers."""
         tensors = tensors_of(module)
         values = np.empty(self.num_statistics)
         counts = np.empty(self.num_counters, np.int64)
@@ -466,12 +462,10 @@ class TensorSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many values it has."""
         return math.prod(self.shape)
 
     @property
     def place(self) -> slice:
-        """Where its values lie in the flat vector."""
         return slice(self.offset, self.offset + self.size)
 
     def __str__(self) -> str:

@@ -124,7 +124,6 @@ class ModuleObjective(Objective):
         return bound
 
     def constants_digest(self) -> bytes:
-        """Return a digest of the tensors that never travel."""
         return self.model_layout.constants_digest(self._calls.module)
 
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
@@ -267,7 +266,6 @@ class ModuleObjective(Objective):
     def _each(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
     ) -> tuple[Tensor, Tensor]:
-        """Differentiate one client after the other."""
         params = flat.detach().requires_grad_(differentiate)
         losses = flat.new_empty(len(inputs))
         gradients = flat.new_empty(len(inputs), self.num_params if differentiate else 0)
@@ -575,7 +573,6 @@ class ModuleCalls:
         return outputs
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean loss over a batch."""
         if self._shapes_were_checked or len(targets) < 2:
             loss = self._loss(outputs, targets)
         else:

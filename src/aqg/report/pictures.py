@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.report.curves import LOSSES, combine, count_widths, metric_names, run_points, watch_clients
-from aqg.report.groups import COLORS, Comparison, Group
-from aqg.report.runs import Run
+from aqg.report.runs import COLORS, Comparison, Group, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
 
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
-_TITLES = {
+_AXES = {
     "rounds": "rounds",
     "uploads": "uploads",
     "total_bytes": "bytes uploaded and downloaded",
-    "upload_bytes": "bytes uploaded",
 }
 _MAX_PANELS = 12
 _BINS = 120
@@ -39,8 +37,7 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
 
     ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
-    picture for each metric that was measured, such as ``accuracy.png``. Where the downloads of some
-    run are not on record, bytes are those uploaded.
+    picture for each metric that was measured, such as ``accuracy.png``.
     """
     has_residuals = all(run.minimum is not None for run in comparison.runs)
     pictures = {"loss.png": _draw_curves(comparison, "residual" if has_residuals else "loss")}
@@ -74,12 +71,10 @@ def _png(figure: Figure) -> bytes:
 def _draw_curves(comparison: Comparison, metric: str) -> bytes:
     figure = _figure(13, 4.4 + 0.2 * math.ceil(len(comparison.groups) / 4))
     axes = figure.subplots(1, 3, sharey=True)
-    is_total = all(np.isfinite(run.download_bytes).all() for run in comparison.runs)
-    shown = ("rounds", "uploads", "total_bytes" if is_total else "upload_bytes")
-    for panel, axis in zip(axes, shown, strict=True):
+    for panel, (axis, title) in zip(axes, _AXES.items(), strict=True):
         for group in comparison.groups:
             _draw_group(panel, group, axis, metric)
-        panel.set_xlabel(_TITLES[axis])
+        panel.set_xlabel(title)
         if axis != "rounds":
             panel.set_xscale("log")
         if metric in LOSSES:

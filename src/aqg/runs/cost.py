@@ -19,7 +19,7 @@ from aqg.core.types import IntArray
 from aqg.protocol.coding import to_bytes
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply
-from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 
 _BYTES_PER_NUMBER = 4
 
@@ -36,13 +36,17 @@ def add_bytes(*sizes: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of rounds cost; ``download_bytes`` is None where it is not on record."""
+    """What a number of rounds cost; ``download_bytes`` is None where it is not on record.
+
+    ``simulated_seconds`` is None where time is not simulated.
+    """
 
     rounds: int
     uploads: int
     bits_per_param: int
     upload_bytes: int
     download_bytes: int | None = None
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -57,6 +61,7 @@ class Cost:
             self.bits_per_param + record.bits_per_param,
             self.upload_bytes + record.upload_bytes,
             add_bytes(self.download_bytes, record.download_bytes),
+            record.simulated_seconds,
         )
 
 
@@ -133,10 +138,11 @@ def count_every_byte(records: Iterable[RoundRecord], first_model: int) -> list[i
     totals, begun = [0], set[int]()
     for record in records:
         present = {client for client, width in enumerate(record.widths) if width != DROPPED}
+        num_replies = len(present) - record.widths.count(AT_WORK)
         frames = record.upload_bytes + (record.download_bytes or 0)
         first = first_model * len(present - begun)
         begun |= present
-        totals.append(totals[-1] + frames + first + head_bytes() * len(present))
+        totals.append(totals[-1] + frames + first + head_bytes() * num_replies)
     return totals
 
 

@@ -63,6 +63,7 @@ class Progress:
     uploads: int = 0
     upload_bytes: int = 0
     download_bytes: int | None = 0
+    seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -70,13 +71,13 @@ class Progress:
         return add_bytes(self.upload_bytes, self.download_bytes)
 
     def add(self, line: Line) -> None:
-        """Count one more round."""
         self.round = line.record.round
         if line.record.loss is not None:
             self.loss = line.record.loss
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
         self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
+        self.seconds = line.record.simulated_seconds
 
 
 def slug(recipe: str) -> str:
@@ -85,7 +86,6 @@ def slug(recipe: str) -> str:
 
 
 def create_run(directory: Path, config: RunConfig) -> None:
-    """Make a run's directory with its config, and nothing else yet."""
     create_directory(directory)
     write_atomically(directory / CONFIG, to_toml((config,)).encode())
 
@@ -258,11 +258,7 @@ def _run(
     files.finish(
         summary.to_json()
         | referee.to_json()
-        | {
-            "metrics": described,
-            "versions": installed_versions(),
-            "run": identity(config),
-        }
+        | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
         | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
     )
@@ -371,7 +367,10 @@ class _Referee:
         ending: Ending = self.ending or "rounds"
         value = self._judge.value
         outcome = {"ending": ending, "value": finite_or_none(value)}
-        return {"outcome": outcome | asdict(self._judge.costs(ending))}
+        costs = asdict(self._judge.costs(ending))
+        if costs["simulated_seconds"] is None:
+            del costs["simulated_seconds"]
+        return {"outcome": outcome | costs}
 
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:

@@ -61,7 +61,8 @@ class Trace:
             loss = records[k].loss if k < len(records) else final_loss
             if loss is None:
                 continue
-            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k]))
+            seconds = records[k - 1].simulated_seconds if k else None
+            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k], seconds))
             losses.append(loss)
             kept.append(measured[k])
         return Trace(tuple(costs), tuple(losses), tuple(kept))
@@ -99,6 +100,7 @@ class Summary:
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
     first_loss: float | None = None
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -141,6 +143,8 @@ class Summary:
         if self.statistics_upload_bytes or self.statistics_download_bytes:
             row["statistics_upload_bytes"] = self.statistics_upload_bytes
             row["statistics_download_bytes"] = self.statistics_download_bytes
+        if self.simulated_seconds is not None:
+            row["simulated_seconds"] = self.simulated_seconds
         if self.target is not None:
             cost = self.target_cost
             row["target"] = {
@@ -152,6 +156,8 @@ class Summary:
                 "download_bytes": cost.download_bytes if cost else None,
                 "total_bytes": cost.total_bytes if cost else None,
             }
+            if self.simulated_seconds is not None:
+                row["target"]["simulated_seconds"] = cost.simulated_seconds if cost else None
         return row
 
 
@@ -193,6 +199,7 @@ def summarize(
         statistics_upload_bytes=sum(record.statistics_upload_bytes for record in records),
         statistics_download_bytes=sum(record.statistics_download_bytes for record in records),
         first_loss=records[0].loss if records else None,
+        simulated_seconds=records[-1].simulated_seconds if records else None,
     )
 
 
@@ -204,15 +211,18 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     """Draw loss and metrics against rounds, bytes uploaded and bytes downloaded; return a PNG.
 
     Where the downloads of some run are not on record: against rounds, uploads and bytes uploaded.
+    Where time is simulated, against that as well.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics = list(dict.fromkeys(name for r in results for name in r.summary.metrics))
     num_rows = 1 + len(metrics)
-    figure = Figure(figsize=(12, 4.2 * num_rows), layout="constrained")
+    has_time = all(result.summary.simulated_seconds is not None for result in results)
+    num_columns = 3 + has_time
+    figure = Figure(figsize=(4 * num_columns, 4.2 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
+    rows = figure.subplots(num_rows, num_columns, sharey="row", squeeze=False)
     has_downloads = all(result.summary.total_bytes is not None for result in results)
     for index, result in enumerate(results):
         _draw_curves(rows[0], index, result, _losses(result, minimum), has_downloads)
@@ -225,10 +235,13 @@ def draw_comparison(results: Sequence[Result], minimum: float | None) -> bytes:
     for axes, name in zip(rows, names, strict=True):
         axes[0].set_ylabel(name)
     sizes = ("bytes uploaded", "bytes downloaded")
-    costs = ("round", *(sizes if has_downloads else ("uploads", sizes[0]))) * num_rows
+    labels = ("round", *(sizes if has_downloads else ("uploads", sizes[0])))
+    costs = (*labels, "simulated seconds")[:num_columns] * num_rows
     for axis, label in zip(rows.flat, costs, strict=True):
         axis.set_xlabel(label)
-        if label != "round" and any(np.isfinite(line.get_xdata()).any() for line in axis.lines):
+        if label in (*sizes, "uploads") and any(
+            np.isfinite(line.get_xdata()).any() for line in axis.lines
+        ):
             axis.set_xscale("log")  # which needs a point: runs may have diverged at once
         axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
@@ -252,7 +265,7 @@ def _losses(result: Result, minimum: float | None) -> Float64Array:
 def _draw_curves(
     axes: Sequence[Axes], index: int, result: Result, heights: Float64Array, has_downloads: bool
 ) -> None:
-    """Draw one run against all three costs, without the rounds that have no value."""
+    """Draw one run against all costs that have a panel, without the rounds that have no value."""
     trace = result.trace
     color = _COLORS[index % len(_COLORS)]
     known = np.isfinite(heights)
@@ -262,7 +275,8 @@ def _draw_curves(
     received = [cost.download_bytes for cost in trace.costs]
     pair = np.array((sent, received) if has_downloads else (uploads, sent), np.float64)
     pair[pair == 0] = np.nan  # a logarithmic axis has no zero
-    for axis, x in zip(axes, (rounds, *pair), strict=True):
+    seconds = np.array([cost.simulated_seconds or 0.0 for cost in trace.costs])
+    for axis, x in zip(axes, (rounds, *pair, seconds), strict=False):
         axis.plot(
             x[known],
             heights[known],

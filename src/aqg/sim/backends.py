@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from aqg.core.space import Array, NumpySpace, Space, as_index
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
 from aqg.sim.stacks import stack_small_clients
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from aqg.core.types import Float64Array, FloatArray, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
-
-    Group = tuple[slice | int, FloatArray, IntArray]
+Group = tuple[slice | int, FloatArray, IntArray]
 
 
 class Backend(Space, Protocol):
@@ -83,7 +80,6 @@ class NumpyBackend(NumpySpace):
         self._grouped: tuple[IntArray, list[Group]] = np.empty(0, np.int64), []
 
     def losses(self, params: FloatArray, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
         result = np.empty(len(clients))
         for positions, features, labels in self._groups(clients):
             result[positions] = self._objective.losses(params, features, labels)

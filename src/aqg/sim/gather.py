@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import DataError
 from aqg.sim.problem import Samples
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Samples:

@@ -6,15 +6,13 @@ one product each way, where a loop over the clients would keep it waiting.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.objectives.closed_form import ClosedForm
-    from aqg.sim.problem import Samples
+from aqg.objectives.closed_form import ClosedForm
+from aqg.sim.problem import Samples
 
 PIECE_LENGTH = 512
 """Longest piece: with ten classes, a product of so many samples keeps a share of a GPU busy."""

@@ -19,8 +19,9 @@ from aqg.core.public import init_public, lies_on_grid
 from aqg.core.round import join_clients, split_clients
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
-from aqg.sim.frame_sizes import make_record
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.frame_sizes import make_record, received_bytes
+from aqg.sim.late import Closed, Replies, Reply, check_late
+from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
@@ -63,6 +64,9 @@ class ReferenceSimulation:
             init_client(recipe, len(self.start), problem.dtype) for _ in problem.clients
         ]
         self.models = [init_public(recipe, self.start)] * self.num_clients  # what each client holds
+        late, num_at_work = self.training.late, self.training.num_sampled(self.num_clients)
+        check_late(late, recipe, num_at_work, self.statistics.are_averaged)
+        self.replies = None if late is None else Replies(late, problem, seed)
         self.downloads: Downloads | None = None
         if not isinstance(self.training.downlink, Full):
             merges = lies_on_grid(recipe, self.training.downlink)
@@ -71,32 +75,38 @@ class ReferenceSimulation:
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
         number, count, theta = self.next_round, self.num_clients, self.parameters
+        at_work = np.zeros(count, np.bool_) if self.replies is None else self.replies.at_work
         away = self.dropout.dropped(number, count)
-        present = np.flatnonzero(~(away | self.training.unsampled(number, count, self.seed)))
-        shares = self.recipe.round_weights(self.weights, present, self.step.sampled)
+        away = away | self.training.unsampled(number, count, self.seed, at_work)
+        present = np.flatnonzero(~away)
         before, plan = self.server.public, {}
         if self.downloads is not None:
             plan = self.downloads.plan(present, before)
-        widths, losses, faults = np.full(count, DROPPED), np.full(count, np.nan), []
-        sent = np.zeros(count, np.int64)
+        losses, faults, replies = np.full(count, np.nan), [], {}
         downloads: list[tuple[IntArray, int]] = [(present[:0], 0)]
         for m in present.tolist():
             news, size = self._tell(m, plan.get(m))
             downloads.append((np.array([m]), size))
             frame, losses[m], fault = self._client(m, news)
-            sent[m] = len(frame)
             message = decode(frame, len(theta), known=known(self.server.peers[m].track))
-            self.server = server.take_message(
-                self.recipe, self.server, m, message, float(shares[m])
-            )
-            widths[m] = message.width
+            replies[m] = Reply(message, len(frame))
             faults += [] if fault is None else [(m, fault)]
         loss = self._mean_loss(theta, losses) if evaluate else None
+        received, seconds = received_bytes(downloads, count), None
+        closed = Closed(present, list(replies.values()), np.ones(count), at_work)
+        if self.replies is not None:
+            self.replies.send(number, replies, received)
+            closed, seconds = self.replies.close(number), self.replies.clock
+        shares = self.recipe.round_weights(self.weights, closed.clients, self.step.sampled)
+        for m, reply in zip(closed.clients.tolist(), closed.replies, strict=True):
+            weight = float(shares[m] * closed.factors[m])
+            self.server = server.take_message(self.recipe, self.server, m, reply.message, weight)
+        widths, sent = closed.widths_and_sizes()
         self.server, entry = server.publish_round(self.recipe, self.server, self.step)
         if self.downloads is not None:
             self.downloads.append(encode_entry(entry, known_velocity(before)))
         traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, downloads, traffic)
+        return make_record(number, loss, widths, faults, sent, received, traffic, seconds)
 
     def _client(self, m: int, news: Broadcast) -> tuple[bytes, float, str | None]:
         """Compute ``g_m^k``, choose a width; return the frame to send, ``f_m(θ^k)``, any fault."""
@@ -155,13 +165,16 @@ class ReferenceSimulation:
         """Return everything needed to go on from here."""
         log = None if self.downloads is None else self.downloads.state()
         clients, statistics = join_clients(self.clients), self.statistics.to_array()
-        return SimulationState(self.server.model, clients, statistics, log)
+        late = None if self.replies is None else self.replies.to_arrays()
+        return SimulationState(self.server.model, clients, statistics, log, late)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
         check_fits(state, initial_state(self.problem, self.recipe, self.training))
         self.clients = split_clients(state.clients)
         self.server = server.join_server(state.model, [client.track for client in self.clients])
+        if self.replies is not None and state.late is not None:
+            self.replies.load(state.late)
         if self.downloads is not None and state.log is not None:
             self.downloads.load(state.log)
             self.models = [self.server.public] * self.num_clients

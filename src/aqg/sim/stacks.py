@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray, IntArray
-    from aqg.sim.problem import Problem, Samples
+from aqg.core.types import FloatArray, IntArray
+from aqg.sim.problem import Problem, Samples
 
 STACK_BYTES = 1 << 20
 """Clients with more data than this gain nothing from a stack."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from aqg.errors import RunError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from aqg.runs.table import Table
+from aqg.runs.table import Table
 
 
 class Passage(NamedTuple):

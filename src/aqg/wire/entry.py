@@ -5,7 +5,7 @@ An entry moves the public model (`aqg.core.public`) from one round to the next::
     flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
                 step in this round, 32 quantum
     movement    if flagged: a bfloat16 number, or 8 bytes
-    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.zigzag`)
+    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.write_zigzag`)
     parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
                 and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
                 one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
@@ -37,36 +37,33 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
+from aqg.core.movement import Movement
 from aqg.core.public import Entry, Merged, Public, advance, follow_merged
-from aqg.core.track import Change
+from aqg.core.track import Change, Part
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import (
-    UPLOAD_HEAD_BYTES,
     Known,
     decode,
     decode_bare,
     encode,
     encode_levels,
-    encoded_size,
-    levels_size,
     upload_head,
 )
-from aqg.wire.varint import from_zigzag, read_varint, varint_size, write_varint, zigzag
-from aqg.wire.vectors import decode_vector, encode_vector, vector_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.movement import Movement
-    from aqg.core.track import Part
-    from aqg.core.types import FloatArray
+from aqg.wire.varint import (
+    read_varint,
+    read_zigzag,
+    varint_size,
+    write_varint,
+    write_zigzag,
+)
+from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63
 VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD, QUANTUM = 1, 2, 4, 8, 16, 32
@@ -84,23 +81,6 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
             payload = _encode_part(part, is_velocity, known, threads)
             parts += [write_varint(len(payload)), payload]
     return b"".join(parts)
-
-
-def entry_size(entry: Entry, known: Known | None) -> int:
-    """Return ``len(encode_entry(entry, known))`` without building the bytes."""
-    size = 1 + len(_head(entry)[1])
-    for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
-        if part is None:
-            continue
-        if isinstance(part, Change):
-            payload = 1 + vector_size(part.new, part.old)
-        elif is_velocity:
-            payload = encoded_size(part, known=known)
-        else:
-            assert isinstance(part, Upload)
-            payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
-        size += varint_size(payload) + payload
-    return size
 
 
 def known_velocity(public: Public) -> Known | None:
@@ -351,7 +331,7 @@ def _checked_movement(movement: float, number: int) -> float:
 
 def write_quantum(quantum: float) -> bytes:
     """Write a power of two by its exponent."""
-    return write_varint(zigzag(math.frexp(quantum)[1] - 1))
+    return write_zigzag(math.frexp(quantum)[1] - 1)
 
 
 def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float | None, int]:
@@ -365,8 +345,7 @@ def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[floa
 
 def read_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
     """Read what `write_quantum` wrote."""
-    code, position = read_varint(frame, position)
-    exponent = from_zigzag(code)
+    exponent, position = read_zigzag(frame, position)
     if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
         raise WireError(
             f"a quantum of 2^{exponent}; exponents go from {MIN_EXPONENT} to {MAX_EXPONENT}"

@@ -18,24 +18,19 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import snap
 from aqg.core.public import Public
 from aqg.core.track import MAX_DIRECTION, Track
+from aqg.core.types import FloatArray
 from aqg.errors import WireError
 from aqg.wire.entry import read_optional_quantum, write_quantum
-from aqg.wire.planes import Plane, decode_planes, encode_planes
-from aqg.wire.sections import Alphabet
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
+from aqg.wire.varint import read_part, read_varint, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
 
 SNAPSHOT_MARK = 0x73
 _CRC_BYTES = 4
@@ -91,16 +86,21 @@ def decode_snapshot(
     count, position = read_varint(body, position)
     if count > (len(body) - position) // 8:
         raise WireError(f"the snapshot claims {count} movements in {len(body) - position} bytes")
-    history, position = _numbers(body, position, count)
-    found, position = read_optional_quantum(body, position)
+    end = position + 8 * count
+    history = struct.unpack(f"<{count}d", body[position:end].tobytes())
+    found, position = read_optional_quantum(body, end)
     quantum = found or 0.0
     base = _base(like.parameters if start is None else start, is_relative, quantum)
-    parameters, position = _vector(body, position, base, threads)
+    rest, parts = body[position:], []
+    for _ in range(3):
+        part, rest = read_part(rest, 0, "a vector of the snapshot claims")
+        parts.append(part)
+    if len(rest):
+        raise WireError(f"{len(rest)} bytes follow the snapshot")
     like_velocity, like_direction = like.vectors[1:]
-    velocity, position = _vector(body, position, np.zeros_like(like_velocity), threads)
-    direction, position = _direction(body, position, len(like_direction), threads)
-    if position != len(body):
-        raise WireError(f"{len(body) - position} bytes follow the snapshot")
+    parameters = decode_vector(parts[0], base, threads)
+    velocity = decode_vector(parts[1], np.zeros_like(like_velocity), threads)
+    direction = _decode_direction(parts[2], len(like_direction), threads)
     track = Track(parameters[None], velocity[None], direction[None], np.ones(1, np.bool_))
     return Public(round_number, track, history, quantum).marked()
 
@@ -112,38 +112,14 @@ def _base(start: FloatArray, is_relative: bool, quantum: float) -> FloatArray:
     return snap(start, quantum) if quantum else start
 
 
-def _payload(body: NDArray[np.uint8], position: int) -> tuple[NDArray[np.uint8], int]:
-    size, position = read_varint(body, position)
-    if size > len(body) - position:
-        raise WireError(
-            f"a vector of the snapshot claims {size} bytes where {len(body) - position} are left"
-        )
-    return body[position : position + size], position + size
-
-
-def _vector(
-    body: NDArray[np.uint8], position: int, old: FloatArray, threads: int | None
-) -> tuple[Any, int]:
-    payload, position = _payload(body, position)
-    return decode_vector(payload, old, threads), position
-
-
-def _direction(
-    body: NDArray[np.uint8], position: int, length: int, threads: int | None
-) -> tuple[NDArray[np.int8], int]:
-    payload, position = _payload(body, position)
+def _decode_direction(
+    payload: NDArray[np.uint8], length: int, threads: int | None
+) -> NDArray[np.int8]:
     if not length:
         if len(payload):
             raise WireError(f"{len(payload)} bytes of directions; this model has none")
-        return np.zeros(0, np.int8), position
+        return np.zeros(0, np.int8)
     (symbols,) = decode_planes(payload, [_DIRECTIONS], length, threads)
     if int(symbols.max()) > 2 * MAX_DIRECTION:
         raise WireError(f"a direction is {int(symbols.max())}; {2 * MAX_DIRECTION} is the most")
-    return symbols.astype(np.int8) - np.int8(MAX_DIRECTION), position
-
-
-def _numbers(body: NDArray[np.uint8], position: int, count: int) -> tuple[tuple[float, ...], int]:
-    end = position + 8 * count
-    if end > len(body):
-        raise WireError(f"the snapshot ends at byte {len(body)}, inside a number")
-    return struct.unpack(f"<{count}d", body[position:end].tobytes()), end
+    return symbols.astype(np.int8) - np.int8(MAX_DIRECTION)

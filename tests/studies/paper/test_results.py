@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from aqg.cli.app import run_app
-from aqg.cli.reproduce import run_plan, show_results
-from aqg.cli.study import Where
+from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished

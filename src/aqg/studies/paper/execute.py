@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from aqg.runs.plan import Job
 from aqg.studies.paper.figures import all_figures
 from aqg.studies.paper.outcomes import (
     ROUNDING_SECTION,
+    Outcome,
+    Results,
     collect,
     key_of,
     read_results,
@@ -25,12 +29,6 @@ from aqg.studies.paper.outcomes import (
 )
 from aqg.studies.paper.plan import PlannedRun, Scale, make_plan
 from aqg.studies.paper.tables import all_tables
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from aqg.studies.paper.outcomes import Outcome, Results
 
 RUN_DIRECTORY = "runs"
 FIGURE_DIRECTORY = "figures"
@@ -179,7 +177,5 @@ def _with_other_machine(here: Results, there: Results) -> Results:
     if place in there.about.get("versions", {}):
         made[place] = there.about["versions"][place]
     return replace(
-        here,
-        elsewhere={**here.elsewhere, machine: runs},
-        about={**here.about, "versions": made},
+        here, elsewhere={**here.elsewhere, machine: runs}, about={**here.about, "versions": made}
     )

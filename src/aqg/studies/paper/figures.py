@@ -8,11 +8,13 @@ within 1e-6 of the minimum. Figures have the paper's numbers.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.studies.paper.outcomes import main_reading
+from aqg.core.types import Float64Array
+from aqg.studies.paper.outcomes import Outcome, Results, main_reading
 from aqg.studies.paper.plan import (
     BY_SOURCE,
     DROPOUT_RECIPES,
@@ -24,12 +26,7 @@ from aqg.studies.paper.plan import (
 from aqg.studies.paper.tables import SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
-
-    from aqg.core.types import Float64Array
-    from aqg.studies.paper.outcomes import Outcome, Results
 
 COLORS = {
     "lean": "#0072B2",

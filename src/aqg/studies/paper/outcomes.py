@@ -11,28 +11,23 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from aqg.errors import RunError
+from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
-from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.directory import Line, read_lines, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.runs.table import records_to_csv
-from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.runs.directory import Line
-    from aqg.studies.paper.plan import PlannedRun
+from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS, PlannedRun
 
 RUNS = "runs.csv"
 CURVES = "curves.csv"

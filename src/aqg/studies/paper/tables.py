@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper.outcomes import (
     CONVERGED,
     ROUNDING,
+    Outcome,
+    Results,
     cost_of,
     costs_to,
     main_reading,
@@ -26,11 +28,6 @@ from aqg.studies.paper.plan import (
     TABLE_2,
     TABLE_RECIPES,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from aqg.studies.paper.outcomes import Outcome, Results
 
 LABELS = {
     "logistic-iid": "logistic, IID",

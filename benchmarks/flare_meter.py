@@ -1,0 +1,50 @@
+"""A component for FLARE's server: the bytes of its connections, and the metrics of every round."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.fuel.f3.sfm.conn_manager import SfmFrameReceiver
+from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
+
+
+class Meter(FLComponent):
+    """Counts all frames of this process from the start of a job to its end.
+
+    Args:
+        file: where to write the bytes and the metrics.
+
+    """
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+        self._bytes: Counter[str] = Counter()
+        self._rounds: list[dict[str, float]] = []
+
+    def handle_event(self, event_type, fl_ctx) -> None:
+        if event_type == EventType.START_RUN:
+            self._watch()
+        elif event_type == AppEventType.AFTER_AGGREGATION:
+            metrics = fl_ctx.get_prop(AppConstants.AGGREGATION_RESULT).metrics
+            self._rounds.append({**metrics, **self._bytes})
+        elif event_type == EventType.END_RUN:
+            Path(self.file).write_text(json.dumps({"rounds": self._rounds, **self._bytes}))
+
+    def _watch(self) -> None:
+        send, receive, count = SfmConnection.send_frame, SfmFrameReceiver.process_frame, self._bytes
+
+        def counting_send(connection, prefix, headers, payload):
+            send(connection, prefix, headers, payload)
+            count["down"] += prefix.length
+
+        def counting_receive(receiver, frame):
+            count["up"] += len(frame)
+            receive(receiver, frame)
+
+        SfmConnection.send_frame = counting_send
+        SfmFrameReceiver.process_frame = counting_receive
