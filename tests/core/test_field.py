@@ -14,8 +14,8 @@ from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, points_of, random_signs
-from aqg.core.selection import largest
 from aqg.core.server import Step, broadcast, finish_round, init_server, publish_round, take_message
+from aqg.core.sparsifiers import largest
 from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 

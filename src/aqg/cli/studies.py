@@ -584,13 +584,6 @@ def reproduce(
     saved: Annotated[
         Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
     ] = None,
-    beside: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --from: results of the same command from elsewhere. Seeds that are missing "
-            "are added, and another machine's logistic runs are kept to compare."
-        ),
-    ] = None,
     missing: Annotated[
         Path | None,
         typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
@@ -610,12 +603,8 @@ def reproduce(
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        if beside is not None:
-            paper.keep_beside(saved, beside)
         show_results(console, read_results(saved))
         return 0
-    if beside is not None:
-        raise ConfigError("--beside goes with --from: both directories hold finished results")
     scale = QUICK if quick else FULL
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), parse_sections(only))

@@ -613,5 +613,14 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
     return ServerState(model, state.peers), entry
 
 
+def age_weight(age: int) -> float:
+    """Return what an update counts for whose client began so many rounds ago: FedBuff's weight.
+
+    >>> [age_weight(age) for age in (0, 3)]
+    [1.0, 0.5]
+    """
+    return 1.0 / math.sqrt(1.0 + age)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)

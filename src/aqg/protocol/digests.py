@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
 DIGEST_BYTES = 16
+STATE_DIGEST_BYTES = 4
+"""Of the states that both ends hold, which go with every message. Two that differ in their content
+but not in round or number of uploads are mistaken for each other once in four billion times."""
 
 
 def public_digest(public: Public) -> bytes:
@@ -28,7 +31,7 @@ def public_digest(public: Public) -> bytes:
     >>> public_digest(public) == public_digest(public._replace(round=2))
     False
     """
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=STATE_DIGEST_BYTES)
     digest.update(struct.pack("<2qd", public.round, len(public.history), public.quantum))
     digest.update(struct.pack(f"<{len(public.history)}d", *public.history))
     if public.quantum:

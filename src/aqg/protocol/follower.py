@@ -13,7 +13,7 @@ import numpy as np
 
 from aqg.core.public import Public, init_public
 from aqg.errors import MessageError, WireError
-from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
+from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.wire.entry import follow_log, log_rounds, log_since
 from aqg.wire.snapshot import decode_snapshot
 
@@ -69,7 +69,7 @@ class Holding(NamedTuple):
     """
 
     round: int = 0
-    digest: bytes = bytes(DIGEST_BYTES)
+    digest: bytes = bytes(STATE_DIGEST_BYTES)
     start: bytes = b""
 
 

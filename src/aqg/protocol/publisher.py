@@ -13,7 +13,7 @@ import numpy as np
 
 from aqg.core.public import mark_after
 from aqg.errors import RunError
-from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
+from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import Parcel
 from aqg.protocol.log import Delivery, ModelLog
 from aqg.wire.entry import encode_entry, known_velocity
@@ -77,8 +77,8 @@ class LogState(NamedTuple):
             first=int(arrays["log_first"]),
             entries=tuple(joined[a:b] for a, b in zip([0, *ends], ends, strict=False)),
             digests=tuple(
-                digests[start : start + DIGEST_BYTES]
-                for start in range(0, len(digests), DIGEST_BYTES)
+                digests[start : start + STATE_DIGEST_BYTES]
+                for start in range(0, len(digests), STATE_DIGEST_BYTES)
             ),
             snapshot_round=int(arrays["snapshot_round"]),
             snapshot=arrays["snapshot"].tobytes(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ from aqg.protocol.checkpoint import (
     check_book,
     save_start,
 )
-from aqg.protocol.coding import reply_from_bytes, to_bytes
+from aqg.protocol.coding import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.publisher import Publisher
@@ -146,6 +147,7 @@ class ServerSession:
         self._run, self._incarnation = secrets.token_hex(8), 1
         self._book = self._restored() or self._first(start, given)
         self._answered: set[int] = set()
+        self._informed: set[int] = set()  # clients that have answered to the terms of this process
         self._save()  # the new incarnation: orders of the one before are older
 
     @property
@@ -189,7 +191,8 @@ class ServerSession:
             evaluate=False,
             exact=self._exact,
         )
-        return to_bytes(order)
+        order = replace(order, movement=0.0)  # clients have it from the log
+        return to_bytes(order, order if client in self._informed else None)
 
     def take(self, client: int, reply: object) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
@@ -205,12 +208,16 @@ class ServerSession:
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
         try:
-            read = reply_from_bytes(reply)
+            read = reply_from_bytes(reply, self._book.entry(client).stamp)
         except (WireError, MessageError) as error:
             return Receipt(False, problem=str(error))
         if read.stale:
             return Receipt(False, problem="the client has answered a later order already")
+        if read.lost == NO_TERMS:
+            self._informed.discard(client)
         if (read.incarnation, read.round) == (self._incarnation, self.round):
+            if read.lost != NO_TERMS:
+                self._informed.add(client)
             if client in self._answered:
                 problem = f"client {client} was taken in round {self.round} already"
                 return Receipt(False, problem=problem)

@@ -1,8 +1,8 @@
 """What the clients of a simulation receive: who holds which round, and what that costs.
 
 Every client takes up the log where it left off: one entry in a round that follows another, more
-after a pause, or a snapshot when that is shorter. The starting model is taken as known to all, as
-one that comes from a common seed or checkpoint is.
+after a pause, or a snapshot when that is shorter. One that is new begins with the starting model,
+whose message a `aqg.runs.cost.Meter` counts, and gets the rest from the log like all others.
 """
 
 from __future__ import annotations

@@ -56,13 +56,7 @@ from aqg.wire.frame import (
     encode_levels,
     upload_head,
 )
-from aqg.wire.varint import (
-    read_varint,
-    read_zigzag,
-    varint_size,
-    write_varint,
-    write_zigzag,
-)
+from aqg.wire.varint import read_varint, read_zigzag, varint_size, write_varint, write_zigzag
 from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63

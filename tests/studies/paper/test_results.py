@@ -11,20 +11,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tools.document import refresh
 
 from aqg.cli.app import run_app
 from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.studies.document import refresh
-from aqg.studies.paper.execute import (
-    adopt_devices,
-    count_runs,
-    keep_beside,
-    keep_results,
-    missing_from,
-)
+from aqg.studies.paper.execute import adopt_devices, count_runs, keep_results, missing_from
 from aqg.studies.paper.figures import all_figures, stack_curves
 from aqg.studies.paper.outcomes import (
     CURVES,
@@ -43,6 +37,7 @@ from aqg.studies.paper.plan import FULL, QUICK, TABLE_2, make_plan
 
 from papers.claims import VERDICTS, find
 from papers.mao2022 import all_passages, all_tables
+from papers.merge import keep_beside
 from tests.studies.paper.samples import make_outcome
 
 ROOT = Path(__file__).parents[3]
@@ -332,9 +327,8 @@ def test_errors_are_one_line(tmp_path, capsys):
         refresh("<!-- table: nothing -->\n<!-- end -->", [])
     assert run_app(["reproduce", "--from", "x", "--quick"]) == 2
     assert run_app(["reproduce", "--only", "x"]) == 2
-    assert run_app(["reproduce", "--beside", "x"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert "choose from table2" in errors[1]
 
 
