@@ -12,7 +12,8 @@ from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from aqg.flower.envelope import ENDED, RECORD, Envelope, answer, unpack
+from aqg.errors import AqgError
+from aqg.flower.envelope import ENDED, Envelope, answer, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,9 +28,10 @@ RAISED = 2
 
 def is_farewell(message: Message) -> bool:
     """Tell whether a message says that a run has ended."""
-    if RECORD not in message.content:
+    try:
+        return any(kind == ENDED for _, kind, _ in unpack(message.content).records)
+    except AqgError:
         return False
-    return any(kind == ENDED for _, kind, _ in unpack(message.content).records)
 
 
 def on_the_wire(message: Message) -> Message:

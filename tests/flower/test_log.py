@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aqg import make_recipe
-from aqg.channel.copies import encode_log
+from aqg.channel import copies
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Downlink, Exact
 from aqg.core.optimizers import make_optimizer
@@ -22,7 +22,7 @@ from aqg.protocol.digests import public_digest
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
 from aqg.protocol.publisher import LogState, Publisher
-from aqg.wire.entry import log_rounds, log_since
+from aqg.wire.entry import encode_log, log_rounds, log_since
 
 from tests.flower.own_messages import change_order, flipped, order_in
 from tests.flower.test_apps import Federation, Killed, Killer, reference, round_of
@@ -78,11 +78,11 @@ def damage(message: Message) -> None:
 
 
 def leave_out_the_log(message: Message) -> None:
-    change_order(message, log=encode_log(3, []))
+    change_order(message, log=copies.encode_log(3, []))
 
 
 def put_foreign_entries(message: Message) -> None:
-    change_order(message, log=encode_log(2, [b"\x08\x01\x10"]))
+    change_order(message, log=copies.encode_log(2, [b"\x08\x01\x10"]))
 
 
 def damage_digest(message: Message) -> None:

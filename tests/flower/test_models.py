@@ -145,8 +145,8 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Pa
         np.testing.assert_allclose(value.numpy(), mean, rtol=tolerance, atol=1e-6, err_msg=name)
     (row,) = federation.rows()
     assert row["upload_bytes"] == sum(row["client_upload_bytes"])
-    whole = sum(tensor.nbytes for tensor in final.state_dict().values())
-    assert 3 * whole < row["download_bytes"] == sum(row["client_download_bytes"]) < 6 * whole + 3000
+    whole = 3 * sum(tensor.nbytes for tensor in final.state_dict().values())
+    assert whole < row["download_bytes"] == sum(row["client_download_bytes"]) < whole + 6000
     assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
 
 
@@ -281,7 +281,7 @@ def test_tied_weights_and_infinite_masks(tmp_path: Path) -> None:
     broken = Masked()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
-    with pytest.raises(ConfigError, match=r"'head\.bias' \(3,\) holds NaN or infinity in 1 of 3"):
+    with pytest.raises(ConfigError, match=r"'head\.bias'.* holds NaN or infinity"):
         run(Federation(tmp_path / "b"), broken, own_training(Masked))
 
 

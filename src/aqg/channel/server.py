@@ -214,6 +214,11 @@ class Channel:
         """The length of the whole model."""
         return sum(tensor.nbytes for tensor in self._values.values())
 
+    @property
+    def whole_bytes(self) -> int:
+        """The length of what a node is sent that holds nothing."""
+        return self.num_bytes
+
     def publish(self, given: Values, is_train: bool, as_it_is: bool = False) -> Phase:
         """Bring the public copy nearer to the model, and return what is sent now.
 
@@ -536,7 +541,7 @@ class Channel:
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
         oldest = min(self._positions.values(), default=self._copy.version)
-        budget = self.num_bytes
+        budget = self.whole_bytes
         kept = 0
         for entry in reversed(self._entries):
             budget -= len(entry)

@@ -140,6 +140,12 @@ class SteppingChannel(Channel):
             self._replies[self._place(taken.node)] = taken
 
     @property
+    def whole_bytes(self) -> int:
+        """The length of what a node is sent that holds nothing."""
+        _, velocity, direction, _ = self._copy.track
+        return self.num_bytes + int(velocity.nbytes + direction.nbytes)
+
+    @property
     def holders(self) -> set[int]:
         """The clients that have had the model once."""
         return set(self._positions)

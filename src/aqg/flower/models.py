@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from aqg.channel.stepping import Travel
-from aqg.channel.tensors import Kind, Schema
+from aqg.channel.tensors import Kind, Schema, is_finite
 from aqg.errors import ConfigError
 from aqg.flower.arrays import is_readable, record_of, values_of
 from aqg.objectives.layout import ModelLayout
@@ -52,6 +52,9 @@ class ServerModel:
     def __init__(
         self, values: Values, layout: ModelLayout, aliases: Mapping[str, str], start: Any
     ) -> None:
+        for spec in layout.parameters:
+            if not is_finite(values[spec.name]):
+                raise ConfigError(f"tensor {spec.name!r} to start from holds NaN or infinity")
         self.layout = layout
         self.record = record_of(values.items())
         self.schema = Schema.of(values)
@@ -129,9 +132,6 @@ def make_model(
         _check(values[VECTOR])
     rows = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in values.items()]
     layout = ModelLayout.of_arrays(rows, include, exclude, statistics)
-    for spec in layout.parameters:
-        if not np.isfinite(values[spec.name]).all():
-            raise ConfigError(f"tensor {spec.name!r} to start from holds NaN or infinity")
     return ServerModel(values, layout, {}, start)
 
 
