@@ -47,6 +47,7 @@ class Problem:
         validation: samples that the clients hold out: runs may be tuned and stopped by them.
         metrics: what is measured on the test set, in any form that `make_metrics` takes; by default
             what suits the targets.
+        start_bytes: what a client receives that gets ``θ^0`` sent (`aqg.start`).
 
     """
 
@@ -56,6 +57,7 @@ class Problem:
     test: Samples | None = None
     metrics: Any = None
     validation: Samples | None = None
+    start_bytes: int = 0
 
     @staticmethod
     def from_module(
