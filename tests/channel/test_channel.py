@@ -179,7 +179,7 @@ def test_damaged_memories_and_logs():
         with pytest.raises((OutOfReachError, AqgError)):
             receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
     with pytest.raises(OutOfReachError, match="another digest"):
-        receive(to_bytes(replace(order, public=bytes(16))), None, notes)
+        receive(to_bytes(replace(order, public=bytes(4))), None, notes)
     receive(to_bytes(order), None, notes)
 
 

@@ -29,7 +29,7 @@ from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.coding import reply_from_bytes, to_bytes
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import fingerprint
 from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
@@ -397,7 +397,7 @@ class Channel:
         """Make the public copy the model itself, which all nodes are then sent."""
         copy = self._copy
         whole = PublicCopy.of(values, self.schema, copy.layout, copy.version + 1)
-        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=STATE_DIGEST_BYTES)
         self._copy = whole._replace(digest=digest.digest())
         self._values = values
         self._entries, self._first = [], whole.version

@@ -31,7 +31,6 @@ from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
 
@@ -191,20 +190,13 @@ class CudaBackend(TorchBackend):
             self._take_back()
         return super().get(array)
 
-    def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
+    def losses(self, *arguments: Any, **options: Any) -> Float64Array:
         self._take_back()
-        return super().losses(params, clients)
+        return super().losses(*arguments, **options)
 
-    def local_updates(
-        self,
-        local: LocalTraining,
-        params: Tensor,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor]:
-        """Let all clients take each step together, where the objective allows it."""
+    def local_updates(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         self._take_back()
-        return super().local_updates(local, params, clients, keys)
+        return super().local_updates(*arguments, **options)
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
         """Return what was foreseen, if it was this; the losses are there after the statistics."""
@@ -261,11 +253,9 @@ class CudaBackend(TorchBackend):
             mirror += torch.from_numpy(upload.values(dtype)).to(self.device, non_blocking=True)
             total += weight * (mirror.double() - old)
 
-    def add_values(
-        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
-    ) -> None:
+    def add_values(self, *arguments: Any, **options: Any) -> None:
         self._notice_upload()
-        super().add_values(total, uploads, weights)
+        super().add_values(*arguments, **options)
 
     def _notice_upload(self) -> None:
         """Take the guess back that no one would send."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.core.messages import Skip
+from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.sim.record import AT_WORK, DROPPED
 from aqg.spec import make_named
@@ -38,15 +39,6 @@ _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
 _FIELDS = ("late_clock", "late_round", "late_arrival", "late_frames", "late_lengths")
-
-
-def age_weight(age: int) -> float:
-    """Return what an update counts for that began so many rounds ago.
-
-    >>> [age_weight(age) for age in (0, 3)]
-    [1.0, 0.5]
-    """
-    return 1.0 / math.sqrt(1.0 + age)
 
 
 def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:

@@ -15,7 +15,7 @@ from aqg.core.client import init_client, respond
 from aqg.core.downlink import Full
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import Broadcast
-from aqg.core.public import init_public
+from aqg.core.public import init_public, lies_on_grid
 from aqg.core.round import join_clients, split_clients
 from aqg.core.stages import level_factors
 from aqg.sim.downloads import Downloads, initial_log
@@ -27,7 +27,7 @@ from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import decode, encode, known
 from aqg.wire.entry import encode_entry, follow_log, known_velocity
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.snapshot import decode_snapshot
 
 if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
@@ -69,7 +69,8 @@ class ReferenceSimulation:
         self.replies = None if late is None else Replies(late, problem, seed)
         self.downloads: Downloads | None = None
         if not isinstance(self.training.downlink, Full):
-            self.downloads = Downloads(self.start, initial_log(self.num_clients))
+            merges = lies_on_grid(recipe, self.training.downlink)
+            self.downloads = Downloads(self.start, initial_log(self.num_clients), merges)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
@@ -80,7 +81,7 @@ class ReferenceSimulation:
         present = np.flatnonzero(~away)
         before, plan = self.server.public, {}
         if self.downloads is not None:
-            plan = self.downloads.plan(present, lambda: encode_snapshot(before, self.start))
+            plan = self.downloads.plan(present, before)
         losses, faults, replies = np.full(count, np.nan), [], {}
         downloads: list[tuple[IntArray, int]] = [(present[:0], 0)]
         for m in present.tolist():
@@ -125,7 +126,10 @@ class ReferenceSimulation:
         held, movement = self.models[m], self.recipe.movement
         if isinstance(delivery.snapshot, bytes):
             held = decode_snapshot(delivery.snapshot, held, self.start)
-        held = follow_log(self.downloads.log.frame(held.round), held, movement)
+        if held.round == delivery.first and delivery.merged:
+            held = follow_log(delivery.merged, held, movement)
+        else:  # a restored one holds the model already
+            held = follow_log(self.downloads.log.frame(held.round), held, movement)
         self.models[m] = held
         told = Broadcast(held.round, held.parameters, movement.of(held.history), news.noise)
         return told, delivery.num_bytes

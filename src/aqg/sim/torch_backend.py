@@ -19,8 +19,8 @@ from aqg.core.track import Change, Memory, Part
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.local import LocalTraining
-from aqg.sim.pieces import Pieces, cut
 from aqg.sim.problem import Problem
+from aqg.sim.stacks import Pieces, cut
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ import pytest
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.cost import Meter, running_totals
 from aqg.runs.setup import build_problem, check_target, make_simulation
 from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import FIXED
@@ -113,15 +113,15 @@ def test_outcomes_are_those_of_runs(home):
     assert outcome.ending == "reached"
     crossing = outcome.curve.reach(task.goal.target)
     config = make_config(trial, task, None)
-    simulation = make_simulation(config, build_problem(config))
-    records, accuracies = [], []
+    problem = build_problem(config)
+    simulation, records, accuracies = make_simulation(config, problem), [], []
+    meter = Meter(problem.start_bytes, config.training().downlink)
     for _ in range(crossing.rounds + task.goal.target.hold - 1):
-        records.append(simulation.run_round())
+        records.append(meter.charge(simulation.run_round()))
         accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
     assert min(accuracies[-3:]) >= 0.8
     assert len(accuracies) == 3 or accuracies[-4] < 0.8
-    first = first_model_bytes(config.training().downlink, len(simulation.parameters))
-    sizes = count_every_byte(records, first)
+    sizes = running_totals(records)
     assert sizes == list(outcome.curve.total_bytes)
     assert sizes[-3] == crossing.total_bytes
     assert list(outcome.curve.values[1:]) == [float(f"{value:.6g}") for value in accuracies]
