@@ -257,7 +257,13 @@ def test_numbers_and_tokens_are_learned(folder):
     assert read_notes(folder / "t/gd/best.safetensors")["measure"] == "loss"
 
 
-@pytest.mark.parametrize("model", ["cnn", "resnet8:norm=batch:width=4", "resnet8:width=4"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "cnn",
+        *(pytest.param(f"resnet8{o}:width=4", marks=pytest.mark.soak) for o in (":norm=batch", "")),
+    ],
+)
 def test_built_in_models_learn_images(model, folder):
     options = "--clients 4 --partition iid --rounds 8 --out out"
     run("--dataset digits --model", model, *LOCAL, options)

@@ -181,6 +181,7 @@ def test_the_other_machine_has_every_logistic_run(stored):
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
+@pytest.mark.soak
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
     console = Console(file=io.StringIO(), width=200)

@@ -181,7 +181,7 @@ def _tasks() -> Iterator[Task]:
     yield fixed("cnn-dirichlet", "accuracy", 0.90, **_DIRICHLET, **_SMALL_CNN)
     yield fixed("cnn-iid", "accuracy", 0.90, **_IID, **_SMALL_CNN)
 
-    digits = _DIGITS | _DIRICHLET | _local(16, 5, 0.1)
+    digits: dict[str, Any] = _DIGITS | _DIRICHLET | _local(16, 5, 0.1)
     yield averaging("digits-local", validation=0.2, model="mlp:32", rounds=200, **digits)
     local = _local(32, 5, 0.05) | {"clients": 4, "rounds": 100}
     yield averaging("heart", "loss", validation=0.2, small=True, **_HEART, **local)
@@ -201,7 +201,7 @@ def _tasks() -> Iterator[Task]:
     yield averaging("cifar10-batchnorm", function=function, **_CIFAR, **local)
     local = _local(32, 10, 0.05) | {"clients": 50, "rounds": 150, "participation": 0.2}
     images: dict[str, Any] = {"dataset": "mnist", "model": "cnn", "samples": 30_000, "reset": True}
-    split = {"partition": "dirichlet:0.1", "dropout": 0.1}
+    split: dict[str, Any] = {"partition": "dirichlet:0.1", "dropout": 0.1}
     yield averaging("hold-out-cnn", **images, **split, **local)
     local = _local(16, 10, 0.3) | {"clients": 30, "rounds": 150, "participation": 0.5}
     function = "shakespeare:clients=30:by=play"
@@ -215,7 +215,7 @@ def _tasks() -> Iterator[Task]:
     local = _local(32, 10, 0.1) | {"clients": 16, "rounds": 100, "absences": _AWAY}
     yield averaging("unseen-arms", function="arms", **_WATCH, **small, **local)
     local = _local(20, 5, 0.1) | {"clients": 500, "rounds": 200, "participation": 0.02}
-    mnist = {"dataset": "mnist", "model": "mlp:64"}
+    mnist: dict[str, Any] = {"dataset": "mnist", "model": "mlp:64"}
     yield averaging("unseen-many", **mnist, **_DIRICHLET, **_UNSEEN, **local)
     local = _local(32, 10, 0.05) | {"clients": 6, "rounds": 120}
     function = "vision_transformer:clients=6:images=10000"
