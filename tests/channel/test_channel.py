@@ -158,7 +158,7 @@ def test_copies_that_came_apart_are_found_out():
     copy, schema = store.load()
     vector = copy.vector.copy()
     vector[7] += 1.0
-    store.save(copy._replace(vector=vector), schema)
+    store.save(copy.moved_to(vector), schema)
     with pytest.raises(OutOfReachError) as error:
         play(channel, {0: notes}, CONTENT_EVERY, model)
     with pytest.raises(LostError):
@@ -179,7 +179,7 @@ def test_damaged_memories_and_logs():
         with pytest.raises((OutOfReachError, AqgError)):
             receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
     with pytest.raises(OutOfReachError, match="another digest"):
-        receive(to_bytes(replace(order, public=bytes(16))), None, notes)
+        receive(to_bytes(replace(order, public=bytes(4))), None, notes)
     receive(to_bytes(order), None, notes)
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
-from aqg.core.dense_quantizers import Blockwise, Half, Rotated
 from aqg.core.grids import MAX_WIDTH
 from aqg.core.movement import Movement
-from aqg.core.policies import Always, LazyOwn
-from aqg.core.quantizers import Stochastic
+from aqg.core.policies import Always, LazyOwn, StageWidth
+from aqg.core.quantizers import Blockwise, Half, QsgdAtWidth, Rotated, Stochastic
 from aqg.core.recipe import Recipe
 from aqg.core.rotation import WIDTHS
 from aqg.core.sparsifiers import SparseTernary, TopK
-from aqg.core.stage_width import QsgdAtWidth, StageWidth
 from aqg.core.stages import (
     DoublingLevels,
     ErrorControl,

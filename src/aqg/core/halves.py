@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.types import FloatArray
+from aqg.core.types import ByValue, FloatArray
 from aqg.errors import MessageError
 
 MAX_EXPONENT = 100
@@ -50,7 +50,7 @@ def from_halves(halves: NDArray[np.float16], exponent: int, dtype: type[np.float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HalfUpload:
+class HalfUpload(ByValue):
     """A vector with every coordinate in half precision."""
 
     halves: NDArray[np.float16]
@@ -66,15 +66,6 @@ class HalfUpload:
     def __len__(self) -> int:
         return len(self.halves)
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, HalfUpload)
-            and self.exponent == other.exponent
-            and self.halves.tobytes() == other.halves.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
-
     def validate(self) -> None:
         if not np.isfinite(self.halves).all():
             raise MessageError("an upload of halves holds NaN or infinity")
@@ -84,7 +75,7 @@ class HalfUpload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SparseUpload:
+class SparseUpload(ByValue):
     """A vector that is zero but for a few coordinates, which are halves.
 
     Attributes:
@@ -117,16 +108,6 @@ class SparseUpload:
 
     def __len__(self) -> int:
         return self.length
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SparseUpload)
-            and (self.exponent, self.length) == (other.exponent, other.length)
-            and np.array_equal(self.indices, other.indices)
-            and self.halves.tobytes() == other.halves.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
         """Raise `MessageError` if indices do not increase, or a value is zero or not finite."""

@@ -12,7 +12,7 @@ from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_leve
 from aqg.core.halves import HalfUpload as HalfUpload
 from aqg.core.halves import SparseUpload as SparseUpload
 from aqg.core.rotation import RotatedUpload as RotatedUpload
-from aqg.core.types import FloatArray, Levels
+from aqg.core.types import ByValue, FloatArray, Levels
 from aqg.errors import MessageError
 
 _PIECE = 1 << 20
@@ -52,7 +52,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Upload:
+class Upload(ByValue):
     """A vector quantized on a grid, one level per coordinate.
 
     >>> import numpy as np
@@ -80,15 +80,6 @@ class Upload:
     def __len__(self) -> int:
         return len(self.levels)
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Upload)
-            and (self.step, self.width, self.grid) == (other.step, other.width, other.grid)
-            and np.array_equal(self.levels, other.levels)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
-
     def validate(self) -> None:
         """Raise `MessageError` if a level is not on the grid."""
         bound = num_levels(self.grid, self.width)
@@ -106,7 +97,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseUpload:
+class DenseUpload(ByValue):
     """A vector sent as it is, in float32."""
 
     dense: NDArray[np.float32]
@@ -123,12 +114,6 @@ class DenseUpload:
 
     def __len__(self) -> int:
         return len(self.dense)
-
-    def __eq__(self, other: object) -> bool:
-        # Compared as bits: what went in must come out, signed zeros and NaN payloads included.
-        return isinstance(other, DenseUpload) and self.dense.tobytes() == other.dense.tobytes()
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
         if not np.isfinite(self.dense).all():

@@ -64,31 +64,8 @@ def thresholds(case: Case) -> Float64Array:
 
 def _passes(case: Case) -> BoolArray:
     """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
-    innovation = case.innovation
-    if innovation.errors.ndim == 2 and case.stored_errors is not None:
-        passes = np.empty(innovation.errors.shape, np.bool_)
-        movements = np.array(case.movement, ndmin=1, copy=None)
-        _compare(
-            np.ascontiguousarray(innovation.quantized_norm),
-            movements,
-            case.stored_errors,
-            np.ascontiguousarray(innovation.errors),
-            passes,
-        )
-        return passes
-    result: BoolArray = innovation.quantized_norm[..., None] >= thresholds(case)
+    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
     return result
-
-
-@njit()
-def _compare(norms: Any, movements: Any, stored: Any, errors: Any, passes: Any) -> None:
-    """Write `_passes` for a row of clients: `thresholds`, one operation after the other."""
-    last = errors.shape[1] - 1
-    for m in range(len(norms)):
-        movement = movements[m % len(movements)]
-        for b in range(last + 1):
-            limit = movement + 3.0 * (stored[m, last - b] + errors[m, last - b])
-            passes[m, b] = norms[m] >= limit
 
 
 @dataclass(frozen=True)
@@ -207,3 +184,12 @@ def _tolerate(
             if errors[m, b - 1] <= eta * tolerance:
                 width = b
         widths[m] = width
+
+
+@dataclass(frozen=True)
+class StageWidth:
+    """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
+
+    def decide(self, case: Case) -> Decision:
+        shape = case.innovation.squared_norm.shape
+        return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))

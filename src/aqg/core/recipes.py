@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aqg.core.auto import NOISE, WIDEST, make_auto
-from aqg.core.dense_quantizers import MAX_BUCKET_BITS, Buckets
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.movement import Movement
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Policy, Tolerance, TwoLevel
-from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
+from aqg.core.quantizers import MAX_BUCKET_BITS, Buckets, GridQuantizer, Sign, Stochastic, Verbatim
 from aqg.core.recipe import DEPTH, Recipe
 from aqg.core.stages import ErrorFeedback, StoredErrors, WiderTolerance
 from aqg.core.track import Memory

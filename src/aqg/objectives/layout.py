@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.types import Float64Array, FloatArray, IntArray, to_numpy
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,8 +120,9 @@ class ModelLayout:
         state = module.state_dict(keep_vars=True)
         buffers = [(name, value) for name, value in module.named_buffers() if name in state]
         wanted, unwanted = _patterns(include), _patterns(exclude)
-        _check_patterns("include", wanted, trainable)
-        _check_patterns("exclude", unwanted, [*trainable, *buffers])
+        names = [name for name, _ in trainable]
+        _check_patterns("include", wanted, names, "tensors")
+        _check_patterns("exclude", unwanted, names + [name for name, _ in buffers], "tensors")
         chosen = [
             (name, value)
             for name, value in trainable
@@ -167,12 +168,9 @@ class ModelLayout:
             raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
         wanted, unwanted = _patterns(include), _patterns(exclude)
         rows = list(rows)
-        for option, patterns in (("include", wanted), ("exclude", unwanted)):
-            for pattern in patterns:
-                if not any(_matches(name, [pattern]) for name, _, _ in rows):
-                    raise ConfigError(
-                        f"{option} pattern {pattern!r} matches none of the {len(rows)} arrays"
-                    )
+        every = [name for name, _, _ in rows]
+        _check_patterns("include", wanted, every, "arrays")
+        _check_patterns("exclude", unwanted, every, "arrays")
         theta, values, counts = [], [], []
         for row in rows:
             name, _, dtype = row
@@ -396,15 +394,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(
-    option: str, patterns: Iterable[str], tensors: Sequence[tuple[str, Tensor]]
-) -> None:
+def _check_patterns(option: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in tensors):
-            names = ", ".join(name for name, _ in tensors[:3])
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{option} pattern {pattern!r} matches none of the {len(tensors)} tensors, "
-                f"such as {names}"
+                f"{option} pattern {pattern!r} matches none of the {len(names)} {kind}, "
+                f"such as {', '.join(names[:3])}"
             )
 
 
@@ -474,16 +469,11 @@ class TensorSpec(NamedTuple):
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
     """Give tensors their places in the flat vector, one after the other."""
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, tensor in tensors:
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor), offset))
-        offset += specs[-1].size
-    return tuple(specs)
+    return read_specs((name, tuple(value.shape), dtype_name(value)) for name, value in tensors)
 
 
 def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    """Do what `lay_out` does from names, shapes and dtypes as they were stored."""
+    """Do the same from names, shapes and dtypes."""
     specs: list[TensorSpec] = []
     offset = 0
     for name, shape, dtype in rows:
@@ -502,15 +492,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def dtype_name(tensor: Tensor) -> str:
     """Return a tensor's dtype without the name of its library."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's values; half precision becomes float32, which holds them all."""
-    found = tensor.detach().cpu()
-    if dtype_name(found) in ("float16", "bfloat16"):
-        found = found.float()
-    values: NDArray[Any] = found.numpy()
-    return values
 
 
 def write_tensors(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:

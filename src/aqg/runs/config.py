@@ -99,6 +99,13 @@ class RunConfig(RunSettings):
         return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
 
     @property
+    def way_to_start(self) -> str:
+        """How the first model travels (`aqg.start`); one from a file is no fresh one."""
+        if self.start != "auto":
+            return self.start
+        return "seed" if self.init is None else "rounded"
+
+    @property
     def title(self) -> str:
         """What is learned by whom, in a few words.
 

@@ -26,7 +26,7 @@ from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.objectives.base import Objective
 from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
-from aqg.runs.cost import ClientBytes, add_bytes, first_model_bytes
+from aqg.runs.cost import ClientBytes, Meter, add_bytes
 from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
@@ -183,7 +183,9 @@ def _run(
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
+    meter = Meter(problem.start_bytes, simulation.training.downlink)
     for line in lines:
+        meter.replay(line.record)
         progress.add(line)
         referee.replay(line)
     validate = Validator(simulation, config.target_kind) if config.validation else None
@@ -214,7 +216,8 @@ def _run(
             referee.look_before(number, metrics["accuracy"])
             if referee.is_over():
                 break
-        record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+        is_evaluated = (number - 1) % config.eval_every == 0
+        record = meter.charge(simulation.run_round(evaluate=is_evaluated))
         if is_measured and models is not None:
             models.consider(number - 1, metrics, record.loss, model)
         referee.look_after(record)
@@ -245,7 +248,6 @@ def _run(
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
         models.finish(len(lines), model)
-    first_model = first_model_bytes(simulation.training.downlink, len(simulation.parameters))
     # A target on the validation set is not that of the test set, which a summary looks at.
     goal = None if config.validation else config.goal
     if callable(minimum):
@@ -260,7 +262,7 @@ def _run(
         | referee.to_json()
         | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
-        | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
+        | ({"curve": curve(values, lines, metrics)} if is_followed else {})
     )
     if not keeps_models:
         files.drop_checkpoint()

@@ -6,7 +6,7 @@ precision, with the server step for which that is best. The targets are shares o
 loss: 1.1 times the plateau), and the plateau less one point (a loss: plus one percent), which is
 the one that counts. Such a target is reached in the first round that meets it if the mean over that
 round and the next ones (`hold_of`) meets it too. *Cost* is every byte that all clients sent and
-received until then (`aqg.runs.cost.count_every_byte`), *delay* the rounds over those of federated
+received until then (`aqg.runs.cost.Meter`), *delay* the rounds over those of federated
 averaging, with that of the steps tried for which these are fewest. A recipe whose delay is at most
 `MOST_DELAY` is a *swap-in*. Runs that go to the last round have a plateau of their own, compared in
 points. Comparisons are paired by seed, with 95 % intervals of Student's.

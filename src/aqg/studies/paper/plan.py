@@ -223,7 +223,7 @@ def make_plan(
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
-    (config,) = resolve({"downlink": "full", **settings})
+    (config,) = resolve({"downlink": "full", "start": "digest", **settings})
     name = f"{section}_{config.partition.replace(':', '-')}"
     if section in ("logistic", "rounding"):
         name += f"_{config.scaling}-{config.alpha:g}"
