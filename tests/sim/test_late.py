@@ -139,15 +139,14 @@ def test_only_so_many_are_at_work():
 
 
 def test_bytes_of_those_at_work():
-    meter, head = Meter(1000, make_downlink("condensed")), heads()
     widths = [(4, AT_WORK, DROPPED), (AT_WORK, 4, DROPPED)]
     rounds = [
         RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
     ]
-    first, second = (meter.charge(record).total_bytes for record in rounds)
-    begun = 2 * (1000 + head.first_order - head.order)
-    assert first == 20 + begun + head.order + head.reply
-    assert second == 20 + head.order + head.reply
+    meter, head = Meter(1000, make_downlink("exact")), heads()
+    first, second = [meter.charge(record).total_bytes for record in rounds]
+    assert first == 2020 + 2 * head.first_order + head.reply  # one of them has not replied
+    assert second == 20 + head.order + head.reply  # and does not need another order now
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def book_from_arrays(
         peers = peers.replaced(client, Peer(track))
     publisher = None
     start = None if directory is None else _load_start(directory)
-    if not isinstance(downlink, Full):
+    if not isinstance(downlink, Full) and "log_first" in arrays:
         merges = lies_on_grid(recipe, downlink)
         publisher = Publisher(start, LogState.from_arrays(arrays), merges)
     state = ServerState(model, peers)

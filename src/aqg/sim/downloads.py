@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.downlink import Downlink, Full
+from aqg.core.public import lies_on_grid
 from aqg.protocol.log import ModelLog, length
-from aqg.wire.entry import log_overhead
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import follow_log, log_overhead
+from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.public import Public
+    from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray, IntArray
     from aqg.protocol.log import Content, Delivery
+    from aqg.sim.problem import Problem
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""
@@ -142,6 +146,14 @@ class Downloads:
         self.positions[present] = self.log.round
         return plan
 
+    def follow(self, held: Public, delivery: Delivery, recipe: Recipe) -> Public:
+        """Return what a client holds after a delivery; a restored one holds the model already."""
+        if isinstance(delivery.snapshot, bytes):
+            held = decode_snapshot(delivery.snapshot, held, self.start)
+        is_behind = held.round == delivery.first
+        frame = (is_behind and delivery.merged) or self.log.frame(held.round)
+        return follow_log(frame, held, recipe.movement)
+
     def append(self, entry: Content) -> None:
         """Add the entry of a round, or its length."""
         self.log.append(entry)
@@ -149,3 +161,11 @@ class Downloads:
             self.log.cut(int(self._positions.min()))
         elif len(self.log.entries) > _MOST_KEPT:
             self.log.cut(self._shared)
+
+
+def make_downloads(problem: Problem, recipe: Recipe, downlink: Downlink) -> Downloads | None:
+    """Return the log of a simulation before its first round; None where clients get models."""
+    if isinstance(downlink, Full):
+        return None
+    log = initial_log(problem.num_clients)
+    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink))

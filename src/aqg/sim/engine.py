@@ -33,7 +33,7 @@ from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import Known
-from aqg.wire.entry import encode_entry, entry_size
+from aqg.wire.entry import encode_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -220,8 +220,7 @@ class FastSimulation:
         known = None
         if entry.velocity is not None:
             known = Known(self.backend.get(before.velocity), before.direction)
-        write = encode_entry if self._downloads.merges else entry_size
-        self._downloads.append(write(entry, known))
+        self._downloads.append(encode_entry(entry, known, threads=1))
 
     def _public(self) -> Public:
         """Return what clients hold of the model."""

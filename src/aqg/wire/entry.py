@@ -77,11 +77,6 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
     return b"".join(parts)
 
 
-def entry_size(entry: Entry, known: Known | None) -> int:
-    """Return ``len(encode_entry(entry, known))``."""
-    return len(encode_entry(entry, known, threads=1))
-
-
 def known_velocity(public: Public) -> Known | None:
     """Return the velocity as context for the coder; None where there is none."""
     _, velocity, direction = public.vectors
