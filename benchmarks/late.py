@@ -8,7 +8,7 @@ methods see the same clients. A buffered round ends with half as many replies as
 work. FedBuff's update has 32 bits per parameter in both directions. Bytes are all that is sent
 until the target: frames, heads of orders and replies, and what tells a client the first model.
 
-Writes ``late.md``, ``late.csv`` (the curves) and ``late.png``.
+Writes ``late.md`` and ``late.csv`` (the curves); the picture is ``docs/images/late.png``.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="rounds between measurements")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/late.png"))
     options = parser.parse_args()
     if options.seeds < 1 or options.every < 1:
         parser.error(f"seeds is {options.seeds}, every {options.every}; both must be at least 1")
@@ -201,12 +202,14 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     text = (__doc__.partition("Writes")[0]).strip()
     head = f"# Late clients\n\n{text}\n\nMedians over seeds; here {options.seeds}.\n\n"
-    (options.out / "late.md").write_text(head + "\n".join(texts) + "\n![](late.png)\n")
+    (options.out / "late.md").write_text(
+        head + "\n".join(texts) + "\n![](../docs/images/late.png)\n"
+    )
     with (options.out / "late.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows((*row[:4], f"{row[4]:.2f}", row[5], f"{row[6]:.4f}") for row in rows)
-    draw(curves, options.out / "late.png")
+    draw(curves, options.picture)
 
 
 if __name__ == "__main__":
