@@ -58,10 +58,10 @@ class Buffered(Strategy):
                 f"strategy is a {type(strategy).__name__}; it must be a Strategy of "
                 "flwr.serverapp.strategy, such as FedAvg"
             )
-        if type(strategy).__name__ == "Compressed":
+        for name in {"Compressed", "AQG"} & {kind.__name__ for kind in type(strategy).__mro__}:
             raise ConfigError(
-                "Compressed must be the outermost strategy: write "
-                "Compressed(Buffered(FedAvg(), size=...)), not Buffered(Compressed(FedAvg()), ...)"
+                f"Buffered does not go around {name}, which makes a grid of its own: write "
+                "Compressed(Buffered(FedAvg(), size=...))"
             )
         if not is_whole(size) or size < 1:
             raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
