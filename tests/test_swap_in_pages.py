@@ -11,7 +11,7 @@ from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
 from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
-from aqg.studies.contest.search import FEDAVG, FORMER_STEP, Setting
+from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,20 @@ def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> 
 def test_stored_bytes_are_those_of_a_run_today() -> None:
     stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
     fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
-    assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=1e-3)
+    assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.xfail(
+    raises=AssertionError, reason="stored before a model's start was one seed, and to be run again"
+)
+def test_a_stored_result_comes_out_again() -> None:
+    """The whole run, as stored: what it learns and what it sends, on another processor as well."""
+    trial = Trial("digits-local", "auto", Setting("auto", multiplier=SELF_SETTING), 0)
+    stored = read_outcomes(readme.SMALL)[trial].curve
+    fresh = run_trial(trial.task, trial.recipe, trial.setting).curve
+    assert fresh.total_bytes == pytest.approx(stored.total_bytes, rel=0.01)
+    assert fresh.values == pytest.approx(stored.values, abs=0.02)
 
 
 def test_runs_of_the_former_default_are_kept_apart() -> None:

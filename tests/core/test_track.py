@@ -22,6 +22,7 @@ from aqg.core.track import (
     correct,
     follow,
     init_track,
+    who_sends,
 )
 
 NUM_TRACKS, LENGTH = 4, 9
@@ -149,3 +150,21 @@ def test_what_no_grid_holds_is_not_sent() -> None:
     uploads, gaps = correct(SPACE, CODER, None, np.arange(3), truths, terms)
     assert len(uploads) == 1
     assert (gaps.senders.tolist(), gaps.faulty.tolist()) == ([0], [1, 2])
+
+
+CLIENT = st.tuples(st.booleans(), st.booleans(), st.integers(0, 5))
+
+
+@given(st.lists(CLIENT, max_size=20), st.integers(1, 4))
+def test_everyone_sends_or_is_skipping_or_is_out_of_range(clients, max_staleness):
+    columns = np.array(clients, np.int64).reshape(-1, 3)
+    wanting, in_range = columns[:, 0] == 1, columns[:, 1] == 1
+    before, after = columns[:, 2].copy(), columns[:, 2].copy()
+    senders, skipping, faulty = who_sends(wanting, in_range, after, max_staleness)
+
+    send = (wanting | (before >= max_staleness)) & in_range
+    assert senders.tolist() == np.flatnonzero(send).tolist()
+    assert skipping.tolist() == np.flatnonzero(in_range & ~send).tolist()
+    assert faulty.tolist() == np.flatnonzero(~in_range).tolist()
+    expected = np.where(send, 0, before + (in_range & ~send))
+    assert after.tolist() == expected.tolist()

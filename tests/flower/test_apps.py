@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,8 +191,9 @@ def test_without_faults_the_model_is_the_simulators(
     assert not any(row.get("incidents") for row in rows)
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize(
+    ("recipe", "downlink"), list(zip(sorted(RECIPES), cycle(["exact", "condensed"])))
+)
 def test_every_recipe_ends_with_the_simulators_model(
     tmp_path: Path, recipe: str, downlink: str
 ) -> None:

@@ -24,7 +24,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 LOCAL = LocalTraining(batch_size=8, steps=3, rate=0.05)
 SPEEDS = Speeds(sigma=1.0, jitter=0.3)
@@ -61,10 +61,7 @@ def test_engine_equals_the_reference_bit_for_bit(name, participation):
     assert not recipe.memory.keeps_mirror
     reference = simulate(ReferenceSimulation, name, **options)
     fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
-    assert run(fast) == run(reference)
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=15)
 
 
 @pytest.mark.parametrize("name", WITHOUT_MIRRORS)
