@@ -66,7 +66,7 @@ def measure(model: str, way: str, seed: int, rounds: int) -> tuple[int, int, flo
     if bits:
         params, layout = problem.initial_params, problem.objective.layout
         message = pack(params, layout, name, bits=int(bits))
-        started = unpack(message, layout, params.dtype)
+        started = unpack(message, len(params), params.dtype)
         problem = replace(problem, initial_params=started, start_bytes=len(message))
     else:
         problem = send_start(problem, name, seed)

@@ -110,11 +110,16 @@ class Publisher:
     Args:
         start: the starting model; None where it is not known any more, and snapshots stand alone.
         state: to go on from.
+        first_message: what a client that has nothing can start from (`aqg.start`), as long as all
+            entries since are there; empty where it gets a snapshot.
 
     """
 
-    def __init__(self, start: FloatArray | None, state: LogState) -> None:
+    def __init__(
+        self, start: FloatArray | None, state: LogState, first_message: bytes = b""
+    ) -> None:
         self.start = start
+        self.first_message = first_message
         self._start_digest = b"" if start is None else start_digest(start)
         self._log = ModelLog(
             state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING
@@ -153,6 +158,8 @@ class Publisher:
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
+        if self.first_message and (self._starts == _UNKNOWN).any():
+            oldest = self._log.first  # somebody new may begin with the first entry
         if oldest > self._log.first:
             self._log.cut(oldest)
         self._bound(_longest_snapshot(public))
@@ -165,7 +172,8 @@ class Publisher:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
-            first, snapshot = self._deliver_without_start(position, public)
+            is_new = self._starts[client] == _UNKNOWN
+            first, snapshot = self._deliver_without_start(position, public, is_new)
         else:
             delivery = log.deliver(position, lambda: self._snapshot(public))
             first = delivery.first
@@ -210,7 +218,9 @@ class Publisher:
             return log.snapshot  # another client wanted it in this round
         return encode_snapshot(public, self.start)
 
-    def _deliver_without_start(self, position: int, public: Public) -> tuple[int, bytes]:
+    def _deliver_without_start(
+        self, position: int, public: Public, is_new: bool
+    ) -> tuple[int, bytes]:
         """Return the first round and the snapshot for a client without the starting model."""
         log = self._log
         number, snapshot = self._absolute
@@ -219,6 +229,10 @@ class Publisher:
             limit = len(snapshot) if snapshot else _longest_snapshot(public)
             if position >= log.round - 1 or size <= limit:
                 return position, b""
+        if self.first_message and is_new and log.first == 1:
+            limit = len(snapshot) if number == log.round else _longest_snapshot(public)
+            if len(self.first_message) + log.bytes_since(1) <= limit:
+                return 1, self.first_message
         if number != log.round:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot
