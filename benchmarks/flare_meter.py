@@ -1,15 +1,36 @@
-"""A component for FLARE's server: the bytes of its connections, and the metrics of every round."""
+"""Components for FLARE: bytes on the server's connections, metrics, and what a GPU would do."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
+import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.fuel.f3.sfm.conn_manager import SfmFrameReceiver
 from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
+
+
+class WithoutGpu(FLComponent):
+    """Lets FLARE's 8-bit and 4-bit filters quantize on the CPU, as bitsandbytes can.
+
+    They move every tensor to a GPU first, which is left out; and on the CPU, vectors of 4 bits come
+    back as rows.
+    """
+
+    def __init__(self) -> None:
+        from nvflare.app_opt.pt.quantization import dequantizer  # imports bitsandbytes
+
+        super().__init__()
+        torch.Tensor.cuda = lambda tensor: tensor
+        dequantize = dequantizer.dequantize_4bit
+
+        def of_its_shape(quantized, state, **options):
+            return dequantize(quantized, state, **options).reshape(state.shape)
+
+        dequantizer.dequantize_4bit = of_its_shape
 
 
 class Meter(FLComponent):

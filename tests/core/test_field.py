@@ -9,6 +9,7 @@ from scipy.linalg import hadamard as hadamard_matrix
 from aqg.core.aquila import choose_width
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Full, resolve_downlink
+from aqg.core.grids import nearest_power_of_two, round_up_to_bfloat16
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
@@ -411,9 +412,9 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     assert np.count_nonzero(before) > 8
     state, entry = publish_round(recipe, state, step)
     kept = top(before, 8)
-    mean = np.abs(kept[kept != 0]).mean()
-    expected = pytest.approx(-mean * np.sign(kept), rel=1 / 127)
-    assert entry.position.values(np.float64) == expected
+    mean = round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
+    expected = -nearest_power_of_two(mean) * np.sign(kept)
+    assert np.array_equal(entry.position.values(np.float64), expected)
     assert state.model.rest - state.parameters == pytest.approx(before)
 
 

@@ -85,7 +85,7 @@ def test_a_study_has_a_panel_for_each_task(study):
 
 def test_a_study_without_runs_makes_a_page(study):
     written = write_report([study], Outputs(study / "report.html"))
-    assert written.num_runs == 0
+    assert written == ([study / "report.html"], 0)
     assert "in the place of federated averaging" in (study / "report.html").read_text()
 
 

@@ -12,11 +12,12 @@ from aqg.cli.app import run_app
 from aqg.core.downlink import make_downlink
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter, heads
 from aqg.sim.engine import FastSimulation
-from aqg.sim.late import Late, Outages, Speeds, age_weight, make_late
+from aqg.sim.late import Late, Outages, Speeds, make_late
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation

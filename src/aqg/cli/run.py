@@ -26,6 +26,9 @@ from aqg.cli.options import RunOptions
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
 from aqg.jit import when_compiling
+from aqg.report.pictures import draw_comparison
+from aqg.report.runs import compare as group_runs
+from aqg.report.runs import read_runs
 from aqg.runs import loop
 from aqg.runs.config import (
     RunConfig,
@@ -41,7 +44,7 @@ from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
 from aqg.runs.setup import find_minimum, load_problem, try_out
-from aqg.runs.summary import Result, draw_comparison
+from aqg.runs.summary import Result
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
 from aqg.weights import BEST
@@ -140,9 +143,8 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
             ) from None
 
     summaries = [result.summary for result in results]
-    write_atomically(
-        plan.directory / FIGURE, draw_comparison(results, minimum() if minimum else None)
-    )
+    shown = group_runs(read_runs([plan.directory]))
+    write_atomically(plan.directory / FIGURE, draw_comparison(shown))
     text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())

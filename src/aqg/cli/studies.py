@@ -362,7 +362,7 @@ def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
             for metric in metrics
         ),
         _spread([row["uploads"] for row in done], "{:,.0f}".format),
-        *(_spread([row.get(name) for row in done], _size, "unknown") for name in BYTES),
+        *(_spread([row[name] for row in done], _size) for name in BYTES),
     ]
 
 
@@ -371,7 +371,7 @@ def _target_cost(group: Sequence[Row]) -> str:
     reached = [t.get("total_bytes") for t in targets if t["upload_bytes"] is not None]
     if not reached:
         return "not reached" if targets else "-"
-    text = _spread(reached, _size, "unknown")
+    text = _spread(reached, _size)
     return (
         text
         if len(reached) == len(targets)
@@ -383,9 +383,7 @@ def _size(mean: float) -> str:
     return format_bytes(round(mean))
 
 
-def _spread(
-    values: Sequence[float | None], write: Callable[[float], str], otherwise: str = "-"
-) -> str:
+def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
     """Write the mean and, where values differ, the smallest and the largest.
 
     >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
@@ -395,7 +393,7 @@ def _spread(
     """
     known = [value for value in values if value is not None]
     if not known:
-        return otherwise
+        return "-"
     mean = write(sum(known) / len(known))
     low, high = write(min(known)), write(max(known))
     return mean if low == high else f"{mean}<br>{low}..{high}"
@@ -584,13 +582,6 @@ def reproduce(
     saved: Annotated[
         Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
     ] = None,
-    beside: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --from: results of the same command from elsewhere. Seeds that are missing "
-            "are added, and another machine's logistic runs are kept to compare."
-        ),
-    ] = None,
     missing: Annotated[
         Path | None,
         typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
@@ -610,12 +601,8 @@ def reproduce(
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        if beside is not None:
-            paper.keep_beside(saved, beside)
         show_results(console, read_results(saved))
         return 0
-    if beside is not None:
-        raise ConfigError("--beside goes with --from: both directories hold finished results")
     scale = QUICK if quick else FULL
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), parse_sections(only))

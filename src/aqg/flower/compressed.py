@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from aqg.channel.settings import make_settings
 from aqg.errors import ConfigError
 from aqg.flower.grid import CompressedGrid, Counts
+from aqg.flower.late import Buffered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -155,9 +156,10 @@ class Compressed(Strategy):
 
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
-        if not isinstance(self.strategy, _CLIENTS_CLIP):
-            return None
-        return float(self.strategy.clipping_norm)
+        strategy = self.strategy
+        if isinstance(strategy, Buffered):
+            strategy = strategy.strategy
+        return float(strategy.clipping_norm) if isinstance(strategy, _CLIENTS_CLIP) else None
 
 
 def own_recipe(strategy: Strategy) -> str:
@@ -166,6 +168,8 @@ def own_recipe(strategy: Strategy) -> str:
     Where a step is divided by the root of past squares, noise makes coordinates that hardly move
     as fast as all others: it must be less than where the mean itself is the step.
     """
+    if isinstance(strategy, Buffered):
+        strategy = strategy.strategy
     if not averages(strategy):
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.public import mark_after
 from aqg.errors import RunError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import Parcel
-from aqg.protocol.log import ModelLog
-from aqg.wire.entry import encode_entry, known_velocity, log_overhead
+from aqg.protocol.log import Delivery, ModelLog
+from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.snapshot import encode_snapshot
 
 if TYPE_CHECKING:
@@ -110,24 +111,30 @@ class Publisher:
     Args:
         start: the starting model; None where it is not known any more, and snapshots stand alone.
         state: to go on from.
+        merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
 
     """
 
     def __init__(
-        self, start: FloatArray | None, state: LogState, first_message: bytes = b""
+        self,
+        start: FloatArray | None,
+        state: LogState,
+        merges: bool = False,
+        first_message: bytes = b"",
     ) -> None:
         self.start = start
         self.first_message = first_message
         self._start_digest = b"" if start is None else start_digest(start)
         self._log = ModelLog(
-            state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING
+            state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING, merges
         )
         self._digests = list(state.digests)
         self.positions = state.positions.copy()
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
+        self._mark: int | None = None
 
     @property
     def round(self) -> int:
@@ -155,6 +162,8 @@ class Publisher:
     def publish(self, entry: Entry, before: Public, public: Public) -> None:
         """Add a round's entry, which leads from the public model before to that after it."""
         self._log.append(encode_entry(entry, known_velocity(before)))
+        public = public.marked(mark_after(self._mark, entry, public))
+        self._mark = public.mark
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
@@ -173,12 +182,12 @@ class Publisher:
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
             is_new = self._starts[client] == _UNKNOWN
-            first, snapshot = self._deliver_without_start(position, public, is_new)
+            delivery = self._deliver_without_start(position, public, is_new)
         else:
-            delivery = log.deliver(position, lambda: self._snapshot(public))
-            first = delivery.first
-            snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
-        return Parcel(self.round, self.digest, log.frame(first), snapshot)
+            delivery = log.deliver(position, lambda: self._snapshot(public), lambda: public)
+        snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
+        entries = delivery.merged or log.frame(delivery.first)
+        return Parcel(self.round, self.digest, entries, snapshot)
 
     def is_new(self, client: int) -> bool:
         """Tell whether a client has said nothing so far."""
@@ -218,25 +227,24 @@ class Publisher:
             return log.snapshot  # another client wanted it in this round
         return encode_snapshot(public, self.start)
 
-    def _deliver_without_start(
-        self, position: int, public: Public, is_new: bool
-    ) -> tuple[int, bytes]:
-        """Return the first round and the snapshot for a client without the starting model."""
+    def _deliver_without_start(self, position: int, public: Public, is_new: bool) -> Delivery:
+        """Return what a client without the starting model needs."""
         log = self._log
         number, snapshot = self._absolute
         if log.first <= position <= log.round:
-            size = log_overhead(position, log.round - position) + log.bytes_since(position)
+            by_entries = log.entries_since(position, lambda: public)
             limit = len(snapshot) if snapshot else _longest_snapshot(public)
-            if position >= log.round - 1 or size <= limit:
-                return position, b""
+            if position >= log.round - 1 or by_entries.num_bytes <= limit:
+                return by_entries
         if self.first_message and is_new and log.first == 1:
-            limit = len(snapshot) if number == log.round else _longest_snapshot(public)
-            if len(self.first_message) + log.bytes_since(1) <= limit:
-                return 1, self.first_message
+            by_entries = log.entries_since(1, lambda: public)
+            size = len(self.first_message) + by_entries.num_bytes
+            if size <= (len(snapshot) if number == log.round else _longest_snapshot(public)):
+                return by_entries._replace(snapshot=self.first_message, num_bytes=size)
         if number != log.round:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot
-        return log.round, snapshot
+        return Delivery(log.round, snapshot, len(snapshot))
 
     def _bound(self, most_bytes: int) -> None:
         """Drop entries that together are longer than any snapshot."""

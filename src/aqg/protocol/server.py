@@ -16,6 +16,7 @@ import numpy as np
 
 from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
+from aqg.core.public import lies_on_grid
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
@@ -270,8 +271,9 @@ class ServerSession:
         assert book.publisher is not None
         if not self._shares_start:
             nowhere = np.zeros(len(weights), np.int64)
-            state = book.publisher.state()._replace(positions=nowhere)
-            book.publisher = Publisher(None, state, self._first_message)
+            log = book.publisher.state()._replace(positions=nowhere)
+            merges = lies_on_grid(self.recipe, self._downlink)
+            book.publisher = Publisher(None, log, merges, self._first_message)
         return book
 
     def _save(self) -> None:

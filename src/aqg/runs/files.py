@@ -90,13 +90,16 @@ def _read(path: Path) -> bytes | None:
         raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def parse_json(content: bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and infinity are none."""
-    return json.loads(content, parse_constant=_refuse_constant)
-
-
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON as the standard has it: NaN and infinity are none."""
+    return _DECODER.decode(content.decode())
 
 
 def whole_lines(path: Path) -> list[bytes]:

@@ -17,6 +17,7 @@ import numpy as np
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import Skip
 from aqg.core.optimizers import OptimizerState
+from aqg.core.public import lies_on_grid
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import add_uploads, take_step
 from aqg.core.space import with_rows
@@ -32,7 +33,7 @@ from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import Known
-from aqg.wire.entry import entry_size
+from aqg.wire.entry import encode_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,8 @@ class FastSimulation:
     def _load(self, state: SimulationState) -> None:
         self._model = _model_in(self.backend.put, state.model)
         if state.log is not None:
-            self._downloads = Downloads(self.problem.initial_params, state.log)
+            merges = lies_on_grid(self.recipe, self._step.downlink)
+            self._downloads = Downloads(self.problem.initial_params, state.log, merges)
         if self._replies is not None and state.late is not None:
             self._replies.load(state.late)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
@@ -218,7 +220,7 @@ class FastSimulation:
         known = None
         if entry.velocity is not None:
             known = Known(self.backend.get(before.velocity), before.direction)
-        self._downloads.append(entry_size(entry, known))
+        self._downloads.append(encode_entry(entry, known, threads=1))
 
     def _public(self) -> Public:
         """Return what clients hold of the model."""

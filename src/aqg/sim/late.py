@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from aqg.core.messages import Skip
+from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.sim.record import AT_WORK, DROPPED
 from aqg.spec import make_named
@@ -33,20 +34,13 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.types import BoolArray, Float64Array, IntArray
     from aqg.sim.problem import Problem
+    from aqg.sim.statistics import RunStatistics
+    from aqg.sim.training import Training
 
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
 _FIELDS = ("late_clock", "late_round", "late_arrival", "late_frames", "late_lengths")
-
-
-def age_weight(age: int) -> float:
-    """Return what an update counts for that began so many rounds ago.
-
-    >>> [age_weight(age) for age in (0, 3)]
-    [1.0, 0.5]
-    """
-    return 1.0 / math.sqrt(1.0 + age)
 
 
 def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:
@@ -332,8 +326,10 @@ class Replies:
         values = np.array(self.clock), self._rounds.copy(), self._arrivals.copy(), joined, lengths
         return dict(zip(_FIELDS, values, strict=True))
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
         """Go on from what `to_arrays` returned."""
+        if arrays is None:
+            return
         clock, rounds, arrivals, joined, lengths = (arrays[name] for name in _FIELDS)
         self.clock = float(clock)
         self._rounds, self._arrivals = np.array(rounds), np.array(arrivals)
@@ -341,3 +337,38 @@ class Replies:
         frames = [bytes(joined[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
         clients = np.flatnonzero(self.at_work).tolist()
         self._frames = dict(zip(clients, frames, strict=True))
+
+
+class InTime:
+    """Stands for `Replies` where every round waits for all."""
+
+    clock = None
+
+    def __init__(self, num_clients: int) -> None:
+        self.at_work: BoolArray = np.zeros(num_clients, np.bool_)
+        self._begun: Mapping[int, Reply] = {}
+
+    def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:  # noqa: ARG002
+        """Take the replies of a round."""
+        self._begun = replies
+
+    def close(self, number: int) -> Closed:  # noqa: ARG002
+        """Return them all."""
+        clients = np.array(list(self._begun), np.int64)
+        factors = np.ones(len(self.at_work))
+        return Closed(clients, list(self._begun.values()), factors, self.at_work)
+
+    def to_arrays(self) -> None:
+        """Remember nothing."""
+
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Go on."""
+
+
+def make_replies(
+    training: Training, recipe: Recipe, problem: Problem, seed: int, statistics: RunStatistics
+) -> Replies | InTime:
+    """Return how replies come, after `check_late`."""
+    late = training.late
+    check_late(late, recipe, training.num_sampled(problem.num_clients), statistics.are_averaged)
+    return InTime(problem.num_clients) if late is None else Replies(late, problem, seed)

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("is_moved", "history", "statistics", "log_lengths", "late_frames", "late_lengths")
+_VARYING = (
+    *("is_moved", "history", "statistics"),
+    *("log_lengths", "log_entries", "late_frames", "late_lengths"),
+)
 """Arrays that are not of one length, or are checked elsewhere."""
 
 

@@ -128,7 +128,7 @@ def test_outcomes_are_those_of_runs(home):
     assert outcome.upload_bytes == sum(r.upload_bytes for r in records[: crossing.rounds])
     cells = json.loads((home / "c/results.json").read_text())["cells"]
     assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
-        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2)),
+        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2))
     }
 
 
@@ -197,7 +197,7 @@ def test_own_data_and_a_loss(folder, capsys):
     cells = json.loads((folder / "c/results.json").read_text())["cells"]
     assert [cell["num_reached"] for cell in cells] == [1, 1, 1]
     assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
-        *("fedavg", "gd", "lean"),
+        *("fedavg", "gd", "lean")
     }
     # Nothing in it is code, so it may go on without being named.
     assert run_app(["compare", "--resume", "c", "--jobs", "1"]) == 0

@@ -12,10 +12,6 @@ A comparison's directory holds
 ``tuned.json``    after a search: the best setting of every recipe and task
 ``TASK/RECIPE/``  a run directory for each trial
 ================ ============================================================================
-
-Tables in a document, between ``<!-- table: NAME -->`` and ``<!-- end -->``, are written anew with
-
-    python -m aqg.studies.contest.table docs/explanation/measure.md DIRECTORY
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +52,6 @@ from aqg.studies.contest.plan import (
 )
 from aqg.studies.contest.search import FEDAVG, OURS, SEARCH_SEED, TUNED, Setting, write_tuned
 from aqg.studies.contest.tasks import Task
-from aqg.studies.document import refresh
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -626,14 +620,3 @@ def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
 def read_tables(directory: Path) -> list[Table]:
     comparison = Comparison.open(directory)
     return as_tables(comparison, make_cells(comparison, read_outcomes(directory)))
-
-
-def main(arguments: list[str]) -> None:
-    """Refresh the document named first from the comparison named second."""
-    document, directory = map(Path, arguments)
-    text = refresh(document.read_text(encoding="utf-8"), read_tables(directory))
-    write_atomically(document, text.encode())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -81,7 +81,6 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss left all use."""
         return has_diverged(self.final_loss)
 
     @property
@@ -120,12 +119,10 @@ class Perturbed:
 
     @property
     def key(self) -> tuple[str, str, float, int]:
-        """What tells runs apart."""
         return self.partition, self.recipe, self.alpha, self.draw
 
     @staticmethod
     def of(config: RunConfig, lines: Sequence[Line], summary: Mapping[str, Any]) -> Perturbed:
-        """Make a row of a finished run."""
         residual = np.inf if summary["diverged"] else summary["residual"]
         minimum = -np.inf if summary["diverged"] else summary["final_loss"] - residual
         before = itertools.takewhile(
@@ -160,16 +157,7 @@ class Results:
     elsewhere: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
     perturbed: tuple[Perturbed, ...] = ()
 
-    def residual_after(self, outcome: Outcome, rounds: int) -> float:
-        """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
-        curve = self.curves.get(outcome.name)
-        if curve is None:
-            return np.nan
-        index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
-        return curve.losses[index] - (outcome.minimum or 0.0)
-
     def select(self, **settings: object) -> list[Outcome]:
-        """Return the outcomes whose attributes have these values."""
         return [
             outcome
             for outcome in self.outcomes
@@ -295,7 +283,6 @@ def thin(trace: Trace) -> Curve:
 
 
 def write_results(directory: Path, results: Results) -> None:
-    """Write everything that `read_results` reads."""
     write_atomically(directory / RUNS, _csv(map(_flat, results.outcomes)))
     if results.perturbed:
         write_atomically(directory / PERTURBED, _csv(map(asdict, results.perturbed)))
@@ -318,7 +305,6 @@ def write_results(directory: Path, results: Results) -> None:
 
 
 def read_results(directory: Path) -> Results:
-    """Read what `write_results` wrote."""
     try:
         about = json.loads((directory / META).read_text(encoding="utf-8"))
         outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
