@@ -14,6 +14,7 @@ from aqg import make_recipe
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.wire.snapshot import SNAPSHOT_MARK
 
 NUM_PARAMS = 6
 TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))
@@ -411,7 +412,7 @@ def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
     assert receipt.wants_order
     assert "checksum of the first model" in receipt.problem
     order = whole_order(server, 0)
-    assert order.snapshot[0] == 0x72
+    assert order.snapshot[0] == SNAPSHOT_MARK
     assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
 
 
