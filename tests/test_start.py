@@ -50,7 +50,7 @@ def test_what_the_server_starts_from_is_what_arrives(make, dtype, way):
     params, shapes = flat(make)
     params = params.astype(dtype)
     started, message = settle(params, shapes, way, seed=3)
-    arrived = unpack(message, shapes, dtype, params)
+    arrived = unpack(message, len(params), dtype, params)
     assert arrived.dtype == params.dtype
     assert arrived.tobytes() == started.tobytes()
     if way in ("digest", "exact"):
@@ -63,7 +63,7 @@ def test_drawn_tensors_have_the_mean_and_spread_of_the_modules_own(make, seed):
     params, shapes = flat(make, seed)
     started, message = settle(params, shapes, "seed", seed=seed)
     assert None not in laws_of(params, shapes)
-    assert len(message) < 100
+    assert len(message) < 150
     own, drawn = tensors(params, shapes), tensors(started, shapes)
     for name, values in own.items():
         if values.std() == 0:
@@ -136,7 +136,7 @@ def test_measured_laws():
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_rounding_stays_within_half_a_step_of_each_block(bits):
     params, shapes = flat(make_mlp)
-    started = unpack(pack(params, shapes, "rounded", bits=bits), shapes, "float32")
+    started = unpack(pack(params, shapes, "rounded", bits=bits), len(params), "float32")
     error, place = np.abs(started - params), 0
     for _, shape in shapes:
         for start in range(place, place + math.prod(shape), 64):
@@ -161,19 +161,19 @@ def test_difference_to_what_is_held():
     params, shapes = flat(make_mlp)
     held = params + np.random.default_rng(0).normal(0, 1e-3, len(params)).astype(np.float32)
     message = pack(params, shapes, "rounded", bits=4, held=held)
-    arrived = unpack(message, shapes, "float32", held)
+    arrived = unpack(message, len(params), "float32", held)
     assert np.abs(arrived - params).max() < 5e-4
     with pytest.raises(WireError, match="not held here"):
-        unpack(message, shapes, "float32")
+        unpack(message, len(params), "float32")
 
 
 def test_another_model_is_told_by_its_digest():
     params, shapes = flat(make_mlp)
     message = pack(params, shapes, "digest")
     with pytest.raises(OtherModelError, match="another one"):
-        unpack(message, shapes, "float32", params + np.float32(1e-3))
+        unpack(message, len(params), "float32", params + np.float32(1e-3))
     with pytest.raises(OtherModelError, match="another one"):
-        unpack(message, shapes, "float32")
+        unpack(message, len(params), "float32")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,10 +184,10 @@ def test_damaged_bytes_are_refused(way):
         broken = bytearray(message)
         broken[place] ^= 0x40
         with pytest.raises(WireError):
-            unpack(bytes(broken), shapes, "float32", params)
+            unpack(bytes(broken), len(params), "float32", params)
     for end in (0, 3, len(message) // 2, len(message) - 1):
         with pytest.raises(WireError):
-            unpack(message[:end], shapes, "float32", params)
+            unpack(message[:end], len(params), "float32", params)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -203,7 +203,7 @@ def test_hostile_bytes_with_a_right_checksum_are_refused_or_read(way):
         broken[random.integers(0, min(len(broken), 60))] = random.integers(256)
         data = bytes(broken) + zlib.crc32(bytes(broken)).to_bytes(4, "little")
         try:
-            assert unpack(data, shapes, "float32", params).shape == params.shape
+            assert unpack(data, len(params), "float32", params).shape == params.shape
         except WireError:
             num_refused += 1
     assert num_refused > 150
@@ -224,7 +224,7 @@ def test_bad_input_is_named():
     with pytest.raises(ConfigError, match="cannot be sent as 'seed'"):
         pack(params, shapes, "seed", held=params)
     with pytest.raises(WireError, match="has 7510 parameters; the one here has 3"):
-        unpack(pack(params, shapes, "exact"), (("weight", (3,)),), "float32")
+        unpack(pack(params, shapes, "exact"), 3, "float32")
 
 
 def test_a_model_without_parameters_in_a_tensor():
@@ -232,4 +232,4 @@ def test_a_model_without_parameters_in_a_tensor():
     params = np.array([1.0, -2.0])
     for way in WAYS:
         started, message = settle(params, shapes, way)
-        np.testing.assert_allclose(unpack(message, shapes, "float64", params), started)
+        np.testing.assert_allclose(unpack(message, len(params), "float64", params), started)

@@ -8,11 +8,12 @@
 ``exact``   every bit
 =========== =======================================================================================
 
-The server starts from exactly what it sends: ``unpack(pack(model, way))``. A message is::
+The server starts from exactly what it sends. A message is::
 
     byte 0      0x66: a first model, version 1
     byte 1      way: 0 seed, 1 digest, 2 rounded, 3 exact; 4 rounded, to be added to what is held
-    then        the number of parameters, a varint, and
+    then        the number of parameters, a varint; where the way is 0, 2 or 4 also that of tensors
+                and the size of each
     seed        the seed, a varint; per tensor its kind, a byte: 0 constant, 1 uniform, 2 normal,
                 plus 4 where a center other than zero follows; 8 exact, 9 rounded. Center and scale
                 have 4 bytes each (8 where the model has double precision), a constant no scale;
@@ -62,9 +63,10 @@ number is the error."""
 BITS = range(2, 9)
 BLOCK = 64
 
-_MARK = 0x66
+MARK = 0x66
 _CRC_BYTES = 4
 _SEED, _DIGEST, _ROUNDED, _EXACT, _RELATIVE = range(5)
+_WITH_SIZES = (_SEED, _ROUNDED, _RELATIVE)
 _CENTERED, _EXACT_TENSOR, _ROUNDED_TENSOR = 4, 8, 9
 _FEW = 256
 """Fewer values do not tell a uniform from a normal distribution."""
@@ -107,7 +109,7 @@ def pack(
     >>> shapes = (("weight", (30, 20)), ("bias", (30,)))
     >>> params = np.concatenate([np.random.default_rng(1).uniform(-0.2, 0.2, 600), np.zeros(30)])
     >>> [len(pack(params, shapes, way)) for way in WAYS]
-    [19, 24, 631, 4370]
+    [23, 24, 635, 4370]
 
     """
     require_way(way)
@@ -128,18 +130,21 @@ def pack(
     elif code == _EXACT:
         body = encode_vector(params, np.zeros_like(params))
     else:
-        body = _round(params if held is None else params - held, shapes, bits)
-    message = bytes([_MARK, code]) + write_varint(len(params)) + body
+        body = _round(params if held is None else params - held, _sizes(shapes), bits)
+    sizes = _sizes(shapes)
+    if code in _WITH_SIZES:
+        body = b"".join(map(write_varint, (len(sizes), *sizes))) + body
+    message = bytes([MARK, code]) + write_varint(len(params)) + body
     return message + struct.pack("<I", zlib.crc32(message))
 
 
 def unpack(
-    data: bytes, shapes: Shapes, dtype: str | np.dtype[Any], held: FloatArray | None = None
+    data: bytes, num_params: int, dtype: str | np.dtype[Any], held: FloatArray | None = None
 ) -> FloatArray:
-    """Return the model that `pack` wrote.
+    """Return the model of so many parameters that `pack` wrote.
 
     Raises `OtherModelError` where it is the digest of a model that is not ``held``, and `WireError`
-    on bytes that are damaged or of a model of other shapes.
+    on bytes that are damaged or of a model of another size.
     """
     frame = np.frombuffer(data, np.uint8)
     if len(frame) < 3 + _CRC_BYTES:
@@ -148,12 +153,14 @@ def unpack(
     if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
         raise WireError("the checksum of the first model is wrong: it is damaged")
     code = int(body[1])
-    if int(body[0]) != _MARK or code > _RELATIVE:
+    if int(body[0]) != MARK or code > _RELATIVE:
         raise WireError(f"bytes {body[:2].tobytes().hex()} do not begin a first model")
     count, position = read_varint(body, 2)
-    expected = sum(math.prod(shape) for _, shape in shapes)
-    if count != expected:
-        raise WireError(f"the first model has {count} parameters; the one here has {expected}")
+    if count != num_params:
+        raise WireError(f"the first model has {count} parameters; the one here has {num_params}")
+    sizes: list[int] = []
+    if code in _WITH_SIZES:
+        sizes, position = _read_sizes(body, position, count)
     body = body[position:]
     if code == _DIGEST:
         return _compared(body.tobytes(), held)
@@ -161,8 +168,8 @@ def unpack(
         exact: FloatArray = decode_vector(body, np.zeros(count, dtype))
         return exact
     if code == _SEED:
-        return _read_tensors(body, shapes, np.dtype(dtype))
-    values = _unround(body, shapes)
+        return _read_tensors(body, sizes, np.dtype(dtype))
+    values = _unround(body, sizes)
     if code == _RELATIVE:
         if held is None or len(held) != count:
             raise WireError("the first model is relative to weights that are not held here")
@@ -175,7 +182,7 @@ def settle(
 ) -> tuple[FloatArray, bytes]:
     """Return the model that a run starts from when this one travels so, and the message."""
     message = pack(params, shapes, way, seed=seed, bits=bits)
-    return unpack(message, shapes, params.dtype, params), message
+    return unpack(message, len(params), params.dtype, params), message
 
 
 def require_way(way: str) -> None:
@@ -192,7 +199,7 @@ def laws_of(params: FloatArray, shapes: Shapes) -> tuple[Law | None, ...]:
     Law(kind=0, center=1.0, scale=0.0)
     """
     _check(params, shapes)
-    tensors = list(_tensors(params, shapes))
+    tensors = list(_tensors(params, _sizes(shapes)))
     rows = list(zip(shapes, tensors, strict=True))
     laws = [_law(values, shape) for (_, shape), values in rows]
     large = [law for law, values in zip(laws, tensors, strict=True) if len(values) >= _FEW]
@@ -279,8 +286,25 @@ def _float32(number: float) -> float:
     return float(np.float32(number))
 
 
+def _sizes(shapes: Shapes) -> list[int]:
+    return [math.prod(shape) for _, shape in shapes]
+
+
+def _read_sizes(body: NDArray[np.uint8], position: int, count: int) -> tuple[list[int], int]:
+    number, position = read_varint(body, position)
+    if number > len(body) - position:
+        raise WireError(f"{number} tensors are claimed where {len(body) - position} bytes are left")
+    sizes = []
+    for _ in range(number):
+        size, position = read_varint(body, position)
+        sizes.append(size)
+    if sum(sizes) != count:
+        raise WireError(f"the tensors have {sum(sizes)} of {count} parameters")
+    return sizes, position
+
+
 def _check(params: FloatArray, shapes: Shapes) -> None:
-    expected = sum(math.prod(shape) for _, shape in shapes)
+    expected = sum(_sizes(shapes))
     if params.shape != (expected,):
         raise ConfigError(f"parameters have shape {params.shape}; the tensors need ({expected},)")
     if params.dtype not in (np.float32, np.float64):
@@ -289,10 +313,9 @@ def _check(params: FloatArray, shapes: Shapes) -> None:
         raise ConfigError("the first model holds NaN or infinity")
 
 
-def _tensors(params: FloatArray, shapes: Shapes) -> Iterator[Float64Array]:
+def _tensors(params: FloatArray, sizes: Sequence[int]) -> Iterator[Float64Array]:
     position = 0
-    for _, shape in shapes:
-        size = math.prod(shape)
+    for size in sizes:
         yield params[position : position + size].astype(np.float64)
         position += size
 
@@ -300,14 +323,14 @@ def _tensors(params: FloatArray, shapes: Shapes) -> Iterator[Float64Array]:
 def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[bytes]:
     number = "<d" if params.dtype == np.float64 else "<f"
     laws = laws_of(params, shapes)
-    for (name, shape), law, values in zip(shapes, laws, _tensors(params, shapes), strict=True):
+    for law, values in zip(laws, _tensors(params, _sizes(shapes)), strict=True):
         if law is None:
             is_short = len(values) < _FEW
             own = values.astype(params.dtype)
             payload = (
                 encode_vector(own, np.zeros_like(own))
                 if is_short
-                else _round(own, ((name, shape),), bits)
+                else _round(own, [len(own)], bits)
             )
             yield bytes([_EXACT_TENSOR if is_short else _ROUNDED_TENSOR])
             yield write_varint(len(payload)) + payload
@@ -318,35 +341,34 @@ def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[by
         yield b"" if law.kind == CONSTANT else struct.pack(number, law.scale)
 
 
-def _read_tensors(body: NDArray[np.uint8], shapes: Shapes, dtype: np.dtype[Any]) -> FloatArray:
+def _read_tensors(body: NDArray[np.uint8], sizes: list[int], dtype: np.dtype[Any]) -> FloatArray:
     seed, position = read_varint(body, 0)
-    number, size = ("<d", 8) if dtype == np.float64 else ("<f", 4)
+    number, num_bytes = ("<d", 8) if dtype == np.float64 else ("<f", 4)
     found = []
 
     def read_number() -> float:
         nonlocal position
-        if position + size > len(body):
+        if position + num_bytes > len(body):
             raise WireError(f"the first model ends at byte {len(body)}, inside a number")
-        (value,) = struct.unpack(number, body[position : position + size].tobytes())
-        position += size
+        (value,) = struct.unpack(number, body[position : position + num_bytes].tobytes())
+        position += num_bytes
         if not math.isfinite(value):
             raise WireError(f"a law of the first model has the number {value}")
         return float(value)
 
-    for stream, (name, shape) in enumerate(shapes):
+    for stream, count in enumerate(sizes):
         if position >= len(body):
-            raise WireError(f"the first model ends before tensor {name!r}")
+            raise WireError(f"the first model ends before tensor {stream}")
         kind, position = int(body[position]), position + 1
-        count = math.prod(shape)
         if kind in (_EXACT_TENSOR, _ROUNDED_TENSOR):
             payload, position = _piece(body, position)
             if kind == _EXACT_TENSOR:
                 found.append(decode_vector(payload, np.zeros(count, dtype)))
             else:
-                found.append(_unround(payload, ((name, shape),)))
+                found.append(_unround(payload, [count]))
             continue
         if kind & ~_CENTERED > NORMAL:
-            raise WireError(f"tensor {name!r} is of kind {kind}, which there is not")
+            raise WireError(f"tensor {stream} is of kind {kind}, which there is not")
         center = read_number() if kind & _CENTERED else 0.0
         kind &= ~_CENTERED
         scale = 0.0 if kind == CONSTANT else read_number()
@@ -364,24 +386,24 @@ def _compared(digest: bytes, held: FloatArray | None) -> FloatArray:
     return held.copy()
 
 
-def _blocks(shapes: Shapes) -> NDArray[np.int64]:
+def _blocks(sizes: Sequence[int]) -> NDArray[np.int64]:
     """Return where blocks begin; none reaches over the end of a tensor."""
     starts, position = [np.zeros(0, np.int64)], 0
-    for _, shape in shapes:
-        end = position + math.prod(shape)
+    for size in sizes:
+        end = position + size
         starts.append(np.arange(position, end, BLOCK))
         position = end
     return np.concatenate(starts)
 
 
-def _round(params: FloatArray, shapes: Shapes, bits: int) -> bytes:
-    tensors = list(_tensors(params, shapes))
+def _round(params: FloatArray, sizes: list[int], bits: int) -> bytes:
+    tensors = list(_tensors(params, sizes))
     is_used = np.array([values.any() for values in tensors], np.bool_)
     head = bytes([bits]) + np.packbits(is_used).tobytes()
     if not is_used.any():
         return head
     values = np.concatenate([values for values, used in zip(tensors, is_used, strict=True) if used])
-    starts = _blocks([row for row, used in zip(shapes, is_used, strict=True) if used])
+    starts = _blocks([size for size, used in zip(sizes, is_used, strict=True) if used])
     codes = _round_up(np.maximum.reduceat(np.abs(values), starts))
     scales = np.repeat(_from_codes(codes), np.diff(starts, append=len(values)))
     top = (1 << bits - 1) - 1
@@ -393,8 +415,7 @@ def _round(params: FloatArray, shapes: Shapes, bits: int) -> bytes:
     return head + b"".join(write_varint(len(payload)) + payload for payload in payloads)
 
 
-def _unround(body: NDArray[np.uint8], shapes: Shapes) -> Float64Array:
-    sizes = np.array([math.prod(shape) for _, shape in shapes], np.int64)
+def _unround(body: NDArray[np.uint8], sizes: list[int]) -> Float64Array:
     position = 1 + -(-len(sizes) // 8)
     if len(body) < position or int(body[0]) not in BITS:
         raise WireError(f"a rounded model begins with bytes {body[:1].tobytes().hex()!r}")
@@ -403,8 +424,8 @@ def _unround(body: NDArray[np.uint8], shapes: Shapes) -> Float64Array:
     is_used = flags[: len(sizes)].astype(np.bool_)
     if flags[len(sizes) :].any():
         raise WireError("the rounded model has tensors that this one does not have")
-    values = np.zeros(int(sizes.sum()))
-    starts = _blocks([row for row, used in zip(shapes, is_used, strict=True) if used])
+    values = np.zeros(sum(sizes))
+    starts = _blocks([size for size, used in zip(sizes, is_used, strict=True) if used])
     if len(starts):
         place = np.repeat(is_used, sizes)
         codes = np.zeros(len(starts), np.uint16)

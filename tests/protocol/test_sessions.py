@@ -14,6 +14,7 @@ from aqg import make_recipe
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.wire.snapshot import SNAPSHOT_MARK
 
 NUM_PARAMS = 6
 TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))
@@ -192,7 +193,7 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
     rng = np.random.default_rng(seed)
     recipe = ["lean", "auto", "gd"][seed % 3]
     start = np.zeros(NUM_PARAMS) if seed % 2 else None
-    options = {"recipe": recipe, "shares_start": True, "exact": seed < 3}
+    options = {"recipe": recipe, "start": "digest", "exact": seed < 3}
     server = make_server(tmp_path / "server", **options)
     paths = [tmp_path / f"client-{m}" for m in range(3)]
     late = []
@@ -365,3 +366,74 @@ def test_adaptive_steps_deliver_a_mean_over_the_last_models():
     assert np.array_equal(fixed.averaged, fixed.parameters)
     assert not np.array_equal(server.averaged, server.parameters)
     assert np.abs(server.averaged - 1.0).max() < 1.0
+
+
+LAYOUT = (("weight", (40, 30)), ("bias", (40,)))
+
+
+@pytest.mark.parametrize("start", ["auto", "rounded", "exact"])
+def test_a_first_model_travels_in_few_bytes(tmp_path, start):
+    """Also to a client that is new in a later round, and from a server that was started again."""
+    given = np.random.default_rng(0).uniform(-0.2, 0.2, 1240).astype(np.float32)
+    given[1200:] = 0
+
+    def make():
+        options = {"recipe": "stc", "start": start, "layout": LAYOUT, "sampled": 0.5}
+        return ServerSession(given, 3, path=tmp_path, **options)
+
+    def train(model, _round):
+        seen.append(model)
+        return model - 1
+
+    server, clients, seen, sizes = make(), [ClientSession() for _ in range(3)], [], []
+    first = server.parameters.copy()
+    for number in range(6):
+        if number == 3:
+            server = make()
+        for m in (0, 1, 2) if number == 5 else (0, 1):
+            order = server.order(m)
+            sizes.append(len(order))
+            assert server.take(m, clients[m].answer(order, train)).is_taken
+            assert seen[-1].tobytes() == server.parameters.tobytes()
+        server.step()
+    assert np.abs(first - given).max() <= {"auto": 0.4, "rounded": 1e-3, "exact": 0}[start]
+    assert (first == given).all() == (start == "exact")
+    most = {"auto": 140, "rounded": 1500, "exact": 4800}[start]
+    assert most / 4 < sizes[0] < most
+    assert sizes[-1] < most + sum(sizes[2:8:2]) + 200
+
+
+def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
+    server = ServerSession(np.full(8, 0.5), 1, recipe="gd", start="seed")
+    order = whole_order(server, 0)
+    broken = to_bytes(replace(order, snapshot=order.snapshot[:-1] + b"\0"))
+    client = ClientSession()
+    receipt = server.take(0, client.answer(broken, lambda model, _round: model))
+    assert receipt.wants_order
+    assert "checksum of the first model" in receipt.problem
+    order = whole_order(server, 0)
+    assert order.snapshot[0] == SNAPSHOT_MARK
+    assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
+
+
+def test_ways_to_start_are_checked():
+    with pytest.raises(ConfigError, match="start is 'post'; choose from seed"):
+        ServerSession(np.zeros(3), 1, start="post")
+    with pytest.raises(ConfigError, match=r"shape \(3,\); the tensors need \(4,\)"):
+        ServerSession(np.zeros(3), 1, layout=(("weight", (4,)),))
+
+
+def test_heads_are_short():
+    """Once a client has answered: what an order and its reply have beside log and frame."""
+    server, client, sizes = make_server(recipe="auto"), ClientSession(), []
+    for _ in range(5):
+        known = list(client._terms.values())
+        order = server.order(0)
+        reply = client.answer(order, train_of(0))
+        assert server.take(0, reply).is_taken
+        server.step()
+        if known:
+            read = order_from_bytes(order, known)
+            frame = reply_from_bytes(reply, read.stamp).frame
+            sizes.append(len(order) - len(read.log) + len(reply) - len(frame))
+    assert max(sizes) <= 40

@@ -14,6 +14,7 @@ import numpy as np
 from aqg.core.public import Public, init_public
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
+from aqg.start import MARK, unpack
 from aqg.wire.entry import follow_log, log_rounds, log_since
 from aqg.wire.snapshot import decode_snapshot
 
@@ -43,7 +44,8 @@ class Parcel(NamedTuple):
         round: ``k``.
         digest: of the public model before round ``k``.
         log: a frame of entries; those that the client has are left out of account.
-        snapshot: a frame to start from instead of what the client holds; empty where it needs none.
+        snapshot: a frame to start from instead of what the client holds, or the message of a first
+            model; empty where it needs none.
 
     """
 
@@ -143,6 +145,8 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
 
 def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
     """Return the model from which the log is followed."""
+    if parcel.snapshot[:1] == bytes([MARK]):
+        return terms.first(unpack(parcel.snapshot, terms.num_params, terms.dtype, start()))
     if parcel.snapshot:
         is_relative = parcel.snapshot[1:2] == b"\1"
         base = start() if is_relative else None

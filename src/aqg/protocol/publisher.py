@@ -112,11 +112,20 @@ class Publisher:
         start: the starting model; None where it is not known any more, and snapshots stand alone.
         state: to go on from.
         merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
+        first_message: what a client that has nothing can start from (`aqg.start`), as long as all
+            entries since are there; empty where it gets a snapshot.
 
     """
 
-    def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
+    def __init__(
+        self,
+        start: FloatArray | None,
+        state: LogState,
+        merges: bool = False,
+        first_message: bytes = b"",
+    ) -> None:
         self.start = start
+        self.first_message = first_message
         self._start_digest = b"" if start is None else start_digest(start)
         self._log = ModelLog(
             state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING, merges
@@ -158,6 +167,8 @@ class Publisher:
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
+        if self.first_message and (self._starts == _UNKNOWN).any():
+            oldest = self._log.first  # somebody new may begin with the first entry
         if oldest > self._log.first:
             self._log.cut(oldest)
         self._bound(_longest_snapshot(public))
@@ -170,7 +181,8 @@ class Publisher:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
-            delivery = self._deliver_without_start(position, public)
+            is_new = self._starts[client] == _UNKNOWN
+            delivery = self._deliver_without_start(position, public, is_new)
         else:
             delivery = log.deliver(position, lambda: self._snapshot(public), lambda: public)
         snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
@@ -215,7 +227,7 @@ class Publisher:
             return log.snapshot  # another client wanted it in this round
         return encode_snapshot(public, self.start)
 
-    def _deliver_without_start(self, position: int, public: Public) -> Delivery:
+    def _deliver_without_start(self, position: int, public: Public, is_new: bool) -> Delivery:
         """Return what a client without the starting model needs."""
         log = self._log
         number, snapshot = self._absolute
@@ -224,6 +236,11 @@ class Publisher:
             limit = len(snapshot) if snapshot else _longest_snapshot(public)
             if position >= log.round - 1 or by_entries.num_bytes <= limit:
                 return by_entries
+        if self.first_message and is_new and log.first == 1:
+            by_entries = log.entries_since(1, lambda: public)
+            size = len(self.first_message) + by_entries.num_bytes
+            if size <= (len(snapshot) if number == log.round else _longest_snapshot(public)):
+                return by_entries._replace(snapshot=self.first_message, num_bytes=size)
         if number != log.round:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot

@@ -33,6 +33,7 @@ from aqg.protocol.coding import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.publisher import Publisher
+from aqg.start import require_way, settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,8 +89,12 @@ class ServerSession:
         sampled: the share of all clients that take part in a round.
         exact: whether clients' updates are gradients over all of their samples, without noise: a
             recipe may send them in another way.
-        shares_start: whether clients have the model to start from, and were told so: see
-            `ClientSession`. Snapshots are then relative to it.
+        start: how a client gets the model to start from (`aqg.start`): ``"seed"``, ``"rounded"``,
+            ``"exact"``; or ``"digest"`` where clients have it (see `ClientSession`), and snapshots
+            are relative to it. ``"auto"`` is ``"seed"`` where ``layout`` is given, else
+            ``"exact"``. With ``"seed"`` and ``"rounded"`` the session starts from the model as it
+            arrives, which is `parameters`.
+        layout: name and shape of each tensor in ``parameters``, for ``"seed"`` and ``"rounded"``.
         path: a directory to which every step is written, and from which a session goes on that
             finds one there; None to remember in this process alone.
 
@@ -115,10 +120,18 @@ class ServerSession:
         seed: int = 0,
         sampled: float = 1.0,
         exact: bool = False,
-        shares_start: bool = False,
+        start: str = "auto",
+        layout: Sequence[tuple[str, tuple[int, ...]]] | None = None,
         path: Path | str | None = None,
     ) -> None:
-        start = _checked(parameters, num_clients)
+        first = _checked(parameters, num_clients)
+        if start == "auto":
+            start = "exact" if layout is None else "seed"
+        require_way(start)
+        self._first_message = b""
+        if start in ("seed", "rounded"):
+            tensors = layout or (("model", first.shape),)
+            first, self._first_message = settle(first, tensors, start, seed=seed)
         for name, value in (("step_size", step_size), ("sampled", sampled)):
             if value is not None and not (_is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
@@ -139,13 +152,13 @@ class ServerSession:
         self._seed = seed
         self._sampled = sampled
         self._exact = exact
-        self._shares_start = shares_start
+        self._shares_start = start == "digest"
         self._path = None if path is None else Path(path)
         self._downlink = _resolve(downlink, self.recipe)
         given = _weights(weights, num_clients)
-        self._fingerprint = fingerprint(self.recipe, len(start), str(start.dtype), seed)
+        self._fingerprint = fingerprint(self.recipe, len(first), str(first.dtype), seed)
         self._run, self._incarnation = secrets.token_hex(8), 1
-        self._book = self._restored() or self._first(start, given)
+        self._book = self._restored() or self._first(first, given)
         self._answered: set[int] = set()
         self._informed: set[int] = set()  # clients that have answered to the terms of this process
         self._save()  # the new incarnation: orders of the one before are older
@@ -259,7 +272,8 @@ class ServerSession:
         if not self._shares_start:
             nowhere = np.zeros(len(weights), np.int64)
             log = book.publisher.state()._replace(positions=nowhere)
-            book.publisher = Publisher(None, log, lies_on_grid(self.recipe, self._downlink))
+            merges = lies_on_grid(self.recipe, self._downlink)
+            book.publisher = Publisher(None, log, merges, self._first_message)
         return book
 
     def _save(self) -> None:
@@ -273,6 +287,7 @@ class ServerSession:
             "incarnation": np.array(self._incarnation, np.int64),
             "downlink": np.array(describe_downlink(self._downlink)),
             "optimizer": np.array(self._optimizer),
+            "first_message": np.frombuffer(self._first_message, np.uint8),
             **book_to_arrays(self._book),
         }
         write_arrays(self._path / CHECKPOINT, arrays)
@@ -299,6 +314,9 @@ class ServerSession:
                     "optimizer or step; name another directory"
                 )
             book = book_from_arrays(arrays, self.recipe, self._downlink, directory, self._rule)
+            self._first_message = arrays["first_message"].tobytes()
+            if book.publisher is not None:
+                book.publisher.first_message = self._first_message
             self._run, self._incarnation = str(arrays["run"]), int(arrays["incarnation"]) + 1
         except KeyError as error:
             raise RunError(f"{str(file)!r} has no {error}; it is not a session's") from None
