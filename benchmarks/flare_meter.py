@@ -16,12 +16,21 @@ from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
 class WithoutGpu(FLComponent):
     """Lets FLARE's 8-bit and 4-bit filters quantize on the CPU, as bitsandbytes can.
 
-    They move every tensor to a GPU first; that is all that is left out.
+    They move every tensor to a GPU first, which is left out; and on the CPU, vectors of 4 bits come
+    back as rows.
     """
 
     def __init__(self) -> None:
+        from nvflare.app_opt.pt.quantization import dequantizer  # imports bitsandbytes
+
         super().__init__()
         torch.Tensor.cuda = lambda tensor: tensor
+        dequantize = dequantizer.dequantize_4bit
+
+        def of_its_shape(quantized, state, **options):
+            return dequantize(quantized, state, **options).reshape(state.shape)
+
+        dequantizer.dequantize_4bit = of_its_shape
 
 
 class Meter(FLComponent):

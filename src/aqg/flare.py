@@ -33,11 +33,11 @@ from nvflare.apis.shareable import Shareable, make_copy
 from nvflare.job_config.defs import FilterType
 
 from aqg import __version__
-from aqg.channel.client import CopyStore, OutOfReachError, receive, reply_to
+from aqg.channel.client import CopyStore, OutOfReachError, OwnTensors, receive, reply_to
 from aqg.channel.server import Channel
 from aqg.channel.settings import make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.follower import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 if TYPE_CHECKING:
@@ -347,6 +347,11 @@ class _Memory:
         choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
         key = f"{run}-{choice.hexdigest()}"
         return ClientStore(DirectoryVault(self._folder / key), key)
+
+    def own(self, run: str) -> OwnTensors:
+        """Return the place for tensors that the site keeps to itself."""
+        key = f"{run}-own"
+        return OwnTensors(DirectoryVault(self._folder / key), key)
 
     def held(self) -> str:
         """Return the run and the version of the model that is held; empty where there is none."""

@@ -43,7 +43,7 @@ import numpy as np
 
 from aqg.errors import ConfigError, WireError
 from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
-from aqg.protocol.digests import DIGEST_BYTES, start_digest
+from aqg.protocol.follower import DIGEST_BYTES, start_digest
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_varint, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector

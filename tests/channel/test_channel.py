@@ -15,7 +15,7 @@ from aqg.channel.server import Channel, LostError
 from aqg.channel.settings import Settings
 from aqg.core.recipes import RECIPES
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore, MemoryVault
 
 RNG = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_copies_that_came_apart_are_found_out():
     copy, schema = store.load()
     vector = copy.vector.copy()
     vector[7] += 1.0
-    store.save(copy._replace(vector=vector), schema)
+    store.save(copy.moved_to(vector), schema)
     with pytest.raises(OutOfReachError) as error:
         play(channel, {0: notes}, CONTENT_EVERY, model)
     with pytest.raises(LostError):

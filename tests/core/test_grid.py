@@ -26,7 +26,7 @@ from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
 from aqg.core.track import Correction, follow, init_track
 from aqg.errors import WireError
-from aqg.protocol.digests import public_digest
+from aqg.protocol.follower import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import (
     Merger,

@@ -280,11 +280,3 @@ def test_table_without_sources_has_no_such_column():
     rows = partition_table(dataset, parts)
     assert all("sources" not in row for row in rows)
     assert "source" not in format_partition_table(rows)
-
-
-def test_long_table_is_cut():
-    dataset = shuffled_dataset(60, 2)
-    rows = partition_table(dataset, parse_partition("iid").split(dataset, 30, seed=0))
-    assert len(format_partition_table(rows).splitlines()) == 1 + 20 + 1
-    assert format_partition_table(rows, max_rows=5).endswith("\nand 25 more clients")
-    assert format_partition_table([]) == "no clients"

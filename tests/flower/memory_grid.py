@@ -12,6 +12,9 @@ from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from aqg.errors import AqgError
+from aqg.flower.envelope import ENDED, Envelope, answer, unpack
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -21,6 +24,14 @@ if TYPE_CHECKING:
 SUPERLINK_NODE = 1
 RAISED = 2
 """Flower's error code for a ClientApp that raised."""
+
+
+def is_farewell(message: Message) -> bool:
+    """Tell whether a message says that a run has ended."""
+    try:
+        return any(kind == ENDED for _, kind, _ in unpack(message.content).records)
+    except AqgError:
+        return False
 
 
 def on_the_wire(message: Message) -> Message:
@@ -44,6 +55,8 @@ class MemoryGrid(Grid):
     deliver: Callable[[int, Message], Message | None] = lambda node, message: message
     answer: Callable[[int, Message], Message | None] = lambda node, message: message
     run_id: int = 7
+    keeps_memories: bool = False
+    """Whether nodes are spared the order to forget a run that has ended."""
 
     def __post_init__(self) -> None:
         TaskIdentity.run_id, TaskIdentity.task_id = self.run_id, 1
@@ -92,6 +105,8 @@ class MemoryGrid(Grid):
 
     def call(self, node: int, message: Message) -> Message:
         """Run the node's ClientApp as a SuperNode does: an exception becomes an error reply."""
+        if self.keeps_memories and is_farewell(message):
+            return answer(message, Envelope())
         try:
             return self.client_app(message, self.context_of(node))
         except Exception as error:

@@ -22,11 +22,11 @@ def test_time_is_up(tmp_path):
 
 
 def test_enough_bytes(tmp_path):
-    federation = Federation(tmp_path, rounds=100, max_bytes=800)
+    federation = Federation(tmp_path, rounds=100, max_bytes=8000)
     federation.run()
     totals = np.cumsum([row["total_bytes"] for row in federation.rows()])
-    assert totals[-1] >= 800
-    assert totals[-2] < 800
+    assert totals[-1] >= 8000
+    assert totals[-2] < 8000
 
 
 @pytest.mark.parametrize(("monitor", "sign"), [("accuracy", 1), ("-error", -1), ("score", 1)])

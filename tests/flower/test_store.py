@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +11,15 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from aqg import make_recipe
+from aqg.channel.server import Settings
+from aqg.channel.stepping import Stepping, SteppingChannel, Travel
+from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import SGD
 from aqg.errors import RunError
-from aqg.flower import FlowerTask, make_client_app, records
+from aqg.flower import FlowerTask, make_client_app
+from aqg.flower.arrays import record_of
+from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, unpack
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
@@ -112,32 +116,33 @@ def test_a_client_holds_few_vectors_of_a_large_model(
     tmp_path: Path, downlink: Downlink, most_vectors: float
 ) -> None:
     length = 1_200_000  # beyond the context coder, which needs memory of its own
-    start = np.zeros(length, np.float32)
-    app = make_client_app(lambda _: FlowerTask(train, num_samples=1, start=lambda: start))
+    app = make_client_app(lambda _: FlowerTask(train, num_samples=1))
     context = Context(1, NODE, {"aqg-state-dir": str(tmp_path)}, RecordDict(), {})
-    book = MirrorBook.first(LEAN, start, np.ones(1), SGD(), downlink)
+    stepping = Stepping(1, lambda _: 0, 0.1, downlink=downlink)
+    start = {"parameters": np.zeros(length, np.float32)}
+    travel = Travel({"parameters": Kind.VECTOR})
+    channel = SteppingChannel("p1", start, Settings(recipe="lean"), stepping, travel)
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, LINK
-    for _ in range(3):
+    for number in range(3):
         tracemalloc.start()
         try:
-            order, parcel, model = order_of(book), book.parcel(0), None
-            if parcel is None:
-                model = records.pack_model(book.parameters)
-            else:
-                frames = {"log": parcel.log, "snapshot": parcel.snapshot}
-                order = replace(order, public=parcel.digest, **frames)
-            content = records.pack_order(order, model)
-            del model
-            message = Message(content, dst_node_id=NODE, message_type="train", ttl=60)
-            message.metadata.__dict__["_message_id"] = str(book.round)
+            phase = channel.publish({}, is_train=True)
+            part, is_full = channel.order(NODE, evaluate=False)
+            envelope, content = Envelope(), {}
+            envelope.add_model("arrays", FULL if is_full else COMPRESSED, part)
+            if is_full:
+                content["arrays"] = record_of(channel.copied().items())
+            message = Message(
+                RecordDict({**content, RECORD: pack(envelope)}), NODE, "train", ttl=60.0
+            )
+            message.metadata.__dict__["_message_id"] = str(number)
+            del content
             reply = app(message, context)
             peak = tracemalloc.get_traced_memory()[1] / (4 * length)
         finally:
             tracemalloc.stop()
-        taken = records.unpack_reply(reply.content, 4 * length).reply
-        book.note_holding(0, taken)
-        assert book.accept(0, taken, 1).message is not None
-        book.step(0.1, 0.0, 1.0, SGD())
+        channel.take(NODE, phase, unpack(reply.content).parts[0]).commit()
+        channel.step({0}, is_step=True)
     # The model in the message, the mirror and its direction, the gradient, what is sent of it,
     # its levels, and the next mirror and direction; not all at a time.
     # With a log, the public model before and after an entry comes first, and makes room then.

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from aqg.flower.checkpoint import load_checkpoint
 
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
-from aqg.flower.checkpoint import load_checkpoint
-from aqg.protocol.digests import public_digest
+from aqg.protocol.follower import public_digest
 from aqg.protocol.store import ClientStore, DirectoryVault
 from aqg.sim.record import DROPPED
 

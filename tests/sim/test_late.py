@@ -15,7 +15,7 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.cost import count_every_byte, head_bytes
+from aqg.runs.cost import Meter, heads
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds, make_late
 from aqg.sim.local import LocalTraining
@@ -143,7 +143,10 @@ def test_bytes_of_those_at_work():
     rounds = [
         RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
     ]
-    assert count_every_byte(rounds, 1000) == [0, 2020 + head_bytes(), 2040 + 2 * head_bytes()]
+    meter, head = Meter(1000, make_downlink("exact")), heads()
+    first, second = [meter.charge(record).total_bytes for record in rounds]
+    assert first == 2020 + 2 * head.first_order + head.reply  # one of them has not replied
+    assert second == 20 + head.order + head.reply  # and does not need another order now
 
 
 @pytest.mark.parametrize(

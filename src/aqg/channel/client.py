@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 from aqg import __version__
 from aqg.channel.copies import PublicCopy, follow_log
@@ -26,16 +30,24 @@ from aqg.channel.tensors import (
     subtract,
     vector_dtype,
 )
+from aqg.core.public import Public, public_track
 from aqg.core.recipes import make_recipe
-from aqg.errors import AqgError, ConfigError, RunError
+from aqg.core.track import Track
+from aqg.errors import AqgError, ConfigError, MessageError, RunError
 from aqg.protocol.client import intact_base, log_reply
-from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
+from aqg.protocol.messages import order_from_bytes, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
+from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
-    from aqg.channel.tensors import Values
+    from collections.abc import Callable
+
+    from aqg.channel.tensors import Tensor, Values
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Order, Reply
     from aqg.protocol.store import ClientStore, Vault
@@ -52,6 +64,9 @@ class Memory(Protocol):
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
         """Return the place for the mirror of the updates to some of its tensors."""
+
+    def own(self, run: str) -> OwnTensors:
+        """Return the place for tensors that the client keeps to itself."""
 
 
 class OutOfReachError(Exception):
@@ -75,20 +90,73 @@ class Held(NamedTuple):
         order: what the server said of it.
         schema: its tensors.
         values: what is trained.
+        recipe: the compressor.
 
     """
 
     order: Order
     schema: Schema
     values: Values
+    recipe: Recipe
 
     @property
     def is_trained(self) -> bool:
         """Whether the server waits for an update."""
         return not self.order.evaluate
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the server makes the model from the updates themselves."""
+        return bool(self.order.constants)
 
-def receive(part: bytes, whole: Values | None, memory: Memory, version: str = __version__) -> Held:
+    @property
+    def is_completed(self) -> bool:
+        """Whether some tensors are others than the order led to."""
+        return self.is_stepping and bool(self.beside().own or self.beside().aliases)
+
+    def beside(self) -> Beside:
+        """Return what our own server says of the tensors beside the vector."""
+        data, schema = self.order.constants, self.schema
+        length = schema.bitmap_bytes
+        parts = data[:length], data[length : 2 * length]
+        travels, own = (frozenset(spec.name for spec in schema.chosen(p)) for p in parts)
+        names, places, position = list(schema.places), list[int](), 2 * length
+        while position < len(data):
+            place, position = read_varint(data, position)
+            places.append(place)
+        if len(places) % 2 or any(place >= len(names) for place in places):
+            raise MessageError(f"second names are given as tensors {places}")
+        pairs = zip(places[::2], places[1::2], strict=True)
+        return Beside(travels, own, {names[place]: names[first] for place, first in pairs})
+
+
+class Beside(NamedTuple):
+    """What becomes of tensors that are not part of the vector.
+
+    Attributes:
+        travels: are sent where they have changed.
+        own: the client's own.
+        aliases: second names, and the first ones.
+
+    """
+
+    travels: frozenset[str]
+    own: frozenset[str]
+    aliases: dict[str, str]
+
+    @property
+    def policy(self) -> str:
+        """What becomes of statistics (`aqg.objectives.layout.POLICIES`)."""
+        return "local" if self.own else "average" if self.travels else "frozen"
+
+
+def receive(
+    part: bytes,
+    whole: Values | None,
+    memory: Memory,
+    version: str = __version__,
+    recipe: Recipe | None = None,
+) -> Held:
     """Return the model that an order is about, and remember it.
 
     Args:
@@ -96,6 +164,7 @@ def receive(part: bytes, whole: Values | None, memory: Memory, version: str = __
         whole: the model, where it came with the order.
         memory: the client's.
         version: of the server's `aqg`, for messages.
+        recipe: in place of the one that the server names.
 
     Raises `OutOfReachError` where the whole model is needed, and `ConfigError`, `MessageError` or
     `WireError` where the order cannot be used.
@@ -103,70 +172,145 @@ def receive(part: bytes, whole: Values | None, memory: Memory, version: str = __
     """
     order = order_from_bytes(part)
     store = memory.copies(order.run)
-    if whole is not None:
-        schema = Schema.of(whole)
-        copy = PublicCopy.of(whole, schema, order.layout[1:], order.round)
-        copy = copy._replace(digest=order.public)
-        store.save(copy, schema)
-        values = whole
+    found = None if whole is not None else store.load()
+    if whole is None and found is None:
+        raise OutOfReachError(order, "no model is held here")
+    schema = found[1] if found is not None else Schema.of(whole or {})
+    made = _agree(order, schema, version, recipe)
+    if found is None:
+        copy, values = _begin(order, whole or {}, schema, made), whole or {}
     else:
-        found = store.load()
-        if found is None:
-            raise OutOfReachError(order, "no model is held here")
-        copy, schema = found
         try:
-            copy = follow_log(copy, order.log, schema)
+            copy = follow_log(found[0], order.log, schema)
         except AqgError as error:
             raise OutOfReachError(order, str(error)) from None
         if copy.digest != order.public:
             why = f"version {copy.version} has another digest here than at the server"
             raise OutOfReachError(order, why)
-        store.save(copy, schema)
         values = copy.values(schema)
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
-    ours = agreement(recipe, order.num_params, order.dtype, order.seed, schema)
-    if ours != order.fingerprint:
+    store.save(copy, schema)
+    held = Held(order, schema, values, made)
+    if held.is_completed:
+        beside = held.beside()
+        values = {**values, **{n: values[first] for n, first in beside.aliases.items()}}
+        own = memory.own(order.run).load() if beside.own else {}
+        held = held._replace(values={**values, **own})
+    return held
+
+
+def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:
+    """Return the recipe, after checking that both sides mean the same."""
+    if recipe is None and not order.recipe:
+        raise ConfigError("the server has a recipe of its own; give it to the client as well")
+    made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
+    made = made.for_updates(order.exact)
+    if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: the server has aqg "
-            f"{version}, this node {__version__}; both need the same version"
+            f"{version}, this node {__version__}; both need the same version and recipe"
         )
-    return Held(order, schema, values)
+    return made
 
 
-def reply_to(held: Held, after: Values, memory: Memory) -> bytes:
-    """Return what stands for a trained model, of the same tensors as the one that came."""
+def _begin(order: Order, whole: Values, schema: Schema, recipe: Recipe) -> PublicCopy:
+    """Return the copy of a model that came as a whole."""
+    copy = PublicCopy.of(whole, schema, order.layout[1:], order.round)
+    if order.constants:
+        copy = copy._replace(track=public_track(recipe, copy.vector))
+    if order.snapshot:
+        blank = Public(order.round, copy.track)
+        copy = copy._replace(track=decode_snapshot(order.snapshot, blank, copy.vector).track)
+    return copy._replace(digest=order.public)
+
+
+def reply_to(
+    held: Held,
+    after: Values,
+    memory: Memory,
+    *,
+    is_update: bool = False,
+    loss: float = math.nan,
+    seconds: float = 0.0,
+) -> bytes:
+    """Return what stands for a trained model.
+
+    Args:
+        held: the model as it came.
+        after: the same tensors after training.
+        memory: the client's.
+        is_update: those that are compressed are what the server is to go against, such as
+            gradients, and not the trained model.
+        loss: of training, where it is known.
+        seconds: that training took.
+
+    """
     order, schema, before = held.order, held.schema, held.values
     kinds = kinds_of(schema)
+    beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
+    chosen = schema.chosen(order.layout[1:])
+    inside = {spec.name for spec in chosen}
     changed = {
         name
         for name, tensor in after.items()
-        if kinds[name] is not Kind.STILL
-        and not is_same(tensor, before[name])
-        and is_finite(before[name])
+        if (is_update and name in inside)
+        or (
+            (kinds[name] is not Kind.STILL or name in beside.travels)
+            and not is_same(tensor, before[name])
+            and is_finite(before[name])
+        )
     }
-    bad = next((name for name in sorted(changed) if not is_finite(after[name])), None)
+    if held.is_stepping:
+        stays = changed - inside - beside.travels
+        for name in sorted(stays - beside.own - set(beside.aliases)):
+            if kinds[name] is Kind.VECTOR:
+                _logger.warning("%r was trained, but does not travel: the change is lost", name)
+        changed -= stays
+    bad = next((n for n in sorted(changed | beside.own) if not is_finite(after[n])), None)
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
         return to_bytes(replace(stale_reply(order), stale=False, fault=fault))
-    chosen = schema.chosen(order.layout[1:])
     if order.layout[:1] == OPEN:
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
     rest = encode_kept(after, kept, schema, kinds) if kept else b""
-    reply = _respond(held, chosen, layout, after, memory)
-    return to_bytes(replace(reply, statistics=layout + rest, held_round=order.round))
+    make = partial(_update, held.values, after, is_update)
+    reply = _respond(held, chosen, layout, make, loss, memory)
+    if beside.own and not reply.stale:
+        memory.own(order.run).save({name: after[name] for name in beside.own})
+    return to_bytes(
+        replace(
+            reply,
+            statistics=layout + rest,
+            held_round=order.round,
+            loss=loss,
+            work_seconds=seconds,
+        )
+    )
+
+
+def _update(before: Values, after: Values, is_update: bool, specs: list[TensorSpec]) -> FloatArray:
+    """Return an update as one vector."""
+    if is_update:
+        return flatten(after, specs)
+    update = flatten(before, specs)
+    subtract(update, after, specs)
+    return update
 
 
 def _respond(
-    held: Held, chosen: list[TensorSpec], layout: bytes, after: Values, memory: Memory
+    held: Held,
+    chosen: list[TensorSpec],
+    layout: bytes,
+    make: Callable[[list[TensorSpec]], FloatArray],
+    loss: float,
+    memory: Memory,
 ) -> Reply:
     """Return the reply for the tensors that are compressed, and remember it."""
-    order, schema = held.order, held.schema
+    order, schema, recipe = held.order, held.schema, held.recipe
     if not chosen:
         return replace(stale_reply(order), stale=False)
-    recipe = make_recipe(order.recipe, order.bits, order.max_staleness)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
         zero = Snapshot.zero(recipe, size, dtype).stamp
@@ -182,12 +326,44 @@ def _respond(
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
-    update = flatten(held.values, chosen)
-    subtract(update, after, chosen)
-    mirror, reply = answer(recipe, intact_base(recipe, store, order), order, update)
+    base = intact_base(recipe, store, order)
+    mirror, reply = answer(recipe, base, order, make(chosen), loss)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply
+
+
+class OwnTensors:
+    """Keeps tensors in a vault that a client has for itself.
+
+    Args:
+        vault: where they lie.
+        key: names the run; tensors under another key are not found.
+
+    """
+
+    def __init__(self, vault: Vault, key: str) -> None:
+        self._vault = vault
+        self._key = key
+        self._arrays = ArrayStore(vault)
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the tensors; none where there are none that can be read."""
+        try:
+            index = json.loads(self._vault.read_index() or "{}")
+            if index.get("key") != self._key:
+                return {}
+            return {name: self._arrays.read(cell) for name, cell in index["own"].items()}
+        except _UNREADABLE as error:
+            _logger.warning("the client's own tensors cannot be used: %r", error)
+            return {}
+
+    def save(self, values: Values) -> None:
+        """Write the tensors, whole or not at all."""
+        self.load()  # numbers in use are not used again
+        own = {name: self._arrays.write(tensor) for name, tensor in values.items()}
+        numbers = {int(cell["number"]) for cell in own.values() if "number" in cell}
+        self._arrays.commit(json.dumps({"key": self._key, "own": own}), numbers)
 
 
 class CopyStore:
@@ -212,10 +388,13 @@ class CopyStore:
             if index.get("key") != self._key:
                 return None
             self._arrays.reserve(_numbers_in(index))
+            position, velocity, direction = (
+                self._arrays.read(cell)[None] for cell in index["track"]
+            )
             copy = PublicCopy(
                 int(index["version"]),
                 bytes.fromhex(index["layout"]),
-                self._arrays.read(index["vector"]),
+                Track(position, velocity, direction, np.ones(1, np.bool_)),
                 {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
@@ -232,7 +411,7 @@ class CopyStore:
             "version": copy.version,
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
-            "vector": self._arrays.write(copy.vector),
+            "track": [self._arrays.write(part[0]) for part in copy.track[:3]],
             "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
             "digests": {name: digest.hex() for name, digest in copy.digests.items()},
             "digest": copy.digest.hex(),
@@ -241,5 +420,5 @@ class CopyStore:
 
 
 def _numbers_in(index: dict[str, Any]) -> set[int]:
-    cells = [index["vector"], *index["kept"].values()]
+    cells = [*index["track"], *index["kept"].values()]
     return {int(cell["number"]) for cell in cells if "number" in cell}

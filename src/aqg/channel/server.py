@@ -26,28 +26,23 @@ from aqg.channel.tensors import (
 )
 from aqg.core.budget import first_budget
 from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
-from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, MessageError
-from aqg.protocol.coding import reply_from_bytes, to_bytes
-from aqg.protocol.digests import STATE_DIGEST_BYTES
-from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import fingerprint
-from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
+from aqg.protocol.follower import STATE_DIGEST_BYTES
+from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
+from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
 from aqg.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Tensor, Values
+    from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
 
-INCARNATION = 1
-"""A run has one server; a new run begins anew."""
 OPEN, CLOSED = b"\1", b"\0"
 """Whether a client may choose, by what its training changes, which tensors are compressed."""
 
@@ -106,6 +101,7 @@ class Taken(NamedTuple):
         peer: what the server holds of the node after it; None where nothing was compressed.
         message: what was sent.
         update: what it stands for; of no values where nothing was compressed.
+        reply: as it came.
 
     """
 
@@ -117,6 +113,7 @@ class Taken(NamedTuple):
     peer: Peer | None
     message: Message
     update: Update
+    reply: Reply
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -153,6 +150,7 @@ class Channel:
         run: names run and model.
         values: the model to start from.
         settings: of the user.
+        kinds: how tensors travel, where that is not to be found out from types and names.
 
     Attributes:
         schema: the model's tensors.
@@ -163,13 +161,20 @@ class Channel:
 
     """
 
-    def __init__(self, run: str, values: Values, settings: Settings) -> None:
+    makes_model = False
+    """Whether the model is made here, from the updates, and not by a strategy."""
+    incarnation = 1
+    """Grows when a server goes on with a run."""
+
+    def __init__(
+        self, run: str, values: Values, settings: Settings, kinds: Kinds | None = None
+    ) -> None:
         self.schema = Schema.of(values)
         self.run = run
         self.fault = ""
         self._settings = settings
-        self._recipe = make_recipe(settings.recipe, settings.bits, settings.max_staleness)
-        self._kinds = kinds_of(self.schema, settings.include, settings.exclude)
+        self._recipe = settings.make_recipe()
+        self._kinds = kinds or kinds_of(self.schema, settings.include, settings.exclude)
         self._values = self.schema.cast(values)
         self.odd = tuple(name for name, t in self._values.items() if not is_finite(t))
         self._kinds |= dict.fromkeys(self.odd, Kind.STILL)
@@ -202,6 +207,16 @@ class Channel:
         """Of the public copy."""
         return self._copy.version
 
+    @property
+    def num_bytes(self) -> int:
+        """The length of the whole model."""
+        return sum(tensor.nbytes for tensor in self._values.values())
+
+    @property
+    def whole_bytes(self) -> int:
+        """The length of what a node is sent that holds nothing."""
+        return self.num_bytes
+
     def publish(self, given: Values, is_train: bool, as_it_is: bool = False) -> Phase:
         """Bring the public copy nearer to the model, and return what is sent now.
 
@@ -229,14 +244,14 @@ class Channel:
 
     def order(self, node: int, evaluate: bool) -> tuple[bytes, bool]:
         """Return a node's order, and whether the node needs the whole public copy as well."""
-        copy, settings = self._copy, self._settings
-        position = self._positions.get(node, 0)
+        copy, settings, place = self._copy, self._settings, self._place(node)
+        position = self._positions.get(place, 0)
         is_full = position < self._first
         first = copy.version if is_full else position
-        number = self._numbers.setdefault(node, len(self._numbers))
         specs = self.schema.chosen(copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        stamp = self._peer(node, copy.layout, size, dtype).entry.stamp
+        stamp = self._peer(place, copy.layout, size, dtype).entry.stamp
+        movement, noise = self._scalars()
         order = Order(
             run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
@@ -246,20 +261,43 @@ class Channel:
             seed=settings.seed,
             num_params=size,
             dtype=dtype,
-            incarnation=INCARNATION,
+            incarnation=self.incarnation,
             round=copy.version,
-            client=number,
-            movement=_CAUTION * self._recipe.movement.of(self._history),
+            client=self._number(place),
+            movement=movement,
             epoch=stamp.epoch,
             uploads=stamp.uploads,
             digest=stamp.digest,
             evaluate=evaluate,
             layout=(OPEN if self._is_open else CLOSED) + copy.layout,
+            constants=self._beside(),
             public=copy.digest,
             log=encode_log(first, self._entries[first - self._first :]),
-            noise=self._budget.noise,
+            snapshot=self._snapshot() if is_full else b"",
+            noise=noise,
+            exact=settings.exact,
         )
         return to_bytes(order), is_full
+
+    def _place(self, node: int) -> int:
+        """Return under which number a node is remembered."""
+        return node
+
+    def _number(self, place: int) -> int:
+        """Return the number of a client in the keys of its random draws."""
+        return self._numbers.setdefault(place, len(self._numbers))
+
+    def _scalars(self) -> tuple[float, float]:
+        """Return the movement, and the noise that updates may carry."""
+        return _CAUTION * self._recipe.movement.of(self._history), self._budget.noise
+
+    def _beside(self) -> bytes:
+        """Return which tensors beside the vector our own server takes; empty where all."""
+        return b""
+
+    def _snapshot(self) -> bytes:
+        """Return what there is of the copy's track beside the whole model."""
+        return b""
 
     def copied(self) -> Values:
         """Return the tensors of the public copy."""
@@ -267,11 +305,12 @@ class Channel:
 
     def note(self, node: int, phase: Phase) -> None:
         """Take note that a node holds the copy of a phase."""
-        self._positions[node] = max(phase.version, self._positions.get(node, 0))
+        place = self._place(node)
+        self._positions[place] = max(phase.version, self._positions.get(place, 0))
 
     def forget(self, node: int) -> None:
         """Take note that a node holds nothing."""
-        self._positions.pop(node, None)
+        self._positions.pop(self._place(node), None)
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
@@ -280,7 +319,7 @@ class Channel:
             raise LostError(reply.lost)
         if reply.stale:
             raise MessageError("it has answered a later order already")
-        if (reply.incarnation, reply.round) != (INCARNATION, phase.version):
+        if (reply.incarnation, reply.round) != (self.incarnation, phase.version):
             raise MessageError(
                 f"its reply is to version {reply.round} of the model, not to {phase.version}"
             )
@@ -304,16 +343,16 @@ class Channel:
             if reply.frame:
                 raise MessageError("it sent a frame for no tensors")
             nothing = Update(np.zeros(0, np.float32), "float32")
-            return Taken(self, node, phase, layout, kept, None, Skip(), nothing)
-        peer, message, update = self._read(node, layout, specs, reply)
-        return Taken(self, node, phase, layout, kept, peer, message, update)
+            return Taken(self, node, phase, layout, kept, None, Skip(), nothing, reply)
+        peer, message, update = self._read(self._place(node), layout, specs, reply)
+        return Taken(self, node, phase, layout, kept, peer, message, update, reply)
 
     def _read(
-        self, node: int, layout: bytes, specs: list[TensorSpec], reply: Reply
+        self, place: int, layout: bytes, specs: list[TensorSpec], reply: Reply
     ) -> tuple[Peer, Message, Update]:
         """Return the node's mirror after a reply, what was sent, and the update it stands for."""
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        peer = self._peer(node, layout, size, dtype)
+        peer = self._peer(place, layout, size, dtype)
         peer, message = take_reply(self._recipe, peer, reply, size, dtype)
         if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
             return peer, message, Update(message, dtype)
@@ -322,7 +361,7 @@ class Channel:
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read, and of what the node then holds."""
         if taken.peer is not None:
-            self._peers[taken.node] = taken.layout, taken.peer
+            self._peers[self._place(taken.node)] = taken.layout, taken.peer
             if not isinstance(taken.message, Skip):
                 self._num_sent += num_nonzero(taken.message)
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
@@ -375,8 +414,8 @@ class Channel:
         if not phase.is_open or extra:
             raise MessageError("it compressed other tensors than it was told to")
 
-    def _peer(self, node: int, layout: bytes, size: int, dtype: str) -> Peer:
-        known = self._peers.get(node)
+    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+        known = self._peers.get(place)
         if known is not None and known[0] == layout:
             return known[1]
         if (size, dtype) not in self._zero:  # all that have no mirror yet share one of zeros
@@ -420,7 +459,7 @@ class Channel:
             )
             if message is not None:
                 frame = self._encode(message)
-                copy = copy._replace(vector=moved(copy.vector, message, specs))
+                copy = copy.moved_to(moved(copy.vector, message, specs))
             changed = [n for n in copy.kept if self._differs(n, values[n], copy.kept[n])]
             if changed:
                 kept = encode_kept(values, changed, self.schema, self._kinds)
@@ -500,7 +539,7 @@ class Channel:
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
         oldest = min(self._positions.values(), default=self._copy.version)
-        budget = sum(array.nbytes for array in self._values.values())
+        budget = self.whole_bytes
         kept = 0
         for entry in reversed(self._entries):
             budget -= len(entry)

@@ -12,6 +12,8 @@ from aqg.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aqg.core.recipe import Recipe
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,6 +28,8 @@ class Settings:
         exclude: patterns for names of tensors that travel as they are.
         downlink: how the public copy follows the model.
         clip: returns the largest norm of an update, where the strategy relies on one.
+        own: a recipe that is used in place of the named one; clients must have an equal one.
+        exact: whether updates are gradients over all of a client's samples, without noise.
 
     """
 
@@ -37,6 +41,13 @@ class Settings:
     exclude: tuple[str, ...] = ()
     downlink: Condensed = field(default_factory=Condensed)
     clip: Callable[[], float | None] = lambda: None
+    own: Recipe | None = None
+    exact: bool = False
+
+    def make_recipe(self) -> Recipe:
+        """Return the compressor."""
+        made = self.own or make_recipe(self.recipe, self.bits, self.max_staleness)
+        return made.for_updates(self.exact)
 
 
 def make_settings(

@@ -18,7 +18,7 @@ import numpy as np
 from aqg.core.messages import Upload
 from aqg.errors import MessageError, WireError
 from aqg.objectives.layout import ModelLayout, TensorSpec, read_specs
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.follower import DIGEST_BYTES
 from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import read_varint, write_varint
 

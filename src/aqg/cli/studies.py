@@ -362,7 +362,7 @@ def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
             for metric in metrics
         ),
         _spread([row["uploads"] for row in done], "{:,.0f}".format),
-        *(_spread([row.get(name) for row in done], _size, "unknown") for name in BYTES),
+        *(_spread([row[name] for row in done], _size) for name in BYTES),
     ]
 
 
@@ -371,7 +371,7 @@ def _target_cost(group: Sequence[Row]) -> str:
     reached = [t.get("total_bytes") for t in targets if t["upload_bytes"] is not None]
     if not reached:
         return "not reached" if targets else "-"
-    text = _spread(reached, _size, "unknown")
+    text = _spread(reached, _size)
     return (
         text
         if len(reached) == len(targets)
@@ -383,9 +383,7 @@ def _size(mean: float) -> str:
     return format_bytes(round(mean))
 
 
-def _spread(
-    values: Sequence[float | None], write: Callable[[float], str], otherwise: str = "-"
-) -> str:
+def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
     """Write the mean and, where values differ, the smallest and the largest.
 
     >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
@@ -395,7 +393,7 @@ def _spread(
     """
     known = [value for value in values if value is not None]
     if not known:
-        return otherwise
+        return "-"
     mean = write(sum(known) / len(known))
     low, high = write(min(known)), write(max(known))
     return mean if low == high else f"{mean}<br>{low}..{high}"

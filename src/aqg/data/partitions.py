@@ -174,9 +174,10 @@ def _dirichlet(concentration: float) -> Split:
         label_sizes = np.bincount(dataset.labels, minlength=dataset.num_classes)
         for _ in range(_MAX_DRAWS):
             shares = generator.dirichlet(np.full(num_clients, concentration), size=len(label_sizes))
-            ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis]).astype(np.int64)
+            ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis])
             ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
-            counts = np.diff(ends, axis=1, prepend=0)  # labels × clients
+            ends = np.pad(ends, ((0, 0), (1, 0))).astype(np.int64)
+            counts = ends[:, 1:] - ends[:, :-1]  # labels × clients
             if counts.sum(axis=0).all():
                 break
         else:
@@ -278,8 +279,8 @@ def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> lis
     return rows
 
 
-def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> str:
-    """Return the table as plain text; a dot stands for no sample, long tables are cut.
+def format_partition_table(rows: Sequence[PartitionRow]) -> str:
+    """Return the table as plain text; a dot stands for no sample.
 
     >>> rows = [{"client": 0, "samples": 12, "labels": [12, 0]},
     ...         {"client": 1, "samples": 9, "labels": [0, 9]}]
@@ -288,20 +289,16 @@ def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> 
          0       12       12        .
          1        9        .        9
     """
-    if not rows:
-        return "no clients"
     header = ["client", "samples"]
     header += [f"label {label}" for label in range(len(rows[0]["labels"]))]
     header += [f"source {source}" for source in range(len(rows[0].get("sources", [])))]
     header += ["name"] if "name" in rows[0] else []
     lines = ["  ".join(header)]
-    for row in rows[:max_rows]:
+    for row in rows:
         counts = [str(count or ".") for count in (*row["labels"], *row.get("sources", []))]
         cells = [str(row["client"]), str(row["samples"]), *counts]
         cells += [row["name"]] if "name" in row else []
         lines.append(
             "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, header, strict=True))
         )
-    if len(rows) > max_rows:
-        lines.append(f"and {len(rows) - max_rows} more clients")
     return "\n".join(lines)

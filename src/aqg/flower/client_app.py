@@ -1,33 +1,38 @@
-"""The ClientApp of a task: the mod, with a task in the place of a handler."""
+"""The ClientApp of a task: a handler that trains with it, behind the mod."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from aqg.errors import ConfigError
-from aqg.flower.client_metrics import EXAMPLES, loss_in
+from aqg.errors import AqgError, ConfigError, GradientError
+from aqg.flower.arrays import record_of, values_of
 from aqg.flower.envelope import refusal
-from aqg.flower.mod import mod_with
-from aqg.flower.serving import Trained
+from aqg.flower.metrics import EVALUATED, EXAMPLES, loss_in
+from aqg.flower.mod import ORDER, UPDATE, make_mod
+from aqg.flower.models import VECTOR, values_in
+from aqg.objectives.layout import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flwr.app import Context, Message
-    from flwr.clientapp.typing import ClientAppCallable, Mod
+    from flwr.app import Context
+    from flwr.clientapp.typing import Mod
 
+    from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.statistics import ClientStatistics
-    from aqg.flower.task import FlowerTask
-    from aqg.protocol.messages import Order
+    from aqg.flower.task import FlowerTask, TaskModel
 
 _TASKS_KEPT = 8
+_FARTHEST = 1e300
+"""Stands for a loss that is beyond all numbers: nothing non-finite is sent."""
 
 
 def make_client_app(
@@ -41,8 +46,7 @@ def make_client_app(
     Args:
         task_factory: makes a node's task from its context, with its own data.
         recipe: in place of the one that the server names; the server must have an equal one.
-        mods: of Flower, around every handler. Before training begins the model is taken out of the
-            message, to save memory: read it there before the handler runs, not after.
+        mods: of Flower, around every handler.
 
     The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
     node's process; a client that has lost it starts again from zero. At the start of a run,
@@ -59,88 +63,164 @@ def make_client_app(
                 tasks.popitem(last=False)
         return tasks[key]
 
-    def host_of(context: Context, _: ClientAppCallable) -> TaskHost:
-        return TaskHost(task_of(context), lambda: task_factory(context))
-
-    app = ClientApp(mods=[*(mods or []), mod_with(host_of, recipe=recipe)])
+    app = ClientApp(mods=[*(mods or []), make_mod(recipe=recipe, tells_order=True)])
 
     @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _answer(message, lambda: _train(task_of(context), message.content))
+
     @app.evaluate()
-    def handle(message: Message, context: Context) -> Message:  # noqa: ARG001
-        return refusal(message, ConfigError("a task trains for the strategy AQG, and no other"))
+    def evaluate(message: Message, context: Context) -> Message:
+        return _answer(message, lambda: _evaluate(task_of(context), message.content))
 
     return app
 
 
-class TaskHost:
-    """A node with a task.
-
-    Args:
-        task: the node's.
-        make_task: makes another, should training have changed the module that it starts from.
-
-    """
-
-    def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
-        self.num_samples: int | None = task.num_samples
-        self._learner = TaskLearner(task, make_task)
-
-    def learner(self, *_: object) -> TaskLearner:
-        """Return what trains."""
-        return self._learner
+def _answer(message: Message, make: Callable[[], RecordDict]) -> Message:
+    try:
+        if ORDER not in message.content:
+            raise ConfigError("a task trains for the strategy AQG, and no other")
+        return Message(make(), reply_to=message)
+    except AqgError as error:
+        return refusal(message, error)
 
 
-class TaskLearner:
-    """Trains and measures with a task.
+def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
+    """Return the update that a task makes of the model, and what it measured."""
+    values, params = _open(task, content)
+    told = content.config_records[ORDER]
+    key = (int(told["seed"]), int(told["client"]), int(told["round"]))  # type: ignore[arg-type]
+    model, start = task.model, _buffers_in(task.model, values)
+    _write(model, start)
+    said, gradient = task.train(params, key[2], key)
+    gradient = np.asarray(gradient)
+    if gradient.shape != params.shape:
+        raise GradientError(f"train returned shape {gradient.shape}; the model has {params.shape}")
+    loss, metrics = loss_and_metrics(said)
+    update = _named(task.model, values, gradient.astype(params.dtype, copy=False))
+    if model is not None:
+        after = model.read()
+        if start is None and not _is_same(after, model.initial):
+            raise ConfigError(
+                "training changes buffers of the module, and the server was given a flat vector "
+                "without them: give make_server_app the module"
+            )
+        if start is not None:
+            update |= _buffers_named(model, values, after)
+        _write(model, start or model.initial)
+    config = next((r for n, r in content.config_records.items() if n != ORDER), ConfigRecord())
+    if not config.get("measure", True):
+        loss = math.nan
+    elif not task.train_measures and task.evaluate is not None:
+        loss, evaluated = loss_and_metrics(task.evaluate(params))
+        metrics |= {EVALUATED + n.removeprefix(EVALUATED): v for n, v in evaluated.items()}
+    record = record_of(update.items())
+    marks = {UPDATE: ConfigRecord({"is": True})}
+    return RecordDict({"arrays": record, "metrics": _metrics(loss, metrics, task), **marks})
 
-    Args:
-        task: the node's.
-        make_task: makes another, should training have changed the module that it starts from.
 
-    """
+def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:
+    """Return what a task measures of the model."""
+    values, params = _open(task, content)
+    _write(task.model, _buffers_in(task.model, values))
+    said = task.evaluate(params) if task.evaluate is not None else math.nan
+    return RecordDict({"metrics": _metrics(*loss_and_metrics(said), task)})
 
-    def __init__(self, task: FlowerTask, make_task: Callable[[], FlowerTask]) -> None:
-        self.model = task.model
-        self._task = task
-        self._make_task = make_task
 
-    def start(self) -> FloatArray | None:
-        """Return the model that the run started from, where the task knows it."""
-        own = self._task.start
-        found = None if own is None else own()
-        if own is not None and found is None:
-            fresh = self._make_task().start
-            found = None if fresh is None else fresh()
-        return found
+def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
+    """Return the tensors of the model, and its parameters as one vector."""
+    values = values_of(next(iter(content.array_records.values())))
+    model = task.model
+    if list(values) == [VECTOR]:
+        params: FloatArray = np.array(values[VECTOR])
+        if model is not None and model.layout.carries_buffers and any(model.layout.tracked):
+            raise ConfigError(
+                f"{model.layout.model} has statistics such as {model.first_tracked!r}, and the "
+                "server was given a flat vector without them: give make_server_app the module"
+            )
+        if model is not None and len(params) != model.layout.num_params:
+            raise ConfigError(
+                f"the server's model is another: it has {len(params)} parameters, and "
+                f"{model.layout.model} {model.layout.num_params}"
+            )
+        return values, params
+    if model is None:
+        raise ConfigError(
+            f"the server's model has {len(values)} tensors, and this task a flat vector: give the "
+            "server a flat vector, or make the task of a module"
+        )
+    _check_agreement(model, values, content.config_records[ORDER]["statistics"])
+    params = np.empty(model.layout.num_params, model.layout.dtype)
+    for spec in model.layout.parameters:
+        params[spec.place] = values[spec.name].reshape(-1)
+    return values, params
 
-    def train(self, order: Order, params: FloatArray, statistics: ClientStatistics) -> Trained:
-        """Train, and measure the model where that is wanted and training did not."""
-        task = self._task
-        key = (order.seed, order.client, order.round)
-        statistics.load()
-        said, gradient = task.train(params, order.round, key)
-        statistics.take()
-        loss, metrics = loss_and_metrics(said)
-        evaluated: dict[str, float] = {}
-        if not order.evaluate:
-            loss = float("nan")
-        elif not task.train_measures and task.evaluate is not None:
-            statistics.load()
-            loss, evaluated = loss_and_metrics(task.evaluate(params))
-        return Trained(np.asarray(gradient), loss, task.num_samples, metrics, evaluated)
 
-    def evaluate(
-        self,
-        order: Order,  # noqa: ARG002
-        params: FloatArray,
-        statistics: ClientStatistics,
-    ) -> Mapping[str, float]:
-        """Measure the model, where the task can."""
-        task = self._task
-        statistics.load()
-        said = task.evaluate(params) if task.evaluate is not None else float("nan")
-        loss, metrics = loss_and_metrics(said)
-        return {"loss": loss, EXAMPLES: task.num_samples, **metrics}
+def _check_agreement(model: TaskModel, values: Values, policy: object) -> None:
+    """Raise `ConfigError` where the server's model is another; the text names a tensor."""
+    layout = model.layout
+    for spec in (*layout.parameters, *layout.statistics, *layout.counters):
+        found = values.get(spec.name)
+        if found is None or found.shape != spec.shape:
+            there = "is only here" if found is None else f"has shape {found.shape} there"
+            raise ConfigError(f"the server's model is another: {spec} of {layout.model} {there}")
+    if any(layout.tracked) and layout.policy != policy:
+        raise ConfigError(f"statistics are {layout.policy!r} here, and {policy!r} at the server")
+    state = {} if model.is_agreed else values_in(model.module)
+    for name in values.keys() - state.keys() if state else ():
+        raise ConfigError(f"the server's model is another: {layout.model} has no {name!r}")
+    frozen = {n for n, p in model.module.named_parameters() if not p.requires_grad}
+    for name in frozen & state.keys():
+        if name in values and not np.array_equal(state[name], values[name]):
+            raise ConfigError(
+                f"frozen parameters or constant buffers of {layout.model}, such as {name!r}, "
+                "differ from the server's; load the same checkpoint on both sides"
+            )
+    model.is_agreed = True
+
+
+def _named(model: TaskModel | None, values: Values, flat: FloatArray) -> dict[str, Tensor]:
+    """Return a flat vector under the names of the model's tensors."""
+    if model is None or list(values) == [VECTOR]:
+        return {VECTOR: flat}
+    return {spec.name: flat[spec.place].reshape(spec.shape) for spec in model.layout.parameters}
+
+
+def _buffers_in(model: TaskModel | None, values: Values) -> Buffers | None:
+    """Return the buffers that came with the model; None where none did."""
+    if model is None or list(values) == [VECTOR]:
+        return None
+    layout = model.layout
+    floats, counts = np.empty(layout.num_statistics), np.empty(layout.num_counters, np.int64)
+    for target, specs in ((floats, layout.statistics), (counts, layout.counters)):
+        for spec in specs:
+            target[spec.place] = values[spec.name].reshape(-1)
+    return Buffers(floats, counts)
+
+
+def _buffers_named(model: TaskModel, values: Values, buffers: Buffers) -> dict[str, Tensor]:
+    """Return buffers under their names, in the types that they came in."""
+    found = {}
+    layout = model.layout
+    for flat, specs in ((buffers.values, layout.statistics), (buffers.counts, layout.counters)):
+        for spec in specs:
+            part = flat[spec.place].reshape(spec.shape)
+            found[spec.name] = part.astype(values[spec.name].dtype)
+    return found
+
+
+def _write(model: TaskModel | None, buffers: Buffers | None) -> None:
+    if model is not None and buffers is not None:
+        model.write(buffers)
+
+
+def _is_same(one: Buffers, other: Buffers) -> bool:
+    return np.array_equal(one.values, other.values) and np.array_equal(one.counts, other.counts)
+
+
+def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> MetricRecord:
+    known = {} if math.isnan(loss) else {"loss": min(max(loss, -_FARTHEST), _FARTHEST)}
+    return MetricRecord({**metrics, **known, EXAMPLES: task.num_samples})
 
 
 def loss_and_metrics(said: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:

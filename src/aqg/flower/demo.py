@@ -63,7 +63,7 @@ def digits_task(settings: Mapping[str, bool | int | float | str], context: Conte
     """Return the training on one node's share of the digits."""
     problem = build_problem(digits_config(settings))
     samples = problem.clients[int(context.node_config["partition-id"])]
-    return FlowerTask.from_objective(problem.objective, *samples, start=problem.initial_params)
+    return FlowerTask.from_objective(problem.objective, *samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ byte 0                 ``0xA1``: an envelope, version 1
 head                   number of bytes, a varint; JSON: the version of ``aqg``, and for every
                        record of the app its name and kind, and the content of small ones
 parts                  for every array record that is compressed: number of bytes, a varint,
-                       and an order or a reply (`aqg.protocol.coding`)
+                       and an order or a reply (`aqg.protocol.messages`)
 last four bytes        CRC-32 of all before
 ====================== =====================================================================
 
 A model is one part. The kinds are ``c`` (ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord
 that is compressed), ``f`` (one that is beside the envelope and has an order in it), ``x`` (one that
-is beside it), ``s`` (an order of our own strategy, which keeps the model itself), ``d`` (the node
+is beside it), ``h`` (the question which partition a node has, and the answer), ``d`` (the node
 remembers on disk) and ``e`` (the run of this name has ended: the node may forget it).
 """
 
@@ -41,9 +41,9 @@ _MARK = 0xA1
 _CRC_BYTES = 4
 _BYTES = "bytes"
 _SMALL = ("c", "m")
-COMPRESSED, FULL, BESIDE, SERVED = "a", "f", "x", "s"
-ON_DISK, ENDED = "d", "e"
-_WITH_PART = (COMPRESSED, FULL, SERVED)
+COMPRESSED, FULL, BESIDE = "a", "f", "x"
+HELLO, ON_DISK, ENDED = "h", "d", "e"
+_WITH_PART = (COMPRESSED, FULL)
 _MOST_BYTES = 1 << 40
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
@@ -56,7 +56,7 @@ class Envelope:
 
     Attributes:
         records: name, kind and, for small ones, content of each record, in order.
-        parts: what stands for the array records of kinds ``a``, ``f`` and ``s``, in order.
+        parts: what stands for the array records of kinds ``a`` and ``f``, in order.
         version: of the ``aqg`` that wrote it.
 
     """
@@ -192,7 +192,7 @@ def _read_head(head: bytes) -> Envelope:
         for name, kind, *rest in rows:
             content = rest[0] if rest else None
             is_right = isinstance(name, str) and (kind in _SMALL) == isinstance(content, dict)
-            if not is_right or kind not in (*_SMALL, *_WITH_PART, BESIDE, ON_DISK, ENDED):
+            if not is_right or kind not in (*_SMALL, *_WITH_PART, BESIDE, HELLO, ON_DISK, ENDED):
                 raise ValueError(f"record {name!r}")
             records.append((name, kind, content))
     except (ValueError, TypeError, RecursionError) as error:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
@@ -34,11 +35,11 @@ from aqg.flower.envelope import (
     pack,
     unpack,
 )
+from aqg.flower.metrics import plain
 from aqg.flower.private import answer_to, bounded_pulls, name_message, pause_after
-from aqg.flower.records import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from flwr.supercore.run import Run
 
@@ -167,18 +168,34 @@ class CompressedGrid(Grid):
         settings: what the user chose.
         weighted_by: the metric that says how many examples a node has, where the strategy is
             Flower's and takes replies of one kind only; None: it takes any.
+        make_channel: makes what compresses a model, from the name of the run and the model.
+        run_name: names the run; by default at random.
+
+    Attributes:
+        inner: the other grid.
+        check_reply: raises `MessageError` where a node's reply to a train message will not do.
+        counts: what happened so far.
 
     """
 
-    def __init__(self, grid: Grid, settings: Settings, weighted_by: str | None = None) -> None:
-        self._grid = grid
+    def __init__(
+        self,
+        grid: Grid,
+        settings: Settings,
+        weighted_by: str | None = None,
+        make_channel: Callable[[str, Values], Channel] | None = None,
+        run_name: str = "",
+    ) -> None:
+        self.inner = grid
+        self.check_reply: Callable[[RecordDict], None] = lambda _: None
+        self._make_channel = make_channel or partial(Channel, settings=settings)
         self._settings = settings
         self._weighted_by = weighted_by
-        self._run_name = secrets.token_hex(8)
+        self._run_name = run_name or secrets.token_hex(8)
         self._num_models = 0
         self._channels: dict[str, Channel] = {}
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
-        self._whole: dict[str, ArrayRecord] = {}
+        self._whole: dict[str, tuple[int, ArrayRecord]] = {}
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -188,28 +205,28 @@ class CompressedGrid(Grid):
         self.counts = Counts()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
+        return getattr(self.inner, name)
 
     def set_run(self, run: Run) -> None:
         """Tell the grid which run it is for."""
-        self._grid.set_run(run)
+        self.inner.set_run(run)
 
     @property
     def run(self) -> Run:
         """The run."""
-        return self._grid.run
+        return self.inner.run
 
     def create_message(self, *arguments: Any, **options: Any) -> Message:
         """Make a message, as Flower's grid does."""
-        return self._grid.create_message(*arguments, **options)
+        return self.inner.create_message(*arguments, **options)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are connected."""
-        return self._grid.get_node_ids()
+        return self.inner.get_node_ids()
 
     def get_nodes(self) -> Iterable[Any]:
         """Return what is known of the nodes that are connected."""
-        return self._grid.get_nodes()
+        return self.inner.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, compressed; return their identifiers."""
@@ -219,7 +236,7 @@ class CompressedGrid(Grid):
             message if phase is None else self._compress(message, phase)
             for message, phase in zip(messages, phases, strict=True)
         ]
-        identifiers = list(self._grid.push_messages(sent))
+        identifiers = list(self.inner.push_messages(sent))
         now = time.time()
         self._open = {i: s for i, s in self._open.items() if _expiry(s.message) > now}
         taken = set(identifiers)
@@ -234,7 +251,7 @@ class CompressedGrid(Grid):
         """Return the replies that are there, with whole models."""
         wanted = {self._renamed.get(identifier, identifier) for identifier in message_ids}
         replies = []
-        for reply in self._grid.pull_messages(wanted):
+        for reply in self.inner.pull_messages(wanted):
             identifier = reply.metadata.reply_to_message_id
             sent = self._open.pop(identifier, None)
             whole = reply if sent is None else self._restore(sent, reply)
@@ -267,24 +284,36 @@ class CompressedGrid(Grid):
         _log_traffic(before, self.counts.train + self.counts.evaluate)
         return self._comparable(replies, sent)
 
-    def finish(self) -> None:
-        """Let nodes forget what they keep of the run on disk, and log what it took."""
+    def open(self, name: str, record: ArrayRecord) -> Channel:
+        """Begin with a model before it is sent."""
+        channel = self._make_channel(f"{self._run_name}{self._num_models}", values_of(record))
+        self._channels[name] = channel
+        self._num_models += 1
+        return channel
+
+    def finish(self, nodes: Iterable[int] = ()) -> None:
+        """Let nodes forget what they keep of the run on disk, and log what it took.
+
+        Those are asked that have said so, and others that are named.
+        """
+        self._remembering = dict.fromkeys(nodes, "train") | self._remembering
         messages = [
             Message(
                 RecordDict({RECORD: pack(Envelope([(self._run_name, ENDED, None)]))}),
                 node,
                 message_type,
                 ttl=_FAREWELL_SECONDS,
+                group_id="0",
             )
             for node, message_type in self._remembering.items()
         ]
         if messages:
             self._remembering = {}
-            identifiers = set(self._grid.push_messages(messages))
+            identifiers = set(self.inner.push_messages(messages))
             started = time.monotonic()
             while identifiers and (waited := time.monotonic() - started) < _FAREWELL_SECONDS:
                 with bounded_pulls(_FAREWELL_SECONDS - waited):
-                    found = list(self._grid.pull_messages(identifiers))
+                    found = list(self.inner.pull_messages(identifiers))
                 identifiers -= {reply.metadata.reply_to_message_id for reply in found}
                 if identifiers:
                     time.sleep(pause_after(waited, _FAREWELL_SECONDS))
@@ -335,7 +364,7 @@ class CompressedGrid(Grid):
         if channel is None:
             run = f"{self._run_name}{self._num_models}"
             try:
-                channel = Channel(run, values, self._settings)
+                channel = self._make_channel(run, values)
             except ConfigError as error:
                 has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
                 if has_floats and len(message.content.array_records) == 1 and not self._channels:
@@ -344,16 +373,13 @@ class CompressedGrid(Grid):
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
             self._channels[name] = channel
-            self._whole[name] = record  # at first the copy is the model
+            self._whole[name] = channel.version, record  # at first the copy is the model
             self._num_models += 1
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._speakers
-        version = channel.version
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
-        if channel.version != version:
-            self._whole.pop(name, None)
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
@@ -403,9 +429,9 @@ class CompressedGrid(Grid):
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
         """Return the public copy as a record."""
-        if name not in self._whole:
-            self._whole[name] = record_of(channel.copied().items())
-        return self._whole[name]
+        if name not in self._whole or self._whole[name][0] != channel.version:
+            self._whole[name] = channel.version, record_of(channel.copied().items())
+        return self._whole[name][1]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""
@@ -417,6 +443,8 @@ class CompressedGrid(Grid):
             traffic.up += num_bytes(reply.content)
             content, taken = self._unpack(sent, reply.content, node)
             self._check(sent, content)
+            if _kind_of(sent.message) == "train":
+                self.check_reply(content)
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
@@ -427,6 +455,9 @@ class CompressedGrid(Grid):
         for part in taken:  # nothing has changed before
             part.commit()
         traffic.plain_up += num_bytes(content)
+        for part in taken:
+            if part.channel.makes_model:
+                traffic.plain_up += part.channel.num_bytes
         reply.content = content
         return _replaced(sent, reply)
 
@@ -446,7 +477,8 @@ class CompressedGrid(Grid):
                 if phase is None:
                     raise MessageError(f"it sent a model {name!r}, for which it was not asked")
                 taken.append(phase.channel.take(node, phase, next(parts)))
-                records[name] = record_of(taken[-1].tensors())
+                if not phase.channel.makes_model:  # else the reply itself is what counts
+                    records[name] = record_of(taken[-1].tensors())
             elif kind == BESIDE:
                 record = content.get(name)
                 if not isinstance(record, ArrayRecord):
@@ -465,10 +497,10 @@ class CompressedGrid(Grid):
 
     def _unpack_plain(self, sent: _Sent, content: RecordDict, node: int) -> RecordDict:
         """Return the reply of a node without the mod, which holds whole models."""
-        if node in self._speakers:
+        if node in self._speakers or any(p.channel.makes_model for p in sent.phases.values()):
+            before = ", with which it answered before" if node in self._speakers else ""
             raise MessageError(
-                "it answers without the mod, with which it answered before; write "
-                "ClientApp(mods=[aqg_mod]) in its app"
+                f"it answers without the mod{before}; write ClientApp(mods=[aqg_mod]) in its app"
             )
         if not self._plain:
             self._warn(
@@ -568,7 +600,7 @@ class CompressedGrid(Grid):
         if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
             return self._refused(sent, f"it cannot follow the model: {plain(why, _LONGEST)}")
         again = self._compress(sent.message, sent.phases)
-        taken = list(self._grid.push_messages([again]))
+        taken = list(self.inner.push_messages([again]))
         if not taken or taken[0] is None:
             return self._refused(sent, "the whole model could not be sent to it")
         self._open[taken[0]] = sent._replace(repeats=sent.repeats + 1)

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aqg.channel.client import CopyStore
+from aqg.channel.client import CopyStore, OwnTensors
 from aqg.errors import ConfigError
 from aqg.flower.store import ContextVault
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.follower import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ SHARED_STATE_DIR = "client-state-dir"
 STATE_DAYS = "aqg-state-days"
 """Key of a node's own configuration: for how many days it remembers runs that do not go on."""
 ENVIRONMENT = "AQG_STATE_DIR"
+BY_PARTITION = "p"
+"""Begins the names of runs whose clients are partitions, where nodes name one."""
 IN_CONTEXT = "context"
 """In place of a directory: remember in Flower's context, for as long as the node lives."""
 _DAYS = 30
@@ -42,64 +44,60 @@ class Memory:
     Args:
         context: Flower's.
         directory: where to remember; None to choose (see `state_directory`).
-        follows_node: whether the memory belongs to Flower's node id, as the drop-in's does. Our own
-            server knows clients by partition as well: one that comes back under another id
-            finds what it knew.
 
     Attributes:
-        directory: this node's own; None where Flower's context remembers.
+        directory: where nodes remember; None where Flower's context does.
 
     """
 
-    def __init__(
-        self, context: Context, directory: Path | None = None, follows_node: bool = True
-    ) -> None:
+    def __init__(self, context: Context, directory: Path | None = None) -> None:
         self._context = context
         found, is_own = (directory, False) if directory else state_directory(context)
-        if found is not None and (follows_node or not is_own):
-            found /= _name(context, follows_node)
         self.directory = found
-
-    def clients(self, key: str) -> ClientStore:
-        """Return the place for a client's mirror and model of a run of our own server."""
-        self._forget_others(key)
-        return ClientStore(self._vault(key, "aqg"), key)
-
-    def starts(self, key: str) -> Vault:
-        """Return the place for the model that a run of our own server started from."""
-        self._forget_others(key)
-        if self.directory is None:
-            return ContextVault(self._context.state, f"aqg-start-{key}")
-        return DirectoryVault(self.directory / key / "start")
-
-    def _forget_others(self, key: str) -> None:
-        """Delete old memories of other runs, as a new run begins."""
-        if self.directory is not None and not (self.directory / key).exists():
-            forget_old_runs(self.directory, days_to_keep(self._context))
+        self._is_own = is_own
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the public copy of a model."""
-        if self.directory is not None and not (self.directory / run).exists():
-            for node in self.directory.parent.glob("node-*"):  # also of nodes that are gone
+        home = self._home(run)
+        if home is not None and self.directory is not None and not (home / run).exists():
+            for node in {home, *self.directory.glob("*-*")}:  # also of nodes that are gone
                 forget_old_runs(node, days_to_keep(self._context))
-        return CopyStore(self._vault(run), run)
+        return CopyStore(self._vault(run, run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
         """Return the place for the mirror of the updates to some tensors of a model."""
         choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
         key = f"{run}-{choice.hexdigest()}"
-        return ClientStore(self._vault(key), key)
+        return ClientStore(self._vault(run, key), key)
+
+    def own(self, run: str) -> OwnTensors:
+        """Return the place for tensors that the node keeps to itself."""
+        key = f"{run}-own"
+        return OwnTensors(self._vault(run, key), key)
 
     def forget(self, run: str) -> None:
-        """Delete what is kept on disk of a run of the drop-in, which has ended."""
-        if self.directory is not None and run.isalnum():
-            for found in self.directory.glob(f"{run}*"):
+        """Delete what is kept on disk of a run that has ended."""
+        home = self._home(run)
+        if home is not None and run.isalnum():
+            for found in home.glob(f"{run}*"):
                 shutil.rmtree(found, ignore_errors=True)
 
-    def _vault(self, name: str, prefix: str = "") -> Vault:
-        if self.directory is None:
-            return ContextVault(self._context.state, prefix or f"aqg-{name}")
-        return DirectoryVault(self.directory / name)
+    def _home(self, run: str) -> Path | None:
+        """Return a node's own directory.
+
+        A client of our own server that comes back under another node id finds what it knew.
+        """
+        if self.directory is None or (self._is_own and run.startswith(BY_PARTITION)):
+            return self.directory
+        partition = partition_of(self._context) if run.startswith(BY_PARTITION) else None
+        node = f"node-{self._context.node_id}"
+        return self.directory / (node if partition is None else f"partition-{partition}")
+
+    def _vault(self, run: str, name: str) -> Vault:
+        home = self._home(run)
+        if home is None:
+            return ContextVault(self._context.state, f"aqg-{name}")
+        return DirectoryVault(home / name)
 
 
 def state_directory(context: Context) -> tuple[Path | None, bool]:
@@ -135,8 +133,3 @@ def days_to_keep(context: Context) -> float:
     if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
         raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")
     return float(days)
-
-
-def _name(context: Context, follows_node: bool) -> str:
-    partition = None if follows_node else partition_of(context)
-    return f"node-{context.node_id}" if partition is None else f"partition-{partition}"

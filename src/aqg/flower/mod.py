@@ -2,13 +2,13 @@
 
 Before the app's handler runs, the mod puts the whole model into the message; after it, the mod
 replaces the arrays of the reply by what the server does not know yet. The handler stays as it is.
-The mod answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQG``
-(`aqg.flower.handlers`).
+It answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQG``.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from aqg.flower.envelope import (
     COMPRESSED,
     ENDED,
     FULL,
+    HELLO,
     ON_DISK,
     RECORD,
     Envelope,
@@ -30,10 +31,8 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.envelope import answer as reply_with
-from aqg.flower.handlers import FailedError, HandlerHost
-from aqg.flower.memory import Memory
-from aqg.flower.records import is_hello, is_order
-from aqg.flower.serving import serve
+from aqg.flower.memory import Memory, partition_of
+from aqg.flower.metrics import loss_in, numbers_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,33 +40,36 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.clientapp.typing import ClientAppCallable
 
+    from aqg.channel.tensors import Values
     from aqg.core.recipe import Recipe
-    from aqg.flower.serving import Host
 
     Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 _logger = logging.getLogger("flwr.aqg")
+UPDATE = "aqg-update"
+"""A record of a reply whose arrays are updates, and not a trained model."""
+ORDER = "aqg-order"
+"""See `make_mod`."""
 _SAID = "aqg-said"
 """A record of the node's context: that nothing is compressed was said before."""
 
 
-def make_mod(state_dir: Path | str | None = None, recipe: Recipe | None = None) -> Mod:
+def make_mod(
+    state_dir: Path | str | None = None,
+    recipe: Recipe | None = None,
+    *,
+    tells_order: bool = False,
+) -> Mod:
     """Return the mod with settings of your own.
 
     Args:
         state_dir: where a node remembers; by default see `aqg.flower.memory`.
         recipe: of your own, where the strategy `AQG` has one.
+        tells_order: whether handlers find a record ``aqg-order`` beside the model, with the run's
+            ``seed``, the number of the ``client``, the ``round`` and the policy for
+            ``statistics``.
 
     """
-    return mod_with(lambda _, call_next: HandlerHost(call_next), state_dir, recipe)
-
-
-def mod_with(
-    host_of: Callable[[Context, ClientAppCallable], Host],
-    state_dir: Path | str | None = None,
-    recipe: Recipe | None = None,
-) -> Mod:
-    """Return the mod with something else than the handler to train for our own strategy."""
     directory = None if state_dir is None else Path(state_dir)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -76,29 +78,35 @@ def mod_with(
             return call_next(message, context)
         try:
             envelope = unpack(message.content)
-            if is_order(envelope) or is_hello(envelope):
-                memory = Memory(context, directory, follows_node=False)
-                host = host_of(context, call_next)
-                return serve(message, context, envelope, memory, host, recipe)
+            kinds = {kind for _, kind, _ in envelope.records}
+            if HELLO in kinds:
+                partition = partition_of(context)
+                said = Envelope([(str(-1 if partition is None else partition), HELLO, None)])
+                return reply_with(message, said)
             memory = Memory(context, directory)
-            if ended := [name for name, kind, _ in envelope.records if kind == ENDED]:
-                for run in ended:
-                    memory.forget(run)
+            if ENDED in kinds:
+                for run, kind, _ in envelope.records:
+                    if kind == ENDED:
+                        memory.forget(run)
                 return reply_with(message, Envelope())
-            models = _receive(message, envelope, memory)
+            models = _receive(message, envelope, memory, recipe)
         except AqgError as error:
             return refusal(message, error)
-        except FailedError as failed:
-            return failed.reply
         if isinstance(models, Envelope):  # what the server must know before anything can be done
             return reply_with(message, models)
+        if tells_order:
+            model = next(iter(models.values()))
+            order, policy = model.order, model.beside().policy if model.is_stepping else ""
+            told = {"seed": order.seed, "client": order.client, "round": order.round}
+            message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
         is_first = any(kind == FULL for _, kind, _ in envelope.records)
         del envelope
+        started = time.perf_counter()
         reply = call_next(message, context)
         if not reply.has_content():
             return reply
         try:
-            envelope = _pack_reply(reply, models, memory)
+            envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
             if is_first and memory.directory is not None:
                 envelope.records.append(("", ON_DISK, None))
             reply.content[RECORD] = pack(envelope)
@@ -123,7 +131,9 @@ def _say_once(message: Message, context: Context) -> None:
     )
 
 
-def _receive(message: Message, envelope: Envelope, memory: Memory) -> dict[str, Held] | Envelope:
+def _receive(
+    message: Message, envelope: Envelope, memory: Memory, recipe: Recipe | None
+) -> dict[str, Held] | Envelope:
     """Put the app's records into the message; return the models, or a reply that asks for one."""
     models: dict[str, Held] = {}
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
@@ -136,11 +146,11 @@ def _receive(message: Message, envelope: Envelope, memory: Memory) -> dict[str, 
                 raise MessageError(f"the message has no model {name!r} of NumPy arrays")
             whole = values_of(record) if isinstance(record, ArrayRecord) else None
             try:
-                model = receive(next(parts), whole, memory, envelope.version)
+                model = receive(next(parts), whole, memory, envelope.version, recipe)
             except OutOfReachError as error:
                 lost.add_model(name, COMPRESSED, error.reply)
                 continue
-            if not isinstance(record, ArrayRecord):
+            if not isinstance(record, ArrayRecord) or model.is_completed:
                 record = record_of(model.values.items())
             content[name] = record
             models[name] = model._replace(values=values_of(record))
@@ -154,21 +164,50 @@ def _receive(message: Message, envelope: Envelope, memory: Memory) -> dict[str, 
     return models
 
 
-def _pack_reply(reply: Message, models: dict[str, Held], memory: Memory) -> Envelope:
+def _pack_reply(
+    reply: Message, models: dict[str, Held], memory: Memory, seconds: float
+) -> Envelope:
     """Take all that can be in one record out of a reply, and return it."""
     envelope = Envelope()
+    is_update = reply.content.pop(UPDATE, None) is not None
+    loss = loss_in(numbers_in(reply.content))
     packed: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
+    trained = [m for m in models.values() if m.is_trained and m.is_stepping]
+    arrays = len(reply.content.array_records)
+    if trained and arrays != 1:
+        raise MessageError(
+            f"the reply of the train handler has {arrays} ArrayRecords; AQG takes one"
+        )
     for name, record in reply.content.items():
-        model = models.get(name)
         if not isinstance(record, ArrayRecord):
             envelope.add(name, record)
             continue
+        model = trained[0] if trained else models.get(name)
         if model is not None and model.is_trained and is_readable(record):
             after = values_of(record)
-            if [(n, t.shape, str(t.dtype)) for n, t in after.items()] == model.schema.rows():
-                envelope.add_model(name, COMPRESSED, reply_to(model, after, memory))
+            difference = _difference(after, model)
+            if not difference or is_update:
+                sent = reply_to(
+                    model, after, memory, is_update=is_update, loss=loss, seconds=seconds
+                )
+                name = next(n for n, m in models.items() if m is model)
+                envelope.add_model(name, COMPRESSED, sent)
                 continue
+            if model.is_stepping:
+                raise MessageError(difference)
         envelope.records.append((name, BESIDE, None))
         packed[name] = record
     reply.content = RecordDict(packed)
     return envelope
+
+
+def _difference(after: Values, model: Held) -> str:
+    """Say how tensors differ from those of the model; empty where they do not."""
+    for name, shape, dtype in model.schema.rows():
+        found = after.get(name)
+        if found is None:
+            return f"the arrays have no {name!r}, which the model has"
+        if (found.shape, str(found.dtype)) != (shape, dtype):
+            return f"array {name!r} is {found.shape} {found.dtype}; the model has {shape} {dtype}"
+    same = list(after) == list(model.schema.places)
+    return "" if same else "the arrays are others than the model's, or in another order"

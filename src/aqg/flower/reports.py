@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aqg.flower.client_metrics import EVALUATED, TRAINED
-from aqg.flower.client_metrics import metric_fields as client_fields
+from aqg.flower.metrics import EVALUATED, TRAINED
+from aqg.flower.metrics import metric_fields as client_fields
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import finite_or_none, metric_fields
 

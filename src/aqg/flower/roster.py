@@ -6,14 +6,27 @@ node gets the index ``m`` of a client is decided here, once, and holds as long a
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+from flwr.app import Message, RecordDict
+
+from aqg.errors import AqgError, MessageError
+from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, unpack
+from aqg.flower.private import pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from flwr.serverapp import Grid
+
     from aqg.core.types import Float64Array
+
+_logger = logging.getLogger("flwr.aqg")
+_HELLO_SECONDS = 5.0
+"""How long to wait for introductions; then a node is asked again."""
 
 
 class Roster:
@@ -29,30 +42,30 @@ class Roster:
     Args:
         num_clients: ``M``.
         trust_partition_id: know clients by what nodes report.
-        nodes: the node of each client from an earlier time, 0 for none.
-        num_samples: of each client from an earlier time, 0 for unknown.
+
+    Attributes:
+        num_samples: of each client, 0 where unknown.
 
     """
 
-    def __init__(
-        self,
-        num_clients: int,
-        trust_partition_id: bool,
-        nodes: Iterable[int] = (),
-        num_samples: Float64Array | None = None,
-    ) -> None:
+    def __init__(self, num_clients: int, trust_partition_id: bool) -> None:
         self.num_clients = num_clients
         self.trust_partition_id = trust_partition_id
-        self.num_samples = np.zeros(num_clients) if num_samples is None else num_samples.copy()
-        self._nodes = {client: node for client, node in enumerate(nodes) if node}
-        self._clients = {node: client for client, node in self._nodes.items()}
+        self.num_samples = np.zeros(num_clients)
+        self._nodes: dict[int, int] = {}
+        self._clients: dict[int, int] = {}
         self._online: set[int] = set()
-        self._claims: dict[int, tuple[int, int]] = {}
-        self._reported = {n for n, client in self._clients.items() if self.num_samples[client]}
+        self._claims: dict[int, int] = {}
+        self._reported: set[int] = set()
         self._silent: set[int] = set()
         self._refused: dict[int, str] = {}
-        self._unfit: set[int] = set()
-        self._plain: set[int] = set()
+
+    def restore(self, nodes: Iterable[int], num_samples: Float64Array) -> None:
+        """Go on from an earlier time: the node of each client, 0 for none, and its samples."""
+        self.num_samples = num_samples.copy()
+        self._nodes = {client: node for client, node in enumerate(nodes) if node}
+        self._clients = {node: client for client, node in self._nodes.items()}
+        self._reported = set(self._clients)
 
     @property
     def nodes(self) -> list[int]:
@@ -64,6 +77,11 @@ class Roster:
         """The clients whose node is connected, in order."""
         return [c for c in range(self.num_clients) if self._nodes.get(c) in self._online]
 
+    @property
+    def present_nodes(self) -> list[int]:
+        """Their nodes."""
+        return [self._nodes[client] for client in self.present]
+
     def node_of(self, client: int) -> int:
         """Return the node of a present client."""
         return self._nodes[client]
@@ -71,10 +89,6 @@ class Roster:
     def client_of(self, node: int) -> int | None:
         """Return the client that a node is, if it is one."""
         return self._clients.get(node)
-
-    def is_plain(self, node: int) -> bool:
-        """Tell whether a node has a handler of Flower's kind, and no task and model of ours."""
-        return node in self._plain
 
     def strangers(self) -> list[int]:
         """Return connected nodes that have not reported yet."""
@@ -86,41 +100,22 @@ class Roster:
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
         self._reported &= online | self._clients.keys()
         self._refused = {node: why for node, why in self._refused.items() if node in online}
-        self._unfit &= online
         if self.trust_partition_id:
             for node in sorted(self._claims):
                 self._bind_claim(node)
             return
-        newcomers = sorted(online - self._clients.keys() - self._unfit)
+        newcomers = sorted(online - self._clients.keys())
         free = self._free_indices() if newcomers else []
         for client, node in zip(free, newcomers, strict=False):
             self._bind(client, node)
         for node in newcomers[len(free) :]:
             self._refused.setdefault(node, f"all {self.num_clients} clients are there already")
 
-    def introduce(
-        self, node: int, partition: int, num_samples: int, is_plain: bool = False
-    ) -> None:
-        """Take note of what a node reports about itself."""
-        if is_plain:
-            self._plain.add(node)
-        self._claims[node] = partition, num_samples
+    def introduce(self, node: int, partition: int) -> None:
+        """Take note of the partition that a node reports."""
+        self._claims[node] = partition
         self._reported.add(node)
-        if self.trust_partition_id:
-            self._bind_claim(node)
-        client = self.client_of(node)
-        if client is not None:
-            self.num_samples[client] = num_samples
-
-    def refuse(self, node: int, why: str) -> None:
-        """Make a node no client, as long as it is connected; its place is free for others."""
-        self._unfit.add(node)
-        self._reported.add(node)
-        self._claims.pop(node, None)
-        client = self._clients.pop(node, None)
-        if client is not None:
-            del self._nodes[client]
-        self._refused.setdefault(node, why)
+        self._bind_claim(node)
 
     def heard(self, node: int, answered: bool) -> None:
         """Take note of whether a node answered its last order."""
@@ -141,7 +136,7 @@ class Roster:
         return sorted(free, key=lambda client: client in self._nodes)
 
     def _bind_claim(self, node: int) -> None:
-        partition, num_samples = self._claims[node]
+        partition = self._claims[node]
         holder = self._nodes.get(partition)
         if holder == node:
             return
@@ -153,7 +148,6 @@ class Roster:
             self._refused.setdefault(node, why)
         else:
             self._bind(partition, node)
-            self.num_samples[partition] = num_samples
 
     def _bind(self, client: int, node: int) -> None:
         former = self._nodes.get(client, 0)
@@ -161,4 +155,50 @@ class Roster:
         self._clients.pop(former, None)
         self._nodes[client] = node
         self._clients[node] = client
+        if former:  # another node's samples are not this one's
+            self.num_samples[client] = 0
         self._refused.pop(node, None)
+
+
+def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float) -> bool:
+    """Wait until so many clients are there; return whether they came in time."""
+    started, asked = time.monotonic(), dict[int, float]()
+    while True:
+        roster.update(set(grid.get_node_ids()))
+        waited = time.monotonic() - started
+        if roster.trust_partition_id:
+            news = [n for n in roster.strangers() if waited >= asked.get(n, 0.0)]
+            asked |= dict.fromkeys(news, waited + _HELLO_SECONDS)
+            _introduce(grid, roster, news, max(min(_HELLO_SECONDS, seconds - waited), 0.0))
+        if len(roster.present) >= num_clients:
+            return True
+        waited = time.monotonic() - started
+        if waited >= seconds:
+            return False
+        time.sleep(pause_after(waited, seconds))
+
+
+def _introduce(grid: Grid, roster: Roster, nodes: list[int], seconds: float) -> None:
+    """Ask nodes for their partitions: by a train message, for which every app has a handler."""
+    content = RecordDict({RECORD: pack(Envelope([("", HELLO, None)]))})
+    messages = [Message(content, node, "train", ttl=_HELLO_SECONDS, group_id="0") for node in nodes]
+    pending = set(grid.push_messages(messages)) if messages else set()
+    started = time.monotonic()
+    while pending:
+        for reply in grid.pull_messages(pending):
+            pending.discard(reply.metadata.reply_to_message_id)
+            node = reply.metadata.src_node_id
+            try:
+                if reply.has_error():
+                    raise MessageError(reply.error.reason or f"code {reply.error.code}")
+                [(partition, kind, _)] = unpack(reply.content).records
+                if kind != HELLO:
+                    raise MessageError("the reply is no introduction")
+                roster.introduce(node, int(partition))
+            except (AqgError, ValueError) as error:
+                advice = "; does its app have mods=[aqg_mod]?"
+                _logger.warning("node %d could not introduce itself: %s%s", node, error, advice)
+        waited = time.monotonic() - started
+        if pending and waited >= seconds:
+            return
+        time.sleep(pause_after(waited, seconds) if pending else 0.0)

@@ -104,15 +104,10 @@ class Settings(FlowerSettings):
         )
 
     def client_weights(self, num_samples: Float64Array) -> Float64Array:
-        """Return ``w_m`` of mean 1, for clients with so many samples, 0 where not known yet."""
+        """Return ``w_m``, of mean 1."""
         if self.weighting == "equal":
             return np.ones(self.num_clients)
-        if not (num_samples > 0).any():
-            raise ConfigError(
-                "weighting is samples, but no client has said how many it has; wait longer with "
-                "start-timeout, or use weighting equal"
-            )
-        counted = cap_shares(num_samples, self.largest_share)
+        counted = cap_shares(known_or_mean(num_samples), self.largest_share)
         weights: Float64Array = counted / counted.mean()
         return weights
 
@@ -132,6 +127,16 @@ def describe_step(rule: StepRule) -> str:
     if isinstance(rule, Fixed) and not rule.average:
         options = {}
     return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
+
+
+def known_or_mean(num_samples: Float64Array) -> Float64Array:
+    """Return numbers of samples, where those that are not known yet, 0, are the others' mean.
+
+    >>> known_or_mean(np.array([10.0, 0.0, 30.0])).tolist()
+    [10.0, 20.0, 30.0]
+    """
+    known = num_samples > 0
+    return np.where(known, num_samples, num_samples[known].mean() if known.any() else 1.0)
 
 
 def cap_shares(amounts: Float64Array, share: float) -> Float64Array:

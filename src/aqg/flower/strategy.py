@@ -1,35 +1,46 @@
 """Our own strategy: the simulator's server, as a strategy of Flower.
 
-It keeps the model itself: clients send updates against mirrors that the server holds, and the
-server publishes the sum. So a client that is silent, late or away still counts with what is known
+It works on the same grid as ``Compressed(...)`` does, and makes the model itself: clients send
+updates against mirrors that the server holds, and the server publishes its steps
+(`aqg.channel.stepping`). So a client that is silent, late or away still counts with what is known
 of it, and the run ends with the simulator's model.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.errors import ConfigError
-from aqg.flower.desk import EVALUATE, TRAIN
+from aqg.channel.server import agreement
+from aqg.channel.settings import Settings as ChannelSettings
+from aqg.channel.stepping import Stepping, SteppingChannel
+from aqg.core.downlink import describe_downlink
+from aqg.errors import ConfigError, RunError
+from aqg.flower.accounts import Accounts, have_diverged, leave_out_absurd, mean_loss
+from aqg.flower.arrays import record_of
 from aqg.flower.grid import CompressedGrid
+from aqg.flower.journal import Journal, Saved
+from aqg.flower.metrics import EXAMPLES, loss_in, mean_metrics, numbers_in, plain
 from aqg.flower.models import ServerModel, make_model
-from aqg.flower.run import Run
-from aqg.flower.settings import KEYS, Settings, read_settings
+from aqg.flower.roster import Roster, wait_for
+from aqg.flower.settings import KEYS, Settings, cap_shares, describe_step, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
-    from flwr.app import Message
     from flwr.serverapp import Grid
 
+    from aqg.channel.tensors import Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.flower.loggers import RunLogger
@@ -37,12 +48,33 @@ if TYPE_CHECKING:
 
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
     EvaluateRound = Callable[[int, ArrayRecord], MetricRecord | None]
+    Measure = Callable[[int, ServerModel, Values], Mapping[str, float]]
 
 _logger = logging.getLogger("flwr.aqg")
 
 _METRIC_POINTS = 50
 _ROUNDS = 3
 """Flower's default."""
+ARRAYS, CONFIG, ROUND = "arrays", "config", "server-round"
+"""Names of records, and of the round, as FedAvg has them."""
+_SAID = ("final_loss", "upload_bytes", "download_bytes", "total_bytes")
+"""Of the results, what the log says at the end."""
+_NO_HANDLER = "No evaluate function registered"
+"""What Flower says of an app that does not evaluate."""
+
+
+class _Run(NamedTuple):
+    """What belongs to one call of `AQG.start`."""
+
+    settings: Settings
+    model: ServerModel
+    grid: CompressedGrid
+    channel: SteppingChannel
+    roster: Roster
+    accounts: Accounts
+    journal: Journal
+    saved: Saved
+    terms: dict[str, Any]
 
 
 class AQG(Strategy):
@@ -102,8 +134,11 @@ class AQG(Strategy):
         self._choice = include, exclude, statistics
         self._describe = describe or {}
         self._loggers = loggers
-        self._run: Run | None = None
-        self._record: ArrayRecord | None = None
+        self._run: _Run | None = None
+        self._sent: dict[int, Message] = {}
+        self._before: dict[str, Mapping[str, float]] = {}
+        self._report: RoundReport | None = None
+        self._failed = 0
 
     @staticmethod
     def from_run_config(
@@ -153,8 +188,9 @@ class AQG(Strategy):
             evaluate_fn: called with the round and the model, before the first round and after
                 every one, or every ``metrics_every`` rounds where that is set.
 
-        The results have the rounds of this start; those before a restart are in ``run_dir``. Where
-        steps adapt, the final model, and what the server measures, is the mean over the last ones.
+        The results have the rounds of this start; those before a restart are in ``run_dir``; in
+        ``traffic`` they have the bytes of each node. Where steps adapt, the final model, and what
+        the server measures, is the mean over the last ones.
 
         """
         changes: dict[str, Any] = {}
@@ -165,82 +201,103 @@ class AQG(Strategy):
         if isinstance(grid, CompressedGrid):
             raise ConfigError("AQG compresses by itself: write AQG(...), not Compressed(AQG(...))")
         settings = replace(self.settings, **changes)
-        model = make_model(initial_arrays, *self._choice)
-        configs = {TRAIN: train_config, EVALUATE: evaluate_config}
-        result = Result()
+        model, result = make_model(initial_arrays, *self._choice), Result()
         self.summary()
-        measure, every = self._measure(settings, model, evaluate_fn)
-        known = {kind: config for kind, config in configs.items() if config}
-        recipe = self._recipe or settings.make_recipe()
-        run = Run(grid, settings, recipe, model, measure, every, known)
+        measure, every = self._measure(settings, evaluate_fn)
+        journal = Journal(settings, self._loggers)
         try:
-            run.begin(self._describe, self._loggers)
-            while not run.is_over:
-                _note(result, run.run_round())
-            metrics = run.finish()
+            run = self._begin(grid, settings, model, journal)
+            configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+            while run.channel.version <= settings.rounds and not journal.ending:
+                self._run_round(run, measure, every, configs, result)
+            self._finish(run, measure, configs[1], result)
         finally:
-            run.close()
-        last = run.num_rounds
-        if run.evaluation.metrics:
-            result.evaluate_metrics_clientapp[last] = _metric_record(run.evaluation.metrics)
-        if metrics:
-            result.evaluate_metrics_serverapp[last] = _metric_record(metrics)
-        result.arrays = model.record(run.averaged)
-        self.final = model.with_params(run.averaged)
-        self.results = run.results
+            journal.close()
+            self._run = None
         return result
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,  # noqa: ARG002
     ) -> Iterable[Message]:
-        """Return the orders of a round, for a loop that is not `start`.
-
-        The model must be the one that `aggregate_train` returned, because clients follow it by
-        what changes. A client that lacks part of it gets that with the next order.
-        """
-        if self._run is None:
-            model = make_model(arrays, *self._choice)
-            recipe = self._recipe or self.settings.make_recipe()
-            self._run = Run(grid, self.settings, recipe, model)
-            self._run.begin(self._describe, self._loggers)
-        elif self._record is not None and not _is_same(arrays, self._record):
-            raise ConfigError(
-                f"the model of round {server_round} is not the one that AQG made; it keeps the "
-                "model itself, and no other strategy can change it"
-            )
-        self._run.set_config(TRAIN, config)
-        return self._run.orders()
+        """Return messages to the clients of a round."""
+        run = self._require_run(server_round)
+        settings, number = run.settings, run.channel.version
+        away = settings.training().unsampled(number, settings.num_clients, settings.seed)
+        told = ConfigRecord({**config, ROUND: server_round})
+        if (number - 1) % settings.eval_every:
+            told["measure"] = False
+        asked = [client for client in run.roster.present if not away[client]]
+        self._sent = dict(
+            zip(asked, self._messages(run, asked, arrays, told, "train"), strict=True)
+        )
+        return list(self._sent.values())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take replies to the orders of `configure_train` in, and step."""
+        """Take the step that the replies make."""
         run = self._require_run(server_round)
-        report = run.take_replies(replies)
-        self._record = run.model.record(run.parameters)
-        return self._record, _metric_record(report.trained) if report.trained else None
+        answered = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        found: dict[int, dict[str, float]] = {}
+        for client, message in self._sent.items():
+            metrics = run.accounts.hear(client, answered.get(message.metadata.message_id))
+            if metrics is not None and client in run.channel.taken:
+                run.roster.num_samples[client] = metrics.get(EXAMPLES, 0.0)
+                found[client] = metrics
+        run.channel.reweigh(run.accounts.weights())
+        seconds = time.monotonic() - self._started
+        asked = len(self._sent)
+        self._report = run.accounts.report(
+            found, asked, self._before["metrics"], self._before["evaluated"], seconds
+        )
+        run.channel.step(set(found), self._report.stepped)
+        trained = self._report.trained
+        return None, _metric_record(trained) if trained else None
 
     def configure_evaluate(
         self,
         server_round: int,
-        arrays: ArrayRecord,  # noqa: ARG002  (the model is kept here)
+        arrays: ArrayRecord,
         config: ConfigRecord,
         grid: Grid,  # noqa: ARG002
     ) -> Iterable[Message]:
-        """Return orders to evaluate the model, where it is time for that."""
+        """Return messages that ask the clients to measure the model."""
         run = self._require_run(server_round)
-        every = self.settings.client_eval_every
-        if not every or server_round % every:
-            return []
-        run.set_config(EVALUATE, config)
-        return run.evaluation_orders()
+        told = ConfigRecord({**config, ROUND: server_round})
+        return self._messages(run, run.roster.present, arrays, told, "evaluate")
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the means of what clients measured."""
-        evaluation = self._require_run(server_round).take_evaluations(replies)
-        return _metric_record(evaluation.metrics) if evaluation.metrics else None
+        """Return the means of what clients measured, weighted by examples where they say them."""
+        run, found = self._require_run(server_round), dict[int, dict[str, float]]()
+        for reply in replies:
+            client = run.roster.client_of(reply.metadata.src_node_id)
+            if reply.has_error():
+                reason = plain(reply.error.reason or "")
+                level = logging.INFO if _NO_HANDLER in reason else logging.WARNING
+                _logger.log(level, "a client could not evaluate: %s", reason)
+            elif client is not None:
+                found[client] = numbers_in(reply.content)
+        if not found:
+            return None
+        clients, settings = sorted(found), run.settings
+        weights = run.channel.book.weights[clients]
+        examples = np.array([found[client].pop(EXAMPLES, 0.0) for client in clients])
+        if settings.weighting == "samples" and (examples > 0).all():
+            weights = cap_shares(examples, settings.largest_share)
+        losses = np.full(settings.num_clients, np.nan)
+        losses[clients] = [loss_in(found[client]) for client in clients]
+        if not have_diverged(losses, len(clients)):
+            for client in leave_out_absurd(losses):
+                _logger.warning("the loss of client %d is beyond all use, and left out", client)
+        self._loss: float | None = mean_loss(losses, run.channel.book.weights)
+        shares = zip(weights.tolist(), (found[client] for client in clients), strict=True)
+        return _metric_record(mean_metrics(list(shares)))
 
     def summary(self) -> None:
         """Log what the strategy is set to."""
@@ -257,33 +314,193 @@ class AQG(Strategy):
             f"written to {settings.run_dir!r}" if settings.run_dir else "written nowhere",
         )
 
-    def _require_run(self, server_round: int) -> Run:
+    def _begin(self, grid: Grid, settings: Settings, model: ServerModel, journal: Journal) -> _Run:
+        """Wait for the clients; begin, or go on from the checkpoint."""
+        recipe = settings.make_recipe() if self._recipe is None else self._recipe
+        chosen = ChannelSettings(
+            recipe=settings.recipe,
+            bits=settings.bits,
+            max_staleness=settings.max_staleness,
+            seed=settings.seed,
+            own=self._recipe,
+            exact=settings.exact,
+        )
+        recipe = chosen.make_recipe()
+        downlink, rule = settings.make_downlink(recipe), settings.make_step(recipe)
+        roster, training = (
+            Roster(settings.num_clients, settings.trust_partition_id),
+            settings.training(),
+        )
+        stepping = Stepping(
+            settings.num_clients,
+            roster.client_of,
+            settings.step_size,
+            rule,
+            training.optimizer,
+            downlink,
+            settings.dropout,
+            training.num_sampled(settings.num_clients) / settings.num_clients,
+        )
+        make = partial(SteppingChannel, settings=chosen, stepping=stepping, travel=model.travel)
+        schema, seed = model.schema, settings.seed
+        terms = settings.terms | {
+            "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
+            "downlink": describe_downlink(downlink),
+            "step": describe_step(rule),
+        }
+        saved = journal.open(terms)
+        compressed = CompressedGrid(grid, chosen, make_channel=make, run_name=saved.run)
+        channel = compressed.open(ARRAYS, model.record)
+        assert isinstance(channel, SteppingChannel)
+        channel.incarnation = saved.incarnation
+        if saved.arrays:
+            roster.restore(saved.arrays["nodes"].tolist(), saved.arrays["num_samples"])
+            channel.restore(saved.arrays)
+            journal.check(channel)
+            _logger.info("going on with run %s at round %d", saved.run, channel.version)
+        accounts = Accounts(settings, roster, channel, compressed.counts)
+        compressed.check_reply = accounts.check
+        if not wait_for(grid, roster, settings.num_clients, settings.start_timeout):
+            _logger.warning(
+                "%d of %d clients are connected; starting without the others",
+                len(roster.present),
+                settings.num_clients,
+            )
+        journal.begin(channel.version, self._describe, str(channel.book.parameters.dtype))
+        run = _Run(settings, model, compressed, channel, roster, accounts, journal, saved, terms)
+        journal.save(saved, channel, roster, terms)  # the incarnation, before the first order
+        self._run, self._failed = run, 0
+        return run
+
+    def _run_round(
+        self,
+        run: _Run,
+        measure: Measure | None,
+        every: int,
+        configs: tuple[ConfigRecord, ConfigRecord],
+        result: Result,
+    ) -> None:
+        """Run the next round, and write it down."""
+        settings, number, before = run.settings, run.channel.version, run.channel.version - 1
+        client_every = settings.client_eval_every
+        self._before = {"metrics": {}, "evaluated": {}}
+        if client_every and before and before % client_every == 0:
+            self._before["evaluated"] = self._evaluate_on_clients(run, configs[1], result)
+        tensors = None
+        if before % every == 0:
+            self._before["metrics"] = self._measured(run, measure, result)
+            tensors = run.model.tensors(run.channel.averaged()) if settings.run_dir else None
+        needed = settings.needed_clients
+        if not wait_for(run.grid.inner, run.roster, needed, settings.start_timeout):
+            raise RunError(
+                f"{len(run.roster.present)} clients are connected after "
+                f"{settings.start_timeout:g} s, and {needed} are needed; start again with the "
+                "same run-dir to go on"
+            )
+        self._started = time.monotonic()
+        messages = self.configure_train(number, run.model.record, configs[0], run.grid)
+        replies = run.grid.send_and_receive(messages, timeout=settings.round_timeout)
+        _, trained = self.aggregate_train(number, replies)
+        if trained is not None:
+            result.train_metrics_clientapp[number] = trained
+        report = self._report
+        assert report is not None
+        if report.evaluated and before not in result.evaluate_metrics_clientapp:
+            result.evaluate_metrics_clientapp[before] = _metric_record(report.evaluated)
+        run.journal.note(report, tensors)
+        over = number >= settings.rounds or run.journal.ending
+        if over or number % settings.checkpoint_every == 0:
+            run.journal.save(run.saved, run.channel, run.roster, run.terms)
+        self._failed = 0 if report.stepped else self._failed + 1
+        if self._failed > settings.max_failed_rounds:
+            raise RunError(
+                f"{self._failed} rounds in a row had fewer than {needed} valid replies; lower "
+                "min-clients, raise round-timeout, or look at the clients' logs"
+            )
+
+    def _finish(
+        self, run: _Run, measure: Measure | None, config: ConfigRecord, result: Result
+    ) -> None:
+        """Let clients and server measure the final model, and write the results."""
+        self._loss = None
+        evaluated = self._evaluate_on_clients(run, config, result)
+        metrics = self._measured(run, measure, result)
+        averaged = run.channel.averaged()
+        result.arrays = record_of(averaged.items())
+        self.final = run.model.filled(averaged)
+        make = partial(run.model.tensors, averaged)
+        self.results = run.journal.finish(evaluated, self._loss, metrics, make)
+        run.grid.finish(run.roster.present_nodes)
+        result.traffic = run.grid.counts  # type: ignore[attr-defined]
+        _logger.info("done: %s", {key: self.results[key] for key in _SAID})
+
+    def _evaluate_on_clients(
+        self, run: _Run, config: ConfigRecord, result: Result
+    ) -> dict[str, float]:
+        number = run.channel.version - 1
+        run.roster.update(set(run.grid.get_node_ids()))
+        messages = self.configure_evaluate(number, run.model.record, config, run.grid)
+        timeout = run.settings.round_timeout
+        found = self.aggregate_evaluate(
+            number, run.grid.send_and_receive(messages, timeout=timeout)
+        )
+        if found is None:
+            return {}
+        result.evaluate_metrics_clientapp[number] = found
+        return {name: float(value) for name, value in found.items()}  # type: ignore[arg-type]
+
+    def _measured(self, run: _Run, measure: Measure | None, result: Result) -> Mapping[str, float]:
+        """Return the server's own metrics of the model."""
+        if measure is None:
+            return {}
+        if not run.model.can_be_measured:
+            _logger.warning("clients keep their own statistics; the server measures no metrics")
+            return {}
+        number = run.channel.version - 1
+        metrics = measure(number, run.model, run.channel.averaged())
+        if metrics:
+            result.evaluate_metrics_serverapp[number] = _metric_record(metrics)
+        return metrics
+
+    def _messages(
+        self, run: _Run, clients: list[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
+    ) -> list[Message]:
+        return [
+            Message(
+                RecordDict({ARRAYS: arrays, CONFIG: config}),
+                dst_node_id=run.roster.node_of(client),
+                message_type=kind,
+                ttl=run.settings.round_timeout,  # an order that was not picked up dies with it
+                group_id=str(run.channel.version),
+            )
+            for client in clients
+        ]
+
+    def _require_run(self, server_round: int) -> _Run:
         if self._run is None:
-            raise ConfigError(f"round {server_round} was not begun with configure_train")
+            raise ConfigError(
+                f"round {server_round} is not AQG's own; it makes the model itself: call its "
+                "start, and put no other strategy around it"
+            )
         return self._run
 
     def _measure(
-        self, settings: Settings, model: ServerModel, evaluate_fn: EvaluateRound | None
-    ) -> tuple[Callable[[int, FloatArray], Mapping[str, float]] | None, int]:
+        self, settings: Settings, evaluate_fn: EvaluateRound | None
+    ) -> tuple[Measure | None, int]:
         """Return what measures a model on the server, and every how many rounds it does."""
         evaluate = self._evaluate
         if evaluate_fn is not None:
             if evaluate is not None:
                 raise ConfigError("AQG has an evaluate, and start an evaluate_fn; give one of them")
             function = evaluate_fn
-
-            def measure_record(number: int, params: FloatArray) -> Mapping[str, float]:
-                return _metrics_of(function(number, model.record(params)))
-
-            return measure_record, settings.metrics_every or 1
+            return (
+                lambda number, _, values: _metrics_of(function(number, record_of(values.items()))),
+                settings.metrics_every or 1,
+            )
         every = settings.metrics_every or max(1, settings.rounds // _METRIC_POINTS)
         if evaluate is None:
             return None, every
-
-        def measure(number: int, params: FloatArray) -> Mapping[str, float]:  # noqa: ARG001
-            return _metrics_of(evaluate(model.with_params(params)))
-
-        return measure, every
+        return lambda _, model, values: _metrics_of(evaluate(model.filled(values))), every
 
 
 def _metrics_of(found: float | Mapping[str, Any] | None) -> dict[str, float]:
@@ -305,20 +522,3 @@ def _metrics_of(found: float | Mapping[str, Any] | None) -> dict[str, float]:
 
 def _metric_record(metrics: Mapping[str, float]) -> MetricRecord:
     return MetricRecord({name: float(value) for name, value in metrics.items()})
-
-
-def _note(result: Result, report: RoundReport) -> None:
-    """Put a round into Flower's result; what is measured before it belongs to the one before."""
-    number = report.line.record.round
-    if report.trained:
-        result.train_metrics_clientapp[number] = _metric_record(report.trained)
-    if report.evaluated:
-        result.evaluate_metrics_clientapp[number - 1] = _metric_record(report.evaluated)
-    if report.line.metrics:
-        result.evaluate_metrics_serverapp[number - 1] = _metric_record(report.line.metrics)
-
-
-def _is_same(one: ArrayRecord, other: ArrayRecord) -> bool:
-    return one is other or (
-        list(one) == list(other) and all(one[name].data == other[name].data for name in one)
-    )

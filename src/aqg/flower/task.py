@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aqg.errors import DataError
-from aqg.flower.statistics import TaskModel
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.local import LocalTraining
 
@@ -29,6 +28,43 @@ if TYPE_CHECKING:
     Evaluate = Callable[[FloatArray], Said]
 
 
+class TaskModel:
+    """A client's module: its layout, and its buffers.
+
+    Args:
+        layout: which tensors travel.
+        module: that is trained.
+        read: returns the buffers as they are.
+        write: sets them.
+
+    Attributes:
+        initial: the buffers that the module came with.
+        is_agreed: whether it was compared with the server's.
+
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        module: torch.nn.Module,
+        read: Callable[[], Buffers],
+        write: Callable[[Buffers], None],
+    ) -> None:
+        self.layout = layout
+        self.module = module
+        self.read = read
+        self.write = write
+        self.initial = read()
+        self.is_agreed = False
+
+    @property
+    def first_tracked(self) -> str:
+        """The name of the first buffer of a normalization layer."""
+        layout = self.layout
+        names = zip((*layout.statistics, *layout.counters), layout.tracked, strict=True)
+        return next(spec.name for spec, is_tracked in names if is_tracked)
+
+
 @dataclass(frozen=True)
 class FlowerTask:
     """A client's data and training, as functions of the flat model ``θ``.
@@ -44,9 +80,6 @@ class FlowerTask:
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
-        start: returns the model that training starts from, where the client has it as well as the
-            server, by a common seed or checkpoint; the server then need not send all of it. None
-            where it is not known, or not any more.
 
     """
 
@@ -55,7 +88,6 @@ class FlowerTask:
     evaluate: Evaluate | None = None
     train_measures: bool = True
     model: TaskModel | None = None
-    start: Callable[[], FloatArray | None] | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -67,12 +99,8 @@ class FlowerTask:
         features: Any,
         labels: Any,
         local: LocalTraining | None = None,
-        start: FloatArray | None = None,
     ) -> FlowerTask:
         """Make a task of an objective and a client's samples, trained as the simulator does.
-
-        ``start`` is the model that training starts from, where the client knows it; a module's own
-        parameters are known.
 
         >>> import numpy as np
         >>> from aqg.objectives import make_objective
@@ -83,9 +111,8 @@ class FlowerTask:
         (0.6931, (6,))
         """
         training = local if local is not None else LocalTraining()
-        model, known_start = None, None if start is None else (lambda: start)
+        model = None
         if isinstance(getattr(objective, "model_layout", None), ModelLayout):
-            known_start = known_start or _start_of(objective)  # type: ignore[arg-type]
             objective, model = _carried(objective)  # type: ignore[arg-type]  # it has a layout
 
         def train(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
@@ -102,7 +129,6 @@ class FlowerTask:
             evaluate,
             train_measures=sees_all,
             model=model,
-            start=known_start,
         )
 
     @staticmethod
@@ -165,18 +191,9 @@ class FlowerTask:
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
-        is_used = False
-
-        def start_model() -> FloatArray | None:
-            return None if is_used else layout.flatten(module)
-
-        def load(params: FloatArray) -> None:
-            nonlocal is_used
-            is_used = True
-            layout.load(module, params)
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
-            load(params)
+            layout.load(module, params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
             said = train(module, round_number) if takes_round else train(module)
@@ -184,12 +201,12 @@ class FlowerTask:
             return said, pseudo_gradient.astype(params.dtype, copy=False)
 
         def measure(params: FloatArray) -> Said:
-            load(params)
+            layout.load(module, params)
             return evaluate(module) if evaluate is not None else float("nan")
 
         model = TaskModel(
             layout,
-            layout.constants_digest(module),
+            module,
             lambda: layout.read_buffers(module),
             lambda buffers: layout.write_buffers(module, buffers),
         )
@@ -200,7 +217,6 @@ class FlowerTask:
             measures,
             train_measures=evaluate is None,
             model=model,
-            start=start_model,
         )
 
 
@@ -218,11 +234,6 @@ def num_arguments(function: Callable[..., object]) -> int:
     return sum(p.kind in by_place and p.default is p.empty for p in parameters)
 
 
-def _start_of(objective: ModuleObjective) -> Callable[[], FloatArray]:
-    """Return what returns the parameters that an objective's module came with."""
-    return lambda: objective.model_layout.flatten(objective.module)
-
-
 def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
     """Return an objective whose buffers can be set and read between rounds."""
     layout = objective.model_layout
@@ -231,7 +242,7 @@ def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
     def write(buffers: Buffers) -> None:
         held.buffers = buffers
 
-    model = TaskModel(layout, objective.constants_digest(), lambda: held.buffers, write)
+    model = TaskModel(layout, objective.module, lambda: held.buffers, write)
     return objective.carrying(held), model
 
 

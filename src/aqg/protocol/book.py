@@ -215,15 +215,29 @@ class MirrorBook:
                 f"the reply is to round {reply.round} of incarnation {reply.incarnation}, "
                 f"not to round {self.round} of {incarnation}"
             )
-        params, state, entry = self.parameters, self.state, self._entries[client]
-        held = Peer(state.peers[client].track, entry)
+        params = self.parameters
+        held = self.peer(client)
         peer, message = take_reply(self.recipe, held, reply, len(params), str(params.dtype))
-        weight = float(self.weights[client])
-        if reply.restarted:
+        return *self._after(client, peer, message, reply.restarted), message
+
+    def peer(self, client: int) -> Peer:
+        """Return what is held of a client."""
+        return Peer(self.state.peers[client].track, self._entries[client])
+
+    def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
+        """Take in what `take_reply` returned for a client's reply."""
+        self.state, self._entries[client] = self._after(client, peer, message, restarted)
+
+    def _after(
+        self, client: int, peer: Peer, message: Message, restarted: bool
+    ) -> tuple[ServerState, Held]:
+        state, weight = self.state, float(self.weights[client])
+        if restarted:
             state = forget(self.recipe, state, client, weight)
         state = take_message(self.recipe, state, client, message, weight)
+        entry = self._entries[client]
         last_upload = entry.last_upload if isinstance(message, Skip) else self.round
-        return state, peer.entry._replace(last_upload=last_upload), message
+        return state, peer.entry._replace(last_upload=last_upload)
 
     def reweigh(self, weights: Float64Array) -> None:
         """Go on with other weights ``w_m``, and the sum that belongs to them."""
@@ -238,7 +252,7 @@ class MirrorBook:
 
     def step(
         self, step_size: float, dropout_rate: float, sampled: float, optimizer: ServerOptimizer
-    ) -> None:
+    ) -> Entry:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round.
 
         ``step_size`` is ``α``, or the natural step of the rule that finds it.
@@ -246,9 +260,9 @@ class MirrorBook:
         before = self.public
         step = Step(step_size, dropout_rate, sampled, optimizer, self.rule, self.downlink)
         self.state, entry = publish_round(self.recipe, self.state, step)
-        self._publish(entry, before)
+        return self._publish(entry, before)
 
-    def skip_step(self) -> None:
+    def skip_step(self) -> Entry:
         """Go to the next round with the model as it is, because too few clients answered.
 
         What was sent with error feedback waits for the next step: it is in no residual any more.
@@ -259,11 +273,12 @@ class MirrorBook:
             model = model._replace(total=total, num_sent=0, upload_energy=0.0)
         number, before = self.round, self.public
         self.state = self.state._replace(model=model)
-        self._publish(Entry(number, is_step=False), before)
+        return self._publish(Entry(number, is_step=False), before)
 
-    def _publish(self, entry: Entry, before: Public) -> None:
+    def _publish(self, entry: Entry, before: Public) -> Entry:
         if self.publisher is not None:
             self.publisher.publish(entry, before, self.public)
+        return entry
 
 
 _logger = logging.getLogger("aqg.protocol")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from aqg.report.curves import (
     LOSSES,
-    SECONDS,
+    TIME,
     combine,
     count_widths,
     metric_names,
@@ -86,21 +86,18 @@ def _png(figure: Figure) -> bytes:
 
 def _draw_curves(comparison: Comparison, metrics: Sequence[str]) -> bytes:
     legend = 0.4 + 0.2 * math.ceil(len(comparison.groups) / 4)
-    columns = dict(_AXES)
-    if all(SECONDS in run.extras for run in comparison.runs):
-        columns[SECONDS] = "simulated seconds"
-    figure = _figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
-    rows = figure.subplots(len(metrics), len(columns), sharey="row", squeeze=False)
+    figure = _figure(13, 4 * len(metrics) + legend)
+    is_timed = all(TIME in run.extras for run in comparison.runs)
+    shown = _AXES | ({TIME: "simulated seconds"} if is_timed else {})
+    rows = figure.subplots(len(metrics), len(shown), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
     for axes, metric in zip(rows, metrics, strict=True):
-        for panel, (axis, title) in zip(axes, columns.items(), strict=True):
+        for panel, (axis, title) in zip(axes, shown.items(), strict=True):
             for group in comparison.groups:
                 _draw_group(panel, group, axis, metric)
             panel.set_xlabel(title)
             has_points = any(len(line.get_xdata()) for line in panel.lines)
-            if (
-                axis in ("uploads", "total_bytes") and has_points
-            ):  # without any, a logarithm has no limits
+            if axis not in ("rounds", TIME) and has_points:  # else a logarithm has no limits
                 panel.set_xscale("log")
             if metric in LOSSES and has_points:
                 panel.set_yscale("log")
@@ -116,7 +113,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
     if band is None:
         panel.plot([], [], label=group.label)
         return
-    seen = np.ones(len(band.x), bool) if axis == "rounds" else band.x > 0
+    seen = np.ones(len(band.x), bool) if axis in ("rounds", TIME) else band.x > 0
     if metric in LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink
 from aqg.core.types import IntArray
-from aqg.protocol.coding import to_bytes
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
-from aqg.protocol.messages import Order, Reply
+from aqg.protocol.follower import DIGEST_BYTES, STATE_DIGEST_BYTES
+from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 
 
@@ -151,22 +150,21 @@ class Meter:
     def __init__(self, first_model: int, downlink: Downlink) -> None:
         self._first_model = 0 if downlink.name == "full" else first_model
         self._known: set[int] = set()
+        self._at_work: set[int] = set()
 
     def replay(self, record: RoundRecord) -> None:
         """Take note of who took part in a round that was charged before."""
         self._known |= _present(record)
+        self._at_work = {m for m, width in enumerate(record.widths) if width == AT_WORK}
 
     def charge(self, record: RoundRecord) -> RoundRecord:
         """Return the record with all that was sent and received in the round."""
         present, head = _present(record), heads()
-        new = present - self._known
-        self._known |= new
-        replied = [client for client in present if record.widths[client] != AT_WORK]
-        up = dict.fromkeys(replied, head.reply)
-        down = dict.fromkeys(replied, head.order)
-        for client in new:
-            first = head.first_order - head.order + self._first_model
-            down[client] = down.get(client, 0) + first
+        ordered, new = present - self._at_work, present - self._known
+        self.replay(record)
+        up = dict.fromkeys(present - self._at_work, head.reply)
+        first = head.first_order + self._first_model
+        down = {client: first if client in new else head.order for client in ordered}
         return record._replace(
             upload_bytes=record.upload_bytes + sum(up.values()),
             download_bytes=add_bytes(record.download_bytes, sum(down.values())),

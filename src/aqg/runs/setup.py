@@ -263,7 +263,7 @@ def describe_clients(config: RunConfig, dataset: Dataset) -> str:
 
 
 def _table(rows: list[PartitionRow]) -> str:
-    return format_partition_table(rows, max_rows=len(rows)).rstrip() + "\n"
+    return format_partition_table(rows).rstrip() + "\n"
 
 
 def find_minimum(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from aqg.core.recipe import Recipe
 from aqg.core.types import Float64Array, IntArray
 from aqg.errors import GradientError, RunError
 from aqg.objectives.layout import Buffers
-from aqg.objectives.module import ModuleObjective
 from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.training import Training
+
+if TYPE_CHECKING:  # needs torch, which takes seconds to import and need not be there
+    from aqg.objectives.module import ModuleObjective
 
 
 class StatisticsTraffic(NamedTuple):

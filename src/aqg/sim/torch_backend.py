@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
-from aqg.core.space import Item, NumpySpace, Result, as_index, map_messages
+from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Change, Memory, Part
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
@@ -28,10 +28,11 @@ _MOST_CUT = 256
 """So many clients of unequal size are cut into pieces; more would need a large table of owners."""
 
 
-class TorchBackend:
+class TorchBackend(NumpySpace):
     """Everything of a client's round but the quantizing of what is sent stays on the device."""
 
     def __init__(self, problem: Problem, device: str) -> None:
+        super().__init__(in_place=True)
         self.device = torch.device(device)
         self.host = NumpySpace(in_place=True)
         self._objective = problem.objective
@@ -136,10 +137,6 @@ class TorchBackend:
                 self._labels = list(torch.split(labels, sizes))
             self._side_by_side = features, labels, starts
         return self._side_by_side
-
-    def own(self, array: Tensor) -> Tensor:
-        """Return the tensor itself: all are the simulation's own."""
-        return array
 
     def zeros_like(self, array: Tensor) -> Tensor:
         return torch.zeros_like(array)
@@ -249,9 +246,6 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         return params - (step_size * update).to(params.dtype), direction @ direction
 
-    def number(self, scalar: Tensor) -> float:
-        return float(scalar)
-
     def squared_norm(self, vector: Tensor) -> float:
         wide = vector.double()
         return float(wide @ wide)
@@ -261,11 +255,6 @@ class TorchBackend:
         if vector.is_cpu:
             return torch.from_numpy(np.sqrt(vector.numpy()))
         return vector.sqrt()
-
-    def map(
-        self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
-    ) -> list[Result]:
-        return map_messages(function, items, num_values)
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack

@@ -84,6 +84,7 @@ def test_results_are_shown_again_without_a_run(finished, capsys):
     assert (finished / TRIALS).read_bytes() == before
 
 
+@pytest.mark.soak
 def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
     if TASKS["heart"].missing_file(data_dir) is not None:
         pytest.skip("needs the files of heart in the data directory")
@@ -131,6 +132,7 @@ def test_one_command_at_a_time(finished, capsys):
     assert "topk" not in (finished / "compare.json").read_text()
 
 
+@pytest.mark.soak
 def test_a_trial_that_was_interrupted_goes_on(tmp_path):
     """Ctrl-C in the middle of a trial saves it, and the results are those of one go."""
     arguments = ["compare", "fedavg", "--task", "digits-softmax", "--seeds", "1", "--jobs", "1"]

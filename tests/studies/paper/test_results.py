@@ -179,6 +179,7 @@ def test_the_other_machine_has_every_logistic_run(stored):
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
+@pytest.mark.soak
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
     console = Console(file=io.StringIO(), width=200)
@@ -275,12 +276,6 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     assert list(added.outcomes) == runs
     assert added.curves == {o.name: stored.curves[o.name] for o in runs}
     assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
-
-
-def test_ended_above_its_start():
-    assert make_outcome(final_loss=math.inf).ran_away
-    assert make_outcome(final_loss=3.0).ran_away
-    assert not make_outcome().ran_away
 
 
 def test_pictures(stored):

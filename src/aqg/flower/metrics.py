@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flwr.app import RecordDict
+
 _logger = logging.getLogger("flwr.aqg")
 
 TRAINED, EVALUATED = "train_", "eval_"
 """Begin the names of fields with what clients measured while they trained, and of the model."""
 EXAMPLES = "num-examples"
 """The metric by which others are weighted, under Flower's name for it."""
+_LONGEST_NAME = 80
 _LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss")
 
 
@@ -67,3 +70,26 @@ def metric_fields(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]
         word = re.sub(r"\W", "_", name)
         fields[word if word.startswith(prefix) else prefix + word] = value
     return fields
+
+
+def numbers_in(content: RecordDict) -> dict[str, float]:
+    """Return the numbers in all metrics of a reply."""
+    found: dict[str, float] = {}
+    for record in content.metric_records.values():
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                found[plain(name, _LONGEST_NAME)] = float(value)
+            else:
+                _logger.warning("metric %r is a list, which AQG does not average", name)
+    return found
+
+
+def plain(text: str, max_length: int = 500) -> str:
+    r"""Make a text of a node fit for logs and terminals: one line, every character visible.
+
+    >>> plain("lost\n\x1b[2J  the\u202e end")
+    'lost \\x1b[2J the\\u202e end'
+    """
+    line = " ".join(text[:max_length].split())
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(shown)[:max_length]

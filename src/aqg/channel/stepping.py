@@ -1,0 +1,298 @@
+"""Our own server's end for one model: it makes the model from the updates, and says its steps.
+
+What differs from `aqg.channel.server` is where entries come from. There a strategy makes a model,
+and an entry says what the public copy lacks of it. Here the round's uploads go into
+`aqg.core.server`, whose step moves the copy itself, and every round has one entry. Tensors beside
+the vector, such as running statistics, are averaged with the weights of the updates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.channel.copies import PublicCopy, encode_entry, tensor_digest
+from aqg.channel.server import Channel, Phase, Taken
+from aqg.channel.tensors import Kind, decode_kept, encode_kept, flatten, unflatten
+from aqg.core.downlink import Downlink, Full
+from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
+from aqg.errors import MessageError
+from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
+from aqg.wire.entry import encode_entry as encode_step
+from aqg.wire.entry import known_velocity
+from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.varint import write_varint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from aqg.channel.settings import Settings
+    from aqg.channel.tensors import Kinds, Tensor, Values
+    from aqg.core.types import Float64Array
+    from aqg.protocol.mirrors import Peer
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+
+class Stepping(NamedTuple):
+    """How the server steps.
+
+    Attributes:
+        num_clients: how many clients there are.
+        client_of: says which of them a node is.
+        size: of the step.
+        rule: how long steps are.
+        optimizer: what is made of the sums.
+        downlink: how the model travels.
+        dropout: the share of replies that is expected to be lost, where recipes look at it.
+        sampled: the share of clients that take part in a round.
+
+    """
+
+    num_clients: int
+    client_of: Callable[[int], int | None]
+    size: float
+    rule: StepRule = Fixed()
+    optimizer: ServerOptimizer = SGD()
+    downlink: Downlink = Full()
+    dropout: float = 0.0
+    sampled: float = 1.0
+
+
+class Travel(NamedTuple):
+    """How tensors travel.
+
+    Attributes:
+        kinds: of each.
+        own: those that clients keep to themselves.
+        aliases: second names of tensors, such as those of tied weights, and the first ones.
+
+    """
+
+    kinds: Kinds
+    own: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = {}
+
+
+class SteppingChannel(Channel):
+    """One model of a run, which is made here.
+
+    Args:
+        run: names run and model.
+        values: the model to start from.
+        settings: of the user.
+        stepping: how the server steps.
+        travel: how tensors travel.
+
+    """
+
+    makes_model = True
+
+    def __init__(
+        self,
+        run: str,
+        values: Values,
+        settings: Settings,
+        stepping: Stepping,
+        travel: Travel,
+    ) -> None:
+        super().__init__(run, values, settings, travel.kinds)
+        self._is_open = False
+        self._stepping = stepping
+        self._own, self._aliases = travel.own, travel.aliases
+        self._replies: dict[int, Taken] = {}
+        start = self._copy.vector.copy()
+        weights = np.ones(stepping.num_clients)
+        rule, optimizer = stepping.rule, stepping.optimizer
+        self.book = MirrorBook.first(
+            self._recipe, start, weights, optimizer, stepping.downlink, rule
+        )
+        self.book.publisher = None  # the log is the channel's
+        self._copy = self._copy._replace(track=self.book.public.track)
+        self._copy = self._copy._replace(digest=self._copy.content_digest())
+        self._means: dict[str, Float64Array] = {}
+
+    @property
+    def taken(self) -> dict[int, Taken]:
+        """The replies that were taken since the last step, by client."""
+        return dict(sorted(self._replies.items()))
+
+    def publish(
+        self,
+        given: Values,  # noqa: ARG002  (the model is made here)
+        is_train: bool,
+        as_it_is: bool = False,  # noqa: ARG002
+    ) -> Phase:
+        """Return what is sent now."""
+        if is_train:
+            self._replies = {}
+        return Phase(self, False, self.copied(), self._copy)
+
+    def commit(self, taken: Taken) -> None:
+        """Take note of a reply that was read; it counts in the next step."""
+        self.note(taken.node, taken.phase)
+        if taken.phase.version == self.version:
+            self._replies[self._place(taken.node)] = taken
+
+    @property
+    def whole_bytes(self) -> int:
+        """The length of what a node is sent that holds nothing."""
+        _, velocity, direction, _ = self._copy.track
+        return self.num_bytes + int(velocity.nbytes + direction.nbytes)
+
+    @property
+    def holders(self) -> set[int]:
+        """The clients that have had the model once."""
+        return set(self._positions)
+
+    def reweigh(self, weights: Float64Array) -> None:
+        """Go on with other weights of clients."""
+        if not np.array_equal(weights, self.book.weights):
+            self.book.reweigh(weights)
+
+    def copied(self) -> dict[str, Tensor]:
+        """Return the tensors of the public copy."""
+        return self._named(self._copy.values(self.schema))
+
+    def step(self, clients: set[int], is_step: bool) -> None:
+        """Take in these clients' replies, in their order, and take a step, or none."""
+        book, how = self.book, self._stepping
+        taken = {client: t for client, t in self.taken.items() if client in clients}
+        self._replies = {}
+        for client, reply in taken.items():
+            if reply.peer is not None:
+                book.take(client, reply.peer, reply.message, reply.reply.restarted)
+        before = book.public
+        if is_step:
+            entry = book.step(how.size, how.dropout, how.sampled, how.optimizer)
+        else:
+            entry = book.skip_step()
+        copy, kept = self._averaged_beside(taken if is_step else {})
+        said = encode_entry(None, b"", kept, encode_step(entry, known_velocity(before)))
+        copy = copy._replace(track=book.public.track).after(said)
+        self._copy, self._values = copy, {**copy.values(self.schema), **self._beside_values()}
+        self._entries.append(said)
+        if isinstance(how.downlink, Full):
+            self._entries, self._first = [], copy.version
+        self._cut()
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return what is measured and kept: where steps adapt, the mean of the last models."""
+        specs = self.schema.chosen(self._copy.layout)
+        means = {n: m.astype(self._values[n].dtype) for n, m in self._means.items()}
+        found = {**self._values, **means, **unflatten(self.book.state.averaged, specs)}
+        return self._named({spec.name: found[spec.name] for spec in self.schema.specs})
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all that a server needs to go on, as named arrays that a file can hold."""
+        copy = self._copy
+        positions = [self._positions.get(c, 0) for c in range(self._stepping.num_clients)]
+        beside = {f"kept {name}": tensor for name, tensor in copy.kept.items()}
+        beside |= {f"value {name}": self._values[name] for name in self._travels()}
+        beside |= {f"mean {name}": mean for name, mean in self._means.items()}
+        return {
+            **book_to_arrays(self.book),
+            **beside,
+            "copy_digest": np.frombuffer(copy.digest, np.uint8),
+            "log_start": np.array(self._first, np.int64),
+            "log_sizes": np.array([len(entry) for entry in self._entries], np.int64),
+            "log_bytes": np.frombuffer(b"".join(self._entries), np.uint8),
+            "positions": np.array(positions, np.int64),
+        }
+
+    def restore(self, arrays: dict[str, NDArray[Any]]) -> None:
+        """Go on from what `to_arrays` returned."""
+        how = self._stepping
+        self.book = book_from_arrays(arrays, self._recipe, how.downlink, None, how.rule)
+        named = {
+            kind: {n.partition(" ")[2]: a for n, a in arrays.items() if n.startswith(f"{kind} ")}
+            for kind in ("kept", "value", "mean")
+        }
+        kept = {name: named["kept"][name] for name in self._copy.kept}
+        self._copy = PublicCopy(
+            self.book.round,
+            self._copy.layout,
+            self.book.public.track,
+            kept,
+            {name: tensor_digest(tensor) for name, tensor in kept.items()},
+            arrays["copy_digest"].tobytes(),
+        )
+        self._values = {**self._copy.values(self.schema), **named["value"]}
+        self._means = named["mean"]
+        self._first, data = int(arrays["log_start"]), arrays["log_bytes"].tobytes()
+        ends = np.cumsum(arrays["log_sizes"]).tolist()
+        self._entries = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        self._positions = {c: p for c, p in enumerate(arrays["positions"].tolist()) if p}
+
+    def _place(self, node: int) -> int:
+        client = self._stepping.client_of(node)
+        if client is None:
+            raise MessageError(f"node {node} is no client")
+        return client
+
+    def _number(self, place: int) -> int:
+        return place
+
+    def _scalars(self) -> tuple[float, float]:
+        return self.book.movement, self.book.state.model.budget.noise
+
+    def _beside(self) -> bytes:
+        places = self.schema.places
+        pairs = [(places[name], places[first]) for name, first in self._aliases.items()]
+        bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
+        return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
+
+    def _snapshot(self) -> bytes:
+        if self.version == 1 or isinstance(self._stepping.downlink, Full):
+            return b""
+        sent = flatten(self.copied(), self.schema.chosen(self._copy.layout))
+        return encode_snapshot(self.book.public, sent)
+
+    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:  # noqa: ARG002
+        return self.book.peer(place)
+
+    def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, with those of second names as they are under the first."""
+        return values | {name: values[first] for name, first in self._aliases.items()}
+
+    def _travels(self) -> list[str]:
+        """Return the tensors that travel beside the vector."""
+        return [name for name, k in self._kinds.items() if k in (Kind.HALF, Kind.EXACT)]
+
+    def _beside_values(self) -> dict[str, Tensor]:
+        """Return the tensors beside the vector as the server has them, before any rounding."""
+        return {name: self._values[name] for name in self._travels()}
+
+    def _averaged_beside(self, taken: dict[int, Taken]) -> tuple[PublicCopy, bytes]:
+        """Average the tensors beside the vector; return the copy with them, and their bytes."""
+        copy, names = self._copy, self._travels()
+        if not taken or not names:
+            return copy, b""
+        weights = self.book.weights[list(taken)]
+        shares = weights / weights.sum() if weights.any() else np.full(len(taken), 1 / len(taken))
+        for name in names:
+            held = copy.kept[name]
+            if not any(name in reply.kept for reply in taken.values()):
+                continue
+            mean = np.zeros(held.shape)
+            for share, reply in zip(shares.tolist(), taken.values(), strict=True):
+                mean += share * reply.kept.get(name, held).astype(np.float64)
+            whole = np.rint(mean) if held.dtype.kind in "iub" else mean
+            self._values = {**self._values, name: whole.astype(held.dtype)}
+        average = self._stepping.rule.average
+        for name in names if average else []:
+            newest = self._values[name].astype(np.float64)
+            old = self._means.get(name, newest)
+            self._means[name] = old + share_of_newest(average, self.version) * (newest - old)
+        changed = [n for n in names if self._differs(n, self._values[n], copy.kept[n])]
+        if not changed:
+            return copy, b""
+        kept = encode_kept(self._values, changed, self.schema, self._kinds)
+        tensors = decode_kept(kept, self.schema)
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        copy = copy._replace(kept={**copy.kept, **tensors}, digests={**copy.digests, **digests})
+        return copy, kept
