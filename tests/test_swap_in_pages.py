@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from aqg.errors import DataError
-from aqg.runs.cost import heads
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
 from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
@@ -20,8 +19,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import readme  # noqa: E402
 
-FORMER_HEADS = 207
-"""Bytes that an order and its reply took when the stored runs were made."""
 FORMER_DEFAULT = ROOT / "results/former-default.jsonl"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, level_dtype, num_levels, round_up_to_bfloat16
@@ -73,7 +73,6 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-@settings(max_examples=150, deadline=None)
 def test_both_ends_hold_the_same_bits(
     seed: int, dtype: str, has_velocity: bool, memory: Memory
 ) -> None:
@@ -92,7 +91,6 @@ def test_both_ends_hold_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-@settings(max_examples=100, deadline=None)
 def test_torch_follows_to_the_same_bits(
     seed: int, dtype: str, has_velocity: bool, memory: Memory
 ) -> None:
@@ -116,7 +114,6 @@ def test_torch_follows_to_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
-@settings(max_examples=100, deadline=None)
 def test_corrections_bring_a_track_within_its_tolerance(
     seed: int, dtype: str, tolerance: float
 ) -> None:

@@ -29,9 +29,8 @@ from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
 from aqg.flower.envelope import LARGE_BYTES, pack, unpack
-from aqg.protocol.checkpoint import book_from_arrays
-from aqg.protocol.files import read_arrays, write_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol.book import book_from_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays, write_arrays
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation

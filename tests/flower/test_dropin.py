@@ -451,7 +451,7 @@ def forged_frame(reply):
     from dataclasses import replace
 
     from aqg.flower.envelope import Envelope
-    from aqg.protocol.coding import reply_from_bytes, to_bytes
+    from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
     read = reply_from_bytes(envelope.parts[0])
@@ -463,7 +463,7 @@ def other_model(reply):
     from dataclasses import replace
 
     from aqg.flower.envelope import Envelope
-    from aqg.protocol.coding import reply_from_bytes, to_bytes
+    from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
     read = reply_from_bytes(envelope.parts[0])

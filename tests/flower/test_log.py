@@ -18,10 +18,17 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.digests import public_digest
-from aqg.protocol.files import read_arrays, write_arrays
-from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
-from aqg.protocol.publisher import LogState, Publisher
+from aqg.protocol.follower import (
+    LostError,
+    Parcel,
+    Terms,
+    first_held,
+    follow,
+    holding_of,
+    public_digest,
+)
+from aqg.protocol.log import LogState, Publisher
+from aqg.protocol.store import read_arrays, write_arrays
 from aqg.wire.entry import encode_log, log_rounds, log_since
 
 from tests.flower.own_messages import change_order, flipped, order_in

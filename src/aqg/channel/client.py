@@ -35,8 +35,8 @@ from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError
 from aqg.protocol.client import intact_base, log_reply
-from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
+from aqg.protocol.messages import order_from_bytes, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
 from aqg.wire.snapshot import decode_snapshot
