@@ -7,6 +7,8 @@ SOURCES := conftest.py src tests benchmarks examples fuzz papers tools
 # Every install, build tools included, takes the tested versions.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: without bytecode, each compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test soak quick check compiled format docs clean
 

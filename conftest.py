@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 collect_ignore = []
 if find_spec("triton") is None:  # torch brings Triton along where it supports the machine
     collect_ignore += ["src/aqg/contrib/triton_kernels.py"]
+if find_spec("nvflare") is None:  # it has an environment of its own
+    collect_ignore += ["src/aqg/flare.py"]
 
 
 @pytest.fixture(autouse=True)

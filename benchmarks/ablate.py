@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aqg.core import auto, budget, downlink
-from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.cost import Meter, running_totals
 from aqg.runs.setup import Validator, build_problem, make_simulation
 from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
 from aqg.studies.contest.plan import read_outcomes
@@ -60,7 +60,6 @@ ROWS = {
         "b = 1 in every round, however much uploads agree",
         constants=((budget.Budget, "after", lambda self, *_: self),),
     ),
-    "memory": Row("agreement of the last round alone", constants=((budget, "_MEMORY", 0.0),)),
     "first": Row("first step not bounded by the model's length", {"first": 1e9}),
     "widest": Row("first step not bounded by averaging's", {"widest": 1e9}),
     "start": Row("first step is averaging's", {"first": 1e9, "widest": 1.0}),
@@ -114,11 +113,11 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
         simulation = make_simulation(config, problem)
         validate = Validator(simulation, config.target_kind)
         values, records = [validate()], []
+        meter = Meter(problem.start_bytes, config.training().downlink)
         for _ in range(config.rounds):
-            records.append(simulation.run_round(evaluate=False))
+            records.append(meter.charge(simulation.run_round(evaluate=False)))
             values.append(validate())
-    first_model = first_model_bytes(config.training().downlink, len(simulation.parameters))
-    return Curve(tuple(values), tuple(count_every_byte(records, first_model)))
+    return Curve(tuple(values), tuple(running_totals(records)))
 
 
 def goal_of(task: str, seed: int) -> tuple[Any, float]:

@@ -26,9 +26,9 @@ from aqg.core.innovation import measure
 from aqg.core.kernels import quantize
 from aqg.core.messages import DenseUpload, Upload
 from aqg.wire import decode, encode, warm_up
-from aqg.wire.bitpack import pack, pack_numpy, unpack, unpack_numpy
+from aqg.wire.bitpack import pack, unpack
 from aqg.wire.frame import Mode
-from aqg.wire.planes import decode_planes, encode_planes, level_alphabets, split_levels
+from aqg.wire.sections import decode_planes, encode_planes, level_alphabets, split_levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,8 +112,8 @@ def codecs() -> list[Codec]:
         ),
         Codec(
             "NumPy bit packing",
-            lambda s: pack_numpy(s.upload.levels, s.upload.width).tobytes(),
-            lambda data, s: unpack_numpy(_array(data), s.upload.width, len(s.upload)),
+            lambda s: _pack_numpy(s.upload.levels, s.upload.width).tobytes(),
+            lambda data, s: _unpack_numpy(_array(data), s.upload.width, len(s.upload)),
         ),
         Codec(
             "zlib-6",
@@ -141,6 +141,16 @@ def codecs() -> list[Codec]:
     if constriction is not None:
         found.append(Codec("constriction", _encode_constriction, _decode_constriction))
     return found
+
+
+def _pack_numpy(levels: np.ndarray, width: int) -> np.ndarray:
+    bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
+    return np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
+
+
+def _unpack_numpy(packed: np.ndarray, width: int, length: int) -> np.ndarray:
+    bits = np.unpackbits(packed, count=length * width, bitorder="little").reshape(length, width)
+    return (bits @ (1 << np.arange(width))).astype(np.uint16 if width > 8 else np.uint8)
 
 
 def _array(data: bytes) -> np.ndarray:

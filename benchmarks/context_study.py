@@ -32,7 +32,7 @@ from aqg.runs.setup import make_problem
 from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import context
 from aqg.wire.bitpack import pack
-from aqg.wire.hints import make_hints
+from aqg.wire.context import make_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,7 +156,7 @@ def zstd_bytes(data: bytes) -> int:
 
 
 def context_bytes(sample: Sample, hints: NDArray[np.int8] | None = None) -> int:
-    return context.encoded_size(sample.levels, sample.num_symbols, hints=hints)
+    return len(context.encode(sample.levels, sample.num_symbols, hints=hints))
 
 
 def context_bytes_without_lags(sample: Sample) -> int:

@@ -7,7 +7,7 @@
     python benchmarks/engine.py --memory                   # of W2
     python benchmarks/engine.py --senders                  # everyone sends, a tenth, none
     python benchmarks/engine.py --senders --against DIR    # the same beside another checkout
-    python benchmarks/engine.py --device cuda              # on a GPU; also with --no-guess
+    python benchmarks/engine.py --device cuda              # on a GPU
 
 ====  =======  =======  ========  ====================  =========
 name  clients  samples  features  model                 precision
@@ -259,9 +259,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="of each client, in place of the workload's")
     parser.add_argument("--clock", default="wall", choices=list(CLOCKS))
     parser.add_argument("--rounds", type=int, default=4000, help="with --device cuda")
-    parser.add_argument(
-        "--no-guess", action="store_true", help="with --device cuda: wait for every decision"
-    )
     parser.add_argument("--clients-sweep", action="store_true")
     parser.add_argument("--clients", default="1000,3000,10000,30000,100000")
     parser.add_argument("--memory", action="store_true", help="of lean on W2, run alone")
@@ -281,12 +278,7 @@ def main() -> None:
     if arguments.device == "cuda":
         from engine_cuda import measure_cuda
 
-        from aqg.contrib import cuda
-
         result["gpu"] = torch.cuda.get_device_name()
-        if arguments.no_guess:
-            cuda.MOSTLY_SILENT = 1.0
-        result["guess"] = not arguments.no_guess
         result.update(measure_cuda(arguments.rounds))
         print(json.dumps(result))
         return

@@ -27,8 +27,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.training import Training
 from aqg.wire import context, decode, encode, encoded_size
-from aqg.wire.planes import Plane, planes_size
-from aqg.wire.sections import Alphabet
+from aqg.wire.sections import Alphabet, Plane, encode_planes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,8 +129,8 @@ def main() -> None:
                     len(sparse.indices),
                     entropy_bytes(length, len(sparse.indices)),
                     gap_bytes(levels),
-                    planes_size([Plane(levels, Alphabet(2, 3))]),
-                    context.encoded_size(levels, 3),
+                    len(encode_planes([Plane(levels, Alphabet(2, 3))], threads=1)),
+                    len(context.encode(levels, 3)),
                     encoded_size(ternary),
                     len(frame),
                     1e3 * seconds(lambda sparse=sparse: encoded_size(sparse)),

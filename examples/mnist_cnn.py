@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from aqg.core.recipes import make_recipe
-from aqg.data import PARTITION_FORMS, Dataset, load_dataset, parse_partition
+from aqg.data import PARTITIONS, Dataset, load_dataset, parse_partition
 from aqg.errors import AqgError
 from aqg.objectives import Objective
 from aqg.sim.engine import FastSimulation
@@ -129,7 +129,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("recipes", nargs="*", default=["gd", "lean"], help="such as lean:eta=0.3")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--samples", type=int, default=1000, help="training images, of all clients")
-    parser.add_argument("--partition", default="iid", help=", ".join(PARTITION_FORMS))
+    parser.add_argument("--partition", default="iid", help=", ".join(PARTITIONS))
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--step", type=float, default=0.1, help="along the clients' mean")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,13 +10,15 @@ rules are in ``claims.py``, and in ``mao2022.toml`` is where differences may com
 from __future__ import annotations
 
 import argparse
+import math
 import tomllib
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from tools.document import Passage, refresh
+
 from aqg.runs.table import Table
-from aqg.studies.document import Passage, refresh
 from aqg.studies.paper.outcomes import (
     CONVERGED,
     ROUNDING,
@@ -41,6 +43,7 @@ from papers.claims import (
     machine_sentences,
     machine_table,
 )
+from papers.merge import keep_beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("documents", nargs="*", type=Path, default=_PAGES)
     parser.add_argument("--results", type=Path, default=_ROOT / "results")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        help="first add seeds that are missing, and another machine's logistic runs, from here",
+    )
     given = parser.parse_args(arguments)
+    if given.beside is not None:
+        keep_beside(given.results, given.beside)
     results = read_results(given.results)
     tables, passages = all_tables(results), all_passages(results)
     for document in given.documents:
@@ -452,9 +462,18 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str)
     if row.setting.startswith("network"):
         rounds = median(cost.rounds for cost in costs) / row.rounds
         if abs(rounds - 1) > 2 * _CLOSE:
-            standing = median(results.residual_after(o, row.rounds) for o in ours)
+            standing = median(_residual_after(results, o, row.rounds) for o in ours)
             text += f"; ours is at {standing:.0e} after the paper's {row.rounds:,} rounds"
     return text
+
+
+def _residual_after(results: Results, outcome: Outcome, rounds: int) -> float:
+    """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
+    curve = results.curves.get(outcome.name)
+    if curve is None:
+        return math.nan
+    index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
+    return curve.losses[index] - (outcome.minimum or 0.0)
 
 
 def _ratio(ratios: Sequence[float]) -> str:

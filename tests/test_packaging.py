@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
@@ -122,11 +124,15 @@ class Environment:
         self.packages = folder / "lib" / version / "site-packages"
         self.settings = {"MPLCONFIGDIR": str(folder), "cwd": str(folder)}
 
-    def install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def install(
+        self, *arguments: str, constraints: str = "constraints.txt"
+    ) -> subprocess.CompletedProcess[str]:
+        """Install packages, of the tested versions; without constraints, whatever pip chooses."""
         command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
+        tested = {"PIP_CONSTRAINT": str(ROOT / constraints) if constraints else ""}
         return subprocess.run(
             [*command, "--quiet", "--no-compile", *arguments],
-            env=os.environ | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")},
+            env=os.environ | tested,
             capture_output=True,
             text=True,
             check=False,
@@ -174,6 +180,65 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     done = made.install("--no-deps", "--no-index", str(built / WHEEL))
     assert done.returncode == 0, done.stderr
     return made
+
+
+def installed(
+    built: Path, folder: Path, *requirements: str, constraints: str = "constraints.txt"
+) -> Environment:
+    """Return a fresh environment with the wheel and more from the package index, or skip."""
+    made = Environment(folder)
+    wheel, *more = requirements
+    what = (f"{built / WHEEL}{wheel}", *more)
+    done = made.install("--retries=1", "--timeout=30", *what, constraints=constraints)
+    if "No matching distribution" in done.stderr or "NewConnectionError" in done.stderr:
+        pytest.skip(f"not within reach of the package index: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FLOWER = Requirement(PROJECT["optional-dependencies"]["flower"][0]).specifier
+"""The versions that are asked for."""
+OLDEST = next(part.version for part in FLOWER if part.operator == ">=")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", [f"=={OLDEST}.*", str(FLOWER)], ids=["oldest", "newest"])
+def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_path, version):
+    """The newest is the one that the index has everything for."""
+    flower = installed(
+        built, tmp_path / "env", "[flower]", f"flwr[simulation]{version}", constraints=""
+    )
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    script = str(ROOT / "tests/flower/two_lines_simulation.py")
+    out = run(str(flower.bin / "python"), script, **flower.settings | quiet | ray)
+    found = json.loads(out.splitlines()[-1])
+    assert found["version"].startswith(OLDEST) == version.startswith("==")
+    assert found["evaluated"] == [1, 2, 3, 4]
+    assert found["refused"] == 0
+    assert found["up"] < found["plain_up"] / 20
+    assert found["down"] < found["plain_down"] / 3  # of four, the first is the whole model
+    assert found["distance"] < found["start"]
+
+
+@pytest.mark.soak
+def test_in_flares_simulator_the_example_is_small(built, tmp_path):
+    """And the tests of the filters pass, in an environment that has nvflare."""
+    more = ("nvflare", "torch", "scikit-learn", "pytest", "hypothesis")
+    flare = installed(
+        built, tmp_path / "env", "[flare]", *more, constraints="constraints-flare.txt"
+    )
+    python, tests = str(flare.bin / "python"), str(ROOT / "tests/flare/test_filters.py")
+    options = ("-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT))
+    assert "skipped" not in run(python, "-m", "pytest", *options, tests, **flare.settings)
+    out, script = str(tmp_path / "flare.jsonl"), str(ROOT / "benchmarks/flare.py")
+    chosen = ("--only", "plain", "--only", "aqg", "--rounds", "6", "--out", out)
+    run(python, script, *chosen, **flare.settings)
+    plain, small = (json.loads(line) for line in Path(out).read_text().splitlines())
+    assert small["later_up_bytes"] < plain["later_up_bytes"] / 20
+    assert small["later_down_bytes"] < plain["later_down_bytes"] / 20
+    assert small["accuracy"] > plain["accuracy"] - 0.1
 
 
 def first_commands() -> list[list[str]]:

@@ -10,10 +10,8 @@ import pytest
 from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.headless import run_trial
-from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, Setting
-from aqg.studies.contest.table import main
 from aqg.studies.contest.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -29,13 +27,6 @@ def test_tables_are_those_of_the_runs(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert readme.refreshed(page) == text
-
-
-def test_the_measures_tables_are_those_of_its_runs(tmp_path: Path) -> None:
-    text = (ROOT / "docs/explanation/measure.md").read_text(encoding="utf-8")
-    (tmp_path / "page.md").write_text(text, encoding="utf-8")
-    main([str(tmp_path / "page.md"), str(ROOT / "results/swap-in-compare")])
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
 
 
 def test_the_readme_has_one_table_with_every_task_that_was_run() -> None:

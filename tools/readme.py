@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/explanation/swap-in.md anew: ``python tools/readme.py``.
+"""Write the tables of README.md and of swapping in anew: ``python tools/readme.py``.
 
 They come from the runs of ``aqg compare`` in ``results/swap-in-*``, and stand between
 ``<!-- table: NAME -->`` and ``<!-- end -->``.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from document import refresh
 
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest.plan import FEWER_SEEDS, Comparison, read_outcomes
@@ -21,7 +23,6 @@ from aqg.studies.contest.table import (
     read_tables,
     versus_text,
 )
-from aqg.studies.document import refresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     from aqg.studies.contest.tasks import Task
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs/explanation/swap-in.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs/explanation/swap-in.md",
+    ROOT / "docs/explanation/measure.md",
+)
 SMALL, MNIST, LARGE, UNSEEN = (
     ROOT / "results" / f"swap-in-{name}" for name in ("compare", "mnist", "large", "unseen")
 )
@@ -158,7 +163,7 @@ def _tuned(cell: Cell | None) -> str:
 
 def refreshed(page: Path) -> str:
     """Return a page with its tables written anew."""
-    tables = [field_table()]
+    tables = [field_table(), *read_tables(SMALL)]
     for suffix, folder in FOLDERS.items():
         if folder.is_dir():
             overview = read_tables(folder)[0]

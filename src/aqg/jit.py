@@ -1,25 +1,19 @@
-"""Numba where it is installed, plain Python where it is not."""
+"""Kernels compiled by numba when they are first called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+import numba
+from numba.core import event
 
-Function = TypeVar("Function", bound="Callable[..., Any]")
-
-try:
-    import numba
-except ImportError:  # a machine with numpy alone still works, through the NumPy twins
-    HAVE_NUMBA = False
-else:
-    HAVE_NUMBA = True
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def njit(**options: Any) -> Callable[[Function], Function]:
-    """Compile a function with numba when it is first called: without the interpreter lock, cached.
+    """Compile a function when it is first called: without the interpreter lock, cached.
 
     Numba keeps the result in ``NUMBA_CACHE_DIR`` if that is set, else beside the source, else,
     where that cannot be written, in the user's cache directory. Where nothing can be written, every
@@ -29,8 +23,6 @@ def njit(**options: Any) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        if not HAVE_NUMBA:
-            return function
         compiled: Function
         try:
             compiled = numba.njit(cache=True, nogil=True, **options)(function)
@@ -48,24 +40,14 @@ def part(**options: Any) -> Callable[[Function], Function]:
     it compiles faster. Numba compiles it again for every literal argument: pass constants
     as ``np.int64(…)``.
     """
-
-    def decorate(function: Function) -> Function:
-        if not HAVE_NUMBA:
-            return function
-        inner: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **options}
-        compiled: Function = numba.njit(**inner)(function)
-        return compiled
-
-    return decorate
+    inner: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **options}
+    compiled: Callable[[Function], Function] = numba.njit(**inner)
+    return compiled
 
 
 @contextmanager
 def when_compiling(notify: Callable[[], None]) -> Iterator[None]:
     """Call ``notify`` once, before the first kernel that is compiled and not found in the cache."""
-    if not HAVE_NUMBA:
-        yield
-        return
-    from numba.core import event
 
     class Listener(event.Listener):  # type: ignore[misc, unused-ignore]
         is_first = True

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

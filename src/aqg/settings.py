@@ -20,6 +20,7 @@ from aqg.errors import ConfigError
 PROBLEM = "What to learn"
 ALGORITHM = "How to learn it"
 TRAINING = "Practical federated training"
+LATE = "Late clients, in simulated time"
 TARGET = "When to stop, and what to measure"
 SERVER = "Clients, rounds and files of a deployment"
 
@@ -183,6 +184,14 @@ class RunSettings(CommonSettings):
         PROBLEM,
         metavar="FILE",
     )
+    start: str = setting(
+        "auto",
+        "How clients get the first model: fresh tensors drawn from the seed, known by its digest, "
+        "rounded, or exact.",
+        PROBLEM,
+        ("auto", "seed", "digest", "rounded", "exact"),
+        shown="`seed`; with `init`, `rounded`",
+    )
     clients: int = setting(..., "How many clients.", PROBLEM, FROM_1, shown="the dataset's")
     samples: int | None = setting(None, "Use so many training samples only.", PROBLEM, FROM_1)
     l2: float = setting(0.01, "Weight of the regularizer.", PROBLEM, FROM_0)
@@ -230,6 +239,33 @@ class RunSettings(CommonSettings):
         "Clients count alike, or by their number of samples.",
         TRAINING,
         ("equal", "samples"),
+    )
+    speeds: str | None = setting(
+        None,
+        "How long clients train in a round, in simulated seconds; without it, time is not "
+        "simulated.",
+        LATE,
+        metavar="equal|lognormal:sigma=1|stragglers:share=0.2:times=10",
+    )
+    buffer_size: int | None = setting(
+        None,
+        "End a round after so many replies; later ones count in the round in which they come, with "
+        "a weight for their age. By default a round waits for all.",
+        LATE,
+        FROM_1,
+    )
+    outages: str | None = setting(
+        None,
+        "What holds replies up, with which probability and for how long on average.",
+        LATE,
+        metavar="random:chance=0.05:seconds=20",
+    )
+    link_mbit: float = setting(
+        0.0,
+        "Each client's link in either direction, in megabits per simulated second; 0: transfers "
+        "take no time.",
+        LATE,
+        FROM_0,
     )
     target: float | None = setting(
         None, "Report the cost until the loss stays within this of its minimum.", TARGET, POSITIVE

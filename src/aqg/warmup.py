@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,14 +10,12 @@ from aqg.core.grids import Grid, affine
 from aqg.core.innovation import measure
 from aqg.core.kernels import add_levels, move_mirror, quantize
 from aqg.core.recipes import make_recipe
+from aqg.core.types import FloatArray
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.wire import warm_up as warm_up_wire
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
 
 
 def warm_up() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from aqg.channel.client import CopyStore, OutOfReachError, receive, reply_to
 from aqg.channel.copies import CONTENT_EVERY
-from aqg.channel.server import Channel, LostError, Settings
+from aqg.channel.server import Channel, LostError
+from aqg.channel.settings import Settings
 from aqg.core.recipes import RECIPES
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
@@ -178,7 +179,7 @@ def test_damaged_memories_and_logs():
         with pytest.raises((OutOfReachError, AqgError)):
             receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
     with pytest.raises(OutOfReachError, match="another digest"):
-        receive(to_bytes(replace(order, public=bytes(16))), None, notes)
+        receive(to_bytes(replace(order, public=bytes(4))), None, notes)
     receive(to_bytes(order), None, notes)
 
 

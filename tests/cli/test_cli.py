@@ -115,15 +115,10 @@ def test_listings(tmp_path, here):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--recipe", "nope"), "unknown recipe 'nope'; choose from"),
-        (("--dataset", "nope"), "unknown dataset 'nope'; choose from digits, mnist"),
-        (("--set", "nope=1"), "unknown setting 'nope'; choose from"),
         (("--clients", "2000", "--partition", "iid"), "2000"),
         (("--clients", "5"), "5"),
         (("--partition", "source"), "source"),
-        (("--rounds", "-5"), "rounds is -5; it must be at least 1"),
         (("--rounds", "many"), "many"),
-        (("--dropout", "1"), "dropout is 1.0; it must be at least 0 and below 1"),
         (("--model", "logistic"), "logistic"),
         (("--model", "transformer"), "transformer"),
         (("--target", "1e-3", "--model", "mlp:3"), "f* is unknown for mlp:3"),

@@ -75,7 +75,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    assert run_app(["run", *map(str, arguments)]) == 0
+    """Run the words of all texts."""
+    assert run_app(["run", *" ".join(arguments).split()]) == 0
 
 
 def refuse(capsys, *arguments, message):
@@ -94,31 +95,20 @@ def _all_files():
 
 
 def test_own_data_run_as_they_are_split(folder, capsys):
-    run("--dataset", "own.npz", "--rounds", "5", "--recipe", "lean", "--out", "out")
+    run("--dataset own.npz --rounds 5 --recipe lean --out out")
     config = tomllib.loads((folder / "out/config.toml").read_text())
     assert (config["partition"], config["clients"], config["model"]) == ("natural", 3, "softmax")
     assert config["files"][0][0] == str(folder / "own.npz")
     table = (folder / "out/clients.txt").read_text()
     assert [line.split()[-1] for line in table.splitlines()] == ["name", "ann", "bob", "cyd"]
-    run(
-        "--dataset",
-        "plain.npz",
-        "--clients",
-        "6",
-        "--rounds",
-        "5",
-        "--recipe",
-        "lean",
-        "--out",
-        "b",
-    )
+    run("--dataset plain.npz --clients 6 --rounds 5 --recipe lean --out b")
     assert tomllib.loads((folder / "b/config.toml").read_text())["partition"] == "iid"
     assert run_app(["report", "out", "b", "--out", "page.html"]) == 0
     assert "own.npz" in (folder / "page.html").read_text()
 
 
 def test_own_model_leaves_models_that_load(folder):
-    run("--dataset", "own.npz", "--model", "model.py:make:width=4", *LOCAL, "--out", "out")
+    run("--dataset own.npz --model model.py:make:width=4", *LOCAL, "--out out")
     namespace: dict[str, object] = {}
     exec(MODEL, namespace)
     for which, name in (("final", "model"), ("best", "best")):
@@ -152,9 +142,9 @@ def test_own_model_leaves_models_that_load(folder):
 
 def test_closed_forms_have_names_and_start_from_files(folder):
     options = ("--dataset", "own.npz", "--recipe", "gd")
-    run(*options, "--rounds", "8", "--out", "whole")
-    run(*options, "--rounds", "5", "--out", "first")
-    run(*options, "--rounds", "3", "--init", "first/gd/model.safetensors", "--out", "second")
+    run(*options, "--rounds 8 --out whole")
+    run(*options, "--rounds 5 --out first")
+    run(*options, "--rounds 3 --init first/gd/model.safetensors --out second")
     tensors = aqg.load_model("whole/gd", which="final")
     assert {name: value.shape for name, value in tensors.items()} == {
         "weight": (5, 3),
@@ -172,7 +162,7 @@ def test_a_run_starts_from_a_state_dict(folder):
         module[1].running_mean += 3
     torch.save(module.state_dict(), "start.pt")
     options = ("--dataset", "own.npz", "--model", "model.py:make", "--init", "start.pt")
-    run(*options, *LOCAL, "--set", "alpha=1e-12", "--rounds", "1", "--out", "out")
+    run(*options, *LOCAL, "--set alpha=1e-12 --rounds 1 --out out")
     final = aqg.load_model("out/auto", which="final")
     for name, value in module.state_dict().items():
         if name.endswith(("weight", "bias")):
@@ -182,8 +172,8 @@ def test_a_run_starts_from_a_state_dict(folder):
 
 def test_resume_knows_its_files_and_runs_no_code_unasked(folder, capsys, monkeypatch):
     options = ("--dataset", "own.npz", "--model", "model.py:make", *LOCAL)
-    run(*options, "--out", "whole")
-    run(*options, "--out", "half")
+    run(*options, "--out whole")
+    run(*options, "--out half")
     for name in (SUMMARY, CHECKPOINT, "best.safetensors", "model.safetensors"):
         (folder / "half/auto" / name).unlink()
     refuse(capsys, "run", "--resume", "half", message="add --allow-code if you trust it")
@@ -210,7 +200,7 @@ def test_resume_knows_its_files_and_runs_no_code_unasked(folder, capsys, monkeyp
 
 
 def test_a_problem_is_made_by_a_function(folder, capsys):
-    run("--problem", "problem.py:problem:clients=4", "--out", "out")
+    run("--problem problem.py:problem:clients=4 --out out")
     config = tomllib.loads((folder / "out/config.toml").read_text())
     assert (config["clients"], config["rounds"], config["local_steps"]) == (4, 6, 2)
     assert config["alpha"] == pytest.approx(0.1 * 2 / 4)
@@ -221,12 +211,10 @@ def test_a_problem_is_made_by_a_function(folder, capsys):
     first = (folder / "out/auto" / ROUNDS).read_text()
     own._make.cache_clear()  # as in another process
     torch.rand(3)
-    run("--config", "out/config.toml", "--allow-code", "--out", "again")
+    run("--config out/config.toml --allow-code --out again")
     assert (folder / "again/auto" / ROUNDS).read_text() == first
     start = "out/auto/best.safetensors"
-    run(
-        "--problem", "problem.py:problem:clients=4", "--init", start, "--rounds", "1", "--out", "on"
-    )
+    run("--problem problem.py:problem:clients=4 --init", start, "--rounds 1 --out on")
     (line,) = (folder / "on/auto" / ROUNDS).read_text().splitlines()
     value = read_notes(folder / start)["value"]
     assert json.loads(line)["test_accuracy"] == pytest.approx(value)
@@ -238,24 +226,14 @@ def test_sweeps_take_own_problems(folder, capsys):
     (folder / "grid.toml").write_text(
         'rounds = 3\n[grid]\nrecipe = ["gd", "auto"]\nseed = [0, 1]\n'
     )
-    command = [
-        "sweep",
-        "grid.toml",
-        "--problem",
-        "problem.py:problem",
-        "--jobs",
-        "1",
-        "--out",
-        "out",
-    ]
-    assert run_app(command) == 0
+    command = "sweep grid.toml --problem problem.py:problem --jobs 1 --out out"
+    assert run_app(command.split()) == 0
     assert (folder / "out/recipe-gd_seed-1/best.safetensors").exists()
     (folder / "out/recipe-gd_seed-1" / SUMMARY).unlink()
     capsys.readouterr()
     refuse(capsys, "sweep", "--resume", "out", message="would run problem")
-    assert (
-        run_app(["sweep", "--resume", "out", "--problem", "problem.py:problem", "--jobs", "1"]) == 0
-    )
+    command = "sweep --resume out --problem problem.py:problem --jobs 1"
+    assert run_app(command.split()) == 0
     (folder / "named.toml").write_text('problem = "problem.py:problem"\n[grid]\nseed = [0]\n')
     capsys.readouterr()
     refuse(capsys, "sweep", "named.toml", "--out", "b", message="would run problem")
@@ -266,54 +244,29 @@ def test_sweeps_take_own_problems(folder, capsys):
 
 
 def test_numbers_and_tokens_are_learned(folder):
-    run(
-        "--dataset",
-        "numbers.npz",
-        "--model",
-        "model.py:regressor",
-        *LOCAL,
-        "--out",
-        "numbers",
-        "--rounds",
-        "20",
-    )
+    run("--dataset numbers.npz --model model.py:regressor", *LOCAL, "--out numbers --rounds 20")
     summary = json.loads((folder / "numbers/auto" / SUMMARY).read_text())
     assert summary["final_loss"] < 1
     assert read_notes(folder / "numbers/auto/best.safetensors")["measure"] == "test_mse"
     model = "transformer:width=16:layers=1:heads=2"
-    options = (
-        "--dataset",
-        "tokens.npz",
-        "--model",
-        model,
-        "--clients",
-        "3",
-        "--set",
-        "local_rate=0.5",
-    )
-    run(
-        *options,
-        "--batch-size",
-        "8",
-        "--local-steps",
-        "4",
-        "--rounds",
-        "12",
-        "--recipe",
-        "gd",
-        "--out",
-        "t",
-    )
+    options = f"--dataset tokens.npz --model {model} --clients 3 --set local_rate=0.5"
+    run(options, "--batch-size 8 --local-steps 4 --rounds 12 --recipe gd --out t")
     lines = [json.loads(line) for line in (folder / "t/gd" / ROUNDS).read_text().splitlines()]
     assert lines[0]["loss"] > 1.8  # log 7 is 1.95
     assert lines[-1]["loss"] < 1.2
     assert read_notes(folder / "t/gd/best.safetensors")["measure"] == "loss"
 
 
-@pytest.mark.parametrize("model", ["cnn", "resnet8:norm=batch:width=4", "resnet8:width=4"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "cnn",
+        *(pytest.param(f"resnet8{o}:width=4", marks=pytest.mark.soak) for o in (":norm=batch", "")),
+    ],
+)
 def test_built_in_models_learn_images(model, folder):
-    run("--dataset", "digits", "--model", model, *LOCAL, "--clients", "4", "--partition", "iid",
-        "--rounds", "8", "--out", "out")  # fmt: skip
+    options = "--clients 4 --partition iid --rounds 8 --out out"
+    run("--dataset digits --model", model, *LOCAL, options)
     lines = [json.loads(line) for line in (folder / "out/auto" / ROUNDS).read_text().splitlines()]
     summary = json.loads((folder / "out/auto" / SUMMARY).read_text())
     assert summary["final_loss"] < lines[0]["loss"]

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from aqg.cli.run import RunOptions, run_command
-from aqg.cli.sweep import SweepOptions, sweep_command, sweep_table
+from aqg.cli.options import RunOptions, SweepOptions
+from aqg.cli.run import run_command
+from aqg.cli.studies import sweep as sweep_command
+from aqg.cli.studies import sweep_table
 from aqg.errors import AqgError, RunError
 from aqg.runs import loop
 from aqg.runs.files import locked
@@ -82,17 +84,11 @@ def test_lines_table_and_results(whole, capsys):
     assert {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")} == times
     shown = capsys.readouterr().out
     assert "3 runs (recipe × seed), 3 finished before, in " in shown
-    for word in (
-        "recipe",
-        "runs",
+    for word in [
+        *["recipe", "runs", "uploads", "up", "down", "total", ".."],
         "final loss",
         "test acc",
-        "uploads",
-        "up",
-        "down",
-        "total",
-        "..",
-    ):
+    ]:
         assert word in shown
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
     assert (whole / "whole" / "sweep.toml").read_text() == FILE
@@ -115,7 +111,7 @@ def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
     assert [run["name"] for run in runs] == NAMES
     assert runs[1]["settings"] == {"recipe": "lean", "seed": 1}
     flags = {"recipe": "lean", "seed": 1, "dropout": 0.2, "rounds": 200}
-    run_command(RunOptions(flags, out=whole / "alone", as_json=True))
+    run_command(RunOptions(flags=flags, out=whole / "alone", as_json=True))
     (alone,) = json.loads(capsys.readouterr().out)["runs"]
     assert {key: runs[1][key] for key in alone} == alone
     lines = (whole / "alone" / "lean" / "rounds.jsonl").read_text()
@@ -200,7 +196,7 @@ def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     grid = f'rounds = 3\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\nrecipe = ["sleepy", "gd"]\n'
     (tmp_path / "grid.toml").write_text(grid)
     with contextlib.chdir(tmp_path):
-        options = SweepOptions(Path("grid.toml"), Path("out"), jobs=1, allow_code=True)
+        options = SweepOptions(grid=Path("grid.toml"), out=Path("out"), jobs=1, allow_code=True)
         assert sweep_command(options) == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -277,18 +273,3 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
         "total": ["600 B\n300 B..900 B", "300 B", "-"],
         "total to target": ["150 B\n1 of 2 reached", "not reached", "-"],
     }
-
-
-def test_downloads_that_an_earlier_version_did_not_count_are_unknown():
-    row = {"settings": {"recipe": "lean"}, "diverged": False, "final_loss": 1.0, "uploads": 10}
-    row |= {"upload_bytes": 100, "target": {"upload_bytes": 50}}
-    columns = {
-        column.header: list(column.cells)
-        for column in sweep_table(("recipe",), [row]).to_terminal().columns
-    }
-    assert [columns[name] for name in ("up", "down", "total")] == [
-        ["100 B"],
-        ["unknown"],
-        ["unknown"],
-    ]
-    assert columns["total to target"] == ["unknown"]

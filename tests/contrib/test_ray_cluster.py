@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from aqg.cli.sweep import SweepOptions, sweep_command
+from aqg.cli.options import SweepOptions
+from aqg.cli.studies import sweep as sweep_command
 from aqg.contrib.ray_cluster import RayCluster
 from aqg.errors import ConfigError
 
@@ -79,7 +80,7 @@ def local(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "slow.py").write_text(textwrap.dedent(SLOW))
     (folder / "grid.toml").write_text(f'plugins = ["{folder}/slow.py"]\n{GRID}')
-    options = SweepOptions(folder / "grid.toml", folder / "local", jobs=2, allow_code=True)
+    options = SweepOptions(grid=folder / "grid.toml", out=folder / "local", jobs=2, allow_code=True)
     assert sweep_command(options) == 0
     return folder
 

@@ -173,7 +173,7 @@ def test_the_budget_is_as_large_as_updates_agree(case, agreement, nu):
 
 
 def test_a_round_in_which_nothing_was_sent_says_nothing():
-    budget = Budget(2.0, 3.0, 4.0)
+    budget = Budget(2.0)
     assert budget.after(1.0, 0.0, 0.0, most=3) == budget
     for bad in (math.inf, math.nan):
         assert budget.after(1.0, bad, 1.0, most=3) == budget

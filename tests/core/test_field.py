@@ -9,12 +9,13 @@ from scipy.linalg import hadamard as hadamard_matrix
 from aqg.core.aquila import choose_width
 from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Full, resolve_downlink
+from aqg.core.grids import nearest_power_of_two, round_up_to_bfloat16
 from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import Skip, Upload
 from aqg.core.recipes import make_recipe
 from aqg.core.rotation import block_lengths, points_of, random_signs
-from aqg.core.selection import largest
 from aqg.core.server import Step, broadcast, finish_round, init_server, publish_round, take_message
+from aqg.core.sparsifiers import largest
 from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 
@@ -89,6 +90,21 @@ def test_ef21_is_its_papers_algorithm():
         estimate = estimate + message.values(np.float64)
         assert np.array_equal(state.track.position[0], estimate)
     assert states[0].stages == {}
+
+
+@pytest.mark.parametrize("eta", [0.1, 1.0])
+def test_econtrol_feeds_a_share_of_its_error_back(eta):
+    """Algorithm 1 of the paper: ``δ = C(ηe + g - h)``, ``h ← h + δ``, ``e ← e + g - h``."""
+    vectors = gradients(30, seed=4)
+    messages, states = play(f"econtrol:keep=0.05:eta={eta}", vectors)
+    error, estimate = np.zeros(SIZE), np.zeros(SIZE)
+    for vector, message, state in zip(vectors, messages, states, strict=True):
+        correction = top(eta * error + vector - estimate, 20)
+        assert message.values(np.float64) == pytest.approx(correction, rel=2 * HALF)
+        estimate = estimate + message.values(np.float64)
+        error = error + vector - estimate
+        assert state.track.position[0] == pytest.approx(estimate, rel=1e-12)
+        assert state.stages["feedback"]["residual"][0] == pytest.approx(eta * error, abs=1e-9)
 
 
 def test_ef21_with_momentum_compresses_the_running_average():
@@ -290,7 +306,9 @@ def test_aquila_is_never_further_off_than_before():
     assert choose_width(1.0, 0.0, 9) == 1
 
 
-@pytest.mark.parametrize("spec", ["ef21:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"])
+@pytest.mark.parametrize(
+    "spec", ["ef21:keep=0.1", "econtrol:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"]
+)
 def test_float32_mirrors_are_the_exact_sums(spec):
     vectors = gradients(20, seed=12).astype(np.float32)
     messages, states = play(spec, vectors, np.float32)
@@ -394,9 +412,9 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     assert np.count_nonzero(before) > 8
     state, entry = publish_round(recipe, state, step)
     kept = top(before, 8)
-    mean = np.abs(kept[kept != 0]).mean()
-    expected = pytest.approx(-mean * np.sign(kept), rel=1 / 127)
-    assert entry.position.values(np.float64) == expected
+    mean = round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
+    expected = -nearest_power_of_two(mean) * np.sign(kept)
+    assert np.array_equal(entry.position.values(np.float64), expected)
     assert state.model.rest - state.parameters == pytest.approx(before)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from aqg.core import kernels
-from aqg.core.grids import Grid, value_table
+from aqg.core.grids import Grid, grid_step, num_levels, value_table
 from aqg.core.innovation import measure
 from aqg.core.kernels import quantize
 
@@ -77,21 +77,18 @@ def test_bad_values_are_seen_and_do_not_spread(bad, dtype):
 
 @pytest.mark.parametrize("grid", list(Grid))
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_numpy_twin_agrees_with_the_compiled_loop(grid, dtype, monkeypatch):
-    """Machines without numba take the same decisions: same levels, same sums up to rounding."""
-    rng = np.random.default_rng(7)
-    rows = rng.standard_normal((3, 2500)).astype(dtype)
-    compiled = measure(rows, grid, 4)
-    levels = [quantize(rows[0], grid, b, compiled.steps[0, b - 1].item()) for b in range(1, 5)]
-    monkeypatch.setattr(kernels, "HAVE_NUMBA", False)
-    plain = measure(rows, grid, 4)
-    assert np.array_equal(plain.steps, compiled.steps)
-    assert plain.errors == pytest.approx(compiled.errors, rel=1e-5)
-    assert plain.quantized_norm == pytest.approx(compiled.quantized_norm, rel=1e-5)
-    for width, expected in enumerate(levels, start=1):
-        step = plain.steps[0, width - 1].item()
-        assert np.array_equal(quantize(rows[0], grid, width, step), expected)
-    table = value_table(grid, 4, compiled.steps[0, 3].item(), dtype)
-    plain_sum = kernels.add_levels(rows[0], levels[3], table)
-    monkeypatch.setattr(kernels, "HAVE_NUMBA", True)
-    assert np.array_equal(kernels.add_levels(rows[0], levels[3], table), plain_sum)
+def test_compiled_loops_agree_with_the_plain_formulas(grid, dtype):
+    rows = np.random.default_rng(7).standard_normal((3, 2500)).astype(dtype)
+    measured = measure(rows, grid, 4)
+    for row, steps, errors, quantized in zip(rows, *measured[2:], strict=True):
+        magnitude = np.abs(row).astype(np.float64)
+        for width, step in enumerate(steps.tolist(), 1):
+            assert step == pytest.approx(grid_step(grid, width, magnitude.max(), magnitude.mean()))
+            table = value_table(grid, width, step, np.float64)
+            levels = quantize(row, grid, width, step)
+            distances = np.abs(table[: num_levels(grid, width), None] - row.astype(np.float64))
+            assert (np.abs(table[levels] - row) <= distances.min(axis=0) * (1 + 1e-5)).all()
+            assert errors[width - 1] == pytest.approx(np.square(table[levels] - row).sum(), 1e-5)
+        assert quantized == pytest.approx(np.square(table[levels]).sum(), 1e-5)
+        moved = kernels.add_levels(row, levels, table.astype(dtype))
+        assert np.array_equal(moved, row + table.astype(dtype)[levels])

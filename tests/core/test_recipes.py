@@ -41,7 +41,7 @@ def run(simulation, rounds):
 @cache
 def exact_loss() -> float:
     exact = simulate("gd")
-    run(exact, 300)
+    run(exact, 120)
     return exact.loss()
 
 
@@ -49,25 +49,19 @@ def exact_loss() -> float:
 def test_converges(name):
     simulation = simulate(name)
     start = simulation.loss()
-    run(simulation, 300)
+    run(simulation, 120)
     gap = simulation.loss() - exact_loss()
     assert gap < GAPS.get(name, 0.05) * (start - exact_loss())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_keeps_the_precision(name, dtype):
-    simulation = simulate(name, dtype)
-    run(simulation, 3)
-    assert simulation.parameters.dtype == dtype
-    assert all(client.track.position.dtype == dtype for client in simulation.clients)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_is_deterministic_from_its_seed(name):
-    first, second = simulate(name), simulate(name)
-    assert run(first, 20) == run(second, 20)
+def test_keeps_the_precision_and_repeats_from_its_seed(name, dtype):
+    first, second = simulate(name, dtype), simulate(name, dtype)
+    assert run(first, 6) == run(second, 6)
     assert np.array_equal(first.parameters, second.parameters)
+    assert first.parameters.dtype == dtype
+    assert all(client.track.position.dtype == dtype for client in first.clients)
 
 
 def test_the_seed_matters_where_there_is_chance():
@@ -86,7 +80,7 @@ def test_resumes_bit_for_bit_at_any_round(name):
     for _ in range(25):
         states.append(whole.state())
         records.append(whole.run_round())
-    for stop in (0, 1, 7, 24):
+    for stop in (1, 17):
         resumed = simulate(name, dropout=dropout)
         resumed.restore(SimulationState.from_arrays(states[stop].to_arrays()))
         assert run(resumed, 25 - stop) == records[stop:]
@@ -99,14 +93,14 @@ def test_resumes_bit_for_bit_at_any_round(name):
 @pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
 def test_mirrors_agree_to_the_last_bit(name, dtype):
     """Long run, random drops, one client away for a while: both sides hold the same bits."""
-    dropout = ScriptedDropout((Absence(2, 40, 140),), BernoulliDropout(0.4, seed=3))
+    dropout = ScriptedDropout((Absence(2, 20, 70),), BernoulliDropout(0.4, seed=3))
     simulation = ReferenceSimulation(
         tiny_problem(dtype, unequal=True),
         make_recipe(name, max_staleness=20),
         STEP_SIZES.get(name, 0.1),
         dropout,
     )
-    records = run(simulation, 250)
+    records = run(simulation, 110)
     server = simulation.server
     mirrors = [server.mirror(m) for m in range(server.num_clients)]
     for client, mirror in zip(simulation.clients, mirrors, strict=True):
@@ -114,7 +108,7 @@ def test_mirrors_agree_to_the_last_bit(name, dtype):
     if make_recipe(name).memory.keeps_mirror:
         total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
         assert server.model.total == pytest.approx(total, rel=1e-9, abs=1e-12)
-    assert all(record.widths[2] == -1 for record in records[39:140])
+    assert all(record.widths[2] == -1 for record in records[19:70])
     dropped = np.mean([[width == -1 for width in r.widths[:2]] for r in records])
     assert 0.3 < dropped < 0.5
     assert simulation.loss() < records[0].loss

@@ -25,22 +25,22 @@ from aqg.data.datasets import (
 from aqg.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 
-def local_file(directory: Path, name: str, content: bytes) -> RemoteFile:
+def local_file(directory, name, content):
     """Write a file whose digest is known and which nothing can download."""
     body = gzip.compress(content) if name.endswith(".gz") else content
     (directory / name).write_bytes(body)
     return RemoteFile(name, hashlib.sha256(content).hexdigest(), ())
 
 
-def idx(array: np.ndarray) -> bytes:
+def idx(array):
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(np.uint8).tobytes()
 
 
-def test_digits_has_a_fixed_stratified_split() -> None:
+def test_digits_has_a_fixed_stratified_split():
     dataset = load_dataset("digits")
     assert dataset.test_features is not None
     assert dataset.test_labels is not None
@@ -60,7 +60,7 @@ def test_digits_has_a_fixed_stratified_split() -> None:
     assert np.array_equal(again.features, dataset.features)
 
 
-def test_mnist(data_dir: Path) -> None:
+def test_mnist(data_dir):
     dataset = load_dataset("mnist", data_dir)
     assert dataset.test_features is not None
     assert dataset.test_labels is not None
@@ -76,7 +76,7 @@ def test_mnist(data_dir: Path) -> None:
     assert dataset.features.mean(dtype=np.float64) == pytest.approx(0.1307, abs=5e-5)
 
 
-def test_heterogeneous(data_dir: Path) -> None:
+def test_heterogeneous(data_dir):
     dataset = load_dataset("heterogeneous", data_dir)
     assert dataset.sources is not None
     assert dataset.test_features is None
@@ -90,7 +90,7 @@ def test_heterogeneous(data_dir: Path) -> None:
     assert first_of_each == [1.969370, 0.995390, -1.744938]
 
 
-def test_mnist_from_small_files(tmp_path: Path) -> None:
+def test_mnist_from_small_files(tmp_path):
     images = np.arange(24).reshape(2, 3, 4) * 10
     files = MnistFiles(
         local_file(tmp_path, "a.gz", idx(images)),
@@ -105,7 +105,7 @@ def test_mnist_from_small_files(tmp_path: Path) -> None:
     assert dataset.labels.tolist() == [3, 9]
 
 
-def test_mnist_with_more_labels_than_images_is_refused(tmp_path: Path) -> None:
+def test_mnist_with_more_labels_than_images_is_refused(tmp_path):
     image = local_file(tmp_path, "a.gz", idx(np.zeros((1, 2, 2))))
     labels = local_file(tmp_path, "b.gz", idx(np.array([3, 9])))
     with pytest.raises(DataError, match=r"\(1, 4\).*\(2,\)"):
@@ -125,17 +125,17 @@ def test_mnist_with_more_labels_than_images_is_refused(tmp_path: Path) -> None:
         (b"\x00\x00\x08\x01\xff\xff\xff\xff", "header says 4294967303"),
     ],
 )
-def test_malformed_idx(content: bytes, message: str) -> None:
+def test_malformed_idx(content, message):
     with pytest.raises(DataError, match=message):
         parse_idx(content, 1)
 
 
-def test_idx_sizes_do_not_overflow() -> None:
+def test_idx_sizes_do_not_overflow():
     with pytest.raises(DataError, match="header says"):
         parse_idx(b"\x00\x00\x08\x02" + b"\x80\x00\x00\x00" * 2, 2)
 
 
-def table(num_rows: int, num_columns: int) -> bytes:
+def table(num_rows, num_columns):
     row = " ".join(f"{column}.5" for column in range(num_columns))
     return (f"{row} \n" * num_rows).encode()
 
@@ -150,7 +150,7 @@ def table(num_rows: int, num_columns: int) -> bytes:
         (table(1, 34) + table(1, 35), b"0\n1\n", "not a table of numbers"),
     ],
 )
-def test_malformed_tables(features: bytes, labels: bytes, message: str, tmp_path: Path) -> None:
+def test_malformed_tables(features, labels, message, tmp_path):
     source = SourceFiles(
         local_file(tmp_path, "data.txt", features), local_file(tmp_path, "y.txt", labels)
     )
@@ -159,7 +159,7 @@ def test_malformed_tables(features: bytes, labels: bytes, message: str, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_labels_of_either_kind_become_zero_and_one(tmp_path: Path) -> None:
+def test_labels_of_either_kind_become_zero_and_one(tmp_path):
     features = local_file(tmp_path, "data.txt", table(2, 40))
     sources = tuple(
         SourceFiles(features, local_file(tmp_path, name, labels))
@@ -172,19 +172,19 @@ def test_labels_of_either_kind_become_zero_and_one(tmp_path: Path) -> None:
     assert dataset.features[3].tolist() == [column + 0.5 for column in range(34)]
 
 
-def test_unknown_dataset_lists_the_choices() -> None:
+def test_unknown_dataset_lists_the_choices():
     with pytest.raises(ConfigError, match="'cifar'; choose one of digits, mnist, heterogeneous"):
         load_dataset("cifar")
 
 
-def test_every_dataset_has_a_line() -> None:
+def test_every_dataset_has_a_line():
     for name, info in DATASETS.items():
         assert info.name == name
         assert info.summary
         assert "\n" not in info.summary
 
 
-def test_every_file_has_a_digest_and_two_places_to_come_from() -> None:
+def test_every_file_has_a_digest_and_two_places_to_come_from():
     files = [*MNIST_FILES, *(file for source in HETEROGENEOUS_SOURCES for file in source)]
     assert len({file.path for file in files}) == len(files) == 10
     for file in files:
@@ -215,7 +215,7 @@ LABELS = np.array([0, 1, 1])
         ({"sources": LABELS[:2]}, r"sources of shape \(2,\)"),
     ],
 )
-def test_inconsistent_dataset_is_refused(changes: dict[str, object], message: str) -> None:
+def test_inconsistent_dataset_is_refused(changes, message):
     fields = {"name": "set", "features": FEATURES, "labels": LABELS, "num_classes": 2}
     with pytest.raises(DataError, match=message):
         Dataset(**(fields | changes))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from aqg.data.cache import RemoteFile, data_directory, read_content
 from aqg.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 CONTENT = b"forty-two samples\n" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -45,19 +45,19 @@ REPLIES = {
 
 
 class Server(ThreadingHTTPServer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requested: list[str] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def url(self, path: str) -> str:
+    def url(self, path):
         return f"http://127.0.0.1:{self.server_port}{path}"
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.server.requested.append(self.path)
         self.server.meanwhile()
         reply = REPLIES.get(self.path, Reply(b"not here", status=404))
@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with Server() as running:
         thread = Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
@@ -83,15 +83,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def remote(server: Server, *paths: str, name: str = "set/file.gz") -> RemoteFile:
+def remote(server, *paths, name="set/file.gz"):
     return RemoteFile(name, DIGEST, tuple(server.url(path) for path in paths))
 
 
-def files_below(directory: Path) -> list[str]:
+def files_below(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def test_downloads_once_and_then_reads_the_file(server: Server, tmp_path: Path) -> None:
+def test_downloads_once_and_then_reads_the_file(server, tmp_path):
     file = remote(server, "/good.gz")
     assert read_content(file, tmp_path) == CONTENT
     assert (tmp_path / "set/file.gz").read_bytes() == GOOD
@@ -100,30 +100,30 @@ def test_downloads_once_and_then_reads_the_file(server: Server, tmp_path: Path) 
     assert files_below(tmp_path) == ["set", "set/file.gz"]
 
 
-def test_creates_the_directory(server: Server, tmp_path: Path) -> None:
+def test_creates_the_directory(server, tmp_path):
     assert read_content(remote(server, "/good.gz"), tmp_path / "a" / "b") == CONTENT
 
 
-def test_downloaded_file_has_the_usual_permissions(server: Server, tmp_path: Path) -> None:
+def test_downloaded_file_has_the_usual_permissions(server, tmp_path):
     read_content(remote(server, "/good.gz"), tmp_path)
     (tmp_path / "plain").touch()
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "set/file.gz")}
     assert len(modes) == 1
 
 
-def test_plain_file(server: Server, tmp_path: Path) -> None:
+def test_plain_file(server, tmp_path):
     file = remote(server, "/plain.txt", name="set/file.txt")
     assert read_content(file, tmp_path) == CONTENT
     assert read_content(file, tmp_path) == CONTENT
 
 
-def test_gzip_file_where_a_plain_one_is_expected_is_refused(server: Server, tmp_path: Path) -> None:
+def test_gzip_file_where_a_plain_one_is_expected_is_refused(server, tmp_path):
     with pytest.raises(DataError, match=DIGEST):
         read_content(remote(server, "/good.gz", name="set/file.txt"), tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/other-wrapping.gz", "/encoded.gz"])
-def test_the_content_counts_not_its_wrapping(path: str, server: Server, tmp_path: Path) -> None:
+def test_the_content_counts_not_its_wrapping(path, server, tmp_path):
     file = remote(server, path)
     assert read_content(file, tmp_path) == CONTENT
     assert read_content(file, tmp_path) == CONTENT
@@ -141,9 +141,7 @@ def test_the_content_counts_not_its_wrapping(path: str, server: Server, tmp_path
         ("/broken-off.gz", "Error"),
     ],
 )
-def test_bad_download_is_one_line_and_leaves_nothing(
-    path: str, reason: str, server: Server, tmp_path: Path
-) -> None:
+def test_bad_download_is_one_line_and_leaves_nothing(path, reason, server, tmp_path):
     with pytest.raises(DataError) as caught:
         read_content(remote(server, path), tmp_path)
     message = str(caught.value)
@@ -157,20 +155,20 @@ def test_bad_download_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     "first", ["/missing.gz", "/other-content.gz", "/corrupted.gz", "/cut.gz", "/broken-off.gz"]
 )
-def test_second_mirror_helps(first: str, server: Server, tmp_path: Path) -> None:
+def test_second_mirror_helps(first, server, tmp_path):
     assert read_content(remote(server, first, "/good.gz"), tmp_path) == CONTENT
     assert server.requested == [first, "/good.gz"]
     assert files_below(tmp_path) == ["set", "set/file.gz"]
 
 
-def test_all_mirrors_are_named_when_none_helps(server: Server, tmp_path: Path) -> None:
+def test_all_mirrors_are_named_when_none_helps(server, tmp_path):
     with pytest.raises(DataError) as caught:
         read_content(remote(server, "/missing.gz", "/cut.gz"), tmp_path)
     assert server.url("/missing.gz") in str(caught.value)
     assert server.url("/cut.gz") in str(caught.value)
 
 
-def test_no_server_at_all(server: Server, tmp_path: Path) -> None:
+def test_no_server_at_all(server, tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         url = f"http://127.0.0.1:{closed.server_port}/good.gz"
     with pytest.raises(DataError, match="ConnectionError") as caught:
@@ -179,7 +177,7 @@ def test_no_server_at_all(server: Server, tmp_path: Path) -> None:
     assert files_below(tmp_path) == []
 
 
-def test_invalid_url(tmp_path: Path) -> None:
+def test_invalid_url(tmp_path):
     with pytest.raises(DataError, match="MissingSchema"):
         read_content(RemoteFile("file.gz", DIGEST, ("no-scheme",)), tmp_path)
 
@@ -189,9 +187,7 @@ def test_invalid_url(tmp_path: Path) -> None:
     [gzip.compress(b"other"), GOOD[:-12], b"\x1f\x8b", b"", b"<html>login</html>"],
     ids=["other content", "cut short", "two bytes", "empty", "a login page"],
 )
-def test_damaged_file_is_reported_and_left_alone(
-    damaged: bytes, server: Server, tmp_path: Path
-) -> None:
+def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
     path = tmp_path / "file.gz"
     path.write_bytes(damaged)
     with pytest.raises(DataError) as caught:
@@ -205,13 +201,13 @@ def test_damaged_file_is_reported_and_left_alone(
     assert server.requested == []
 
 
-def test_damaged_file_names_the_digest_found(tmp_path: Path) -> None:
+def test_damaged_file_names_the_digest_found(tmp_path):
     (tmp_path / "file.txt").write_bytes(b"other")
     with pytest.raises(DataError, match=hashlib.sha256(b"other").hexdigest()):
         read_content(RemoteFile("file.txt", DIGEST, ()), tmp_path)
 
 
-def test_read_only_directory_with_good_files_works(tmp_path: Path) -> None:
+def test_read_only_directory_with_good_files_works(tmp_path):
     path = tmp_path / "file.gz"
     path.write_bytes(GOOD)
     path.chmod(0o444)
@@ -223,7 +219,7 @@ def test_read_only_directory_with_good_files_works(tmp_path: Path) -> None:
     assert files_below(tmp_path) == ["file.gz"]
 
 
-def test_unwritable_directory_is_reported(server: Server, tmp_path: Path) -> None:
+def test_unwritable_directory_is_reported(server, tmp_path):
     too_long = "x" * 250 + ".gz"  # room for the name, none for the temporary one beside it
     with pytest.raises(DataError, match="cannot write") as caught:
         read_content(remote(server, "/good.gz", name=too_long), tmp_path)
@@ -231,16 +227,14 @@ def test_unwritable_directory_is_reported(server: Server, tmp_path: Path) -> Non
     assert files_below(tmp_path) == []
 
 
-def test_failed_placement_leaves_no_temporary_file(server: Server, tmp_path: Path) -> None:
+def test_failed_placement_leaves_no_temporary_file(server, tmp_path):
     server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
     with pytest.raises(DataError, match="cannot write"):
         read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
     assert files_below(tmp_path) == ["file.gz"]
 
 
-def test_file_placed_meanwhile_by_another_process_is_no_problem(
-    server: Server, tmp_path: Path
-) -> None:
+def test_file_placed_meanwhile_by_another_process_is_no_problem(server, tmp_path):
     path = tmp_path / "file.gz"
     server.meanwhile = lambda: path.write_bytes(OTHER_WRAPPING) and None
     assert read_content(remote(server, "/good.gz", name="file.gz"), tmp_path) == CONTENT
@@ -248,16 +242,14 @@ def test_file_placed_meanwhile_by_another_process_is_no_problem(
 
 
 @pytest.mark.parametrize("directory", ["a-file", "."])
-def test_unreadable_path_is_reported(directory: str, tmp_path: Path) -> None:
+def test_unreadable_path_is_reported(directory, tmp_path):
     (tmp_path / "a-file").touch()
     (tmp_path / "file.gz").mkdir()
     with pytest.raises(DataError, match="cannot read"):
         read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path / directory)
 
 
-def test_data_directory_prefers_argument_then_environment_then_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_data_directory_prefers_argument_then_environment_then_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path / "environment"))
     assert data_directory(tmp_path / "argument") == tmp_path / "argument"
     assert data_directory(None) == tmp_path / "environment"

@@ -9,26 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.data.datasets import Dataset, load_dataset
-from aqg.data.partitions import (
-    DirichletPartition,
-    ShardsPartition,
-    format_partition_table,
-    parse_partition,
-    partition_table,
-)
+from aqg.data.partitions import format_partition_table, parse_partition, partition_table
 from aqg.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
+    pass
 
 SPECS = ["iid", "label", "source", "source:shuffled", "dirichlet:0.3", "shards:2"]
 SEEDED = ["iid", "source:shuffled", "dirichlet:0.3", "shards:2"]
 COVERING = ["iid", "label", "dirichlet:0.001", "dirichlet:0.3", "dirichlet:1e9", "shards:2"]
 
 
-def make_dataset(labels: NDArray[np.int64], num_classes: int, num_sources: int = 3) -> Dataset:
+def make_dataset(labels, num_classes, num_sources=3):
     return Dataset(
         name="made",
         features=np.zeros((len(labels), 1)),
@@ -38,7 +30,7 @@ def make_dataset(labels: NDArray[np.int64], num_classes: int, num_sources: int =
     )
 
 
-def shuffled_dataset(num_samples: int, num_classes: int, seed: int = 0) -> Dataset:
+def shuffled_dataset(num_samples, num_classes, seed=0):
     labels = np.random.default_rng(seed).permutation(np.arange(num_samples) % num_classes)
     return make_dataset(labels, num_classes)
 
@@ -51,8 +43,8 @@ def shuffled_dataset(num_samples: int, num_classes: int, seed: int = 0) -> Datas
     seed=st.integers(0, 2**70),
 )
 def test_parts_are_sorted_disjoint_nonempty_and_cover_everything(
-    spec: str, num_classes: int, num_clients: int, num_samples: int, seed: int
-) -> None:
+    spec, num_classes, num_clients, num_samples, seed
+):
     dataset = shuffled_dataset(num_samples, num_classes)
     parts = parse_partition(spec).split(dataset, num_clients, seed)
     assert len(parts) == num_clients
@@ -62,7 +54,7 @@ def test_parts_are_sorted_disjoint_nonempty_and_cover_everything(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_same_seed_same_parts(spec: str) -> None:
+def test_same_seed_same_parts(spec):
     dataset = shuffled_dataset(300, 3)
     first = parse_partition(spec).split(dataset, 6, seed=7)
     second = parse_partition(spec).split(dataset, 6, seed=7)
@@ -70,7 +62,7 @@ def test_same_seed_same_parts(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SEEDED)
-def test_other_seed_other_parts(spec: str) -> None:
+def test_other_seed_other_parts(spec):
     dataset = shuffled_dataset(300, 3)
     partition = parse_partition(spec)
     seen = {tuple(partition.split(dataset, 6, seed)[0].tolist()) for seed in range(10)}
@@ -78,7 +70,7 @@ def test_other_seed_other_parts(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_parts_do_not_share_memory_with_the_data(spec: str) -> None:
+def test_parts_do_not_share_memory_with_the_data(spec):
     dataset = shuffled_dataset(300, 3)
     labels = dataset.labels.copy()
     parts = parse_partition(spec).split(dataset, 6, seed=7)
@@ -88,21 +80,19 @@ def test_parts_do_not_share_memory_with_the_data(spec: str) -> None:
     assert parse_partition(spec).split(dataset, 6, seed=7)[0][0] >= 0
 
 
-def test_iid_sizes_differ_by_at_most_one() -> None:
+def test_iid_sizes_differ_by_at_most_one():
     parts = parse_partition("iid").split(shuffled_dataset(103, 10), 10, seed=0)
     assert sorted(map(len, parts)) == [10] * 7 + [11] * 3
 
 
-def test_iid_labels_are_mixed() -> None:
+def test_iid_labels_are_mixed():
     dataset = make_dataset(np.repeat(np.arange(10), 100), 10)
     for part in parse_partition("iid").split(dataset, 10, seed=0):
         assert len(np.unique(dataset.labels[part])) == 10
 
 
 @given(num_classes=st.integers(1, 6), extra=st.integers(0, 20))
-def test_label_gives_each_client_its_label_in_near_equal_slices(
-    num_classes: int, extra: int
-) -> None:
+def test_label_gives_each_client_its_label_in_near_equal_slices(num_classes, extra):
     num_clients = num_classes + extra
     dataset = shuffled_dataset(400, num_classes)
     parts = parse_partition("label").split(dataset, num_clients, seed=0)
@@ -113,13 +103,13 @@ def test_label_gives_each_client_its_label_in_near_equal_slices(
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_label_shares_consecutive_slices() -> None:
+def test_label_shares_consecutive_slices():
     dataset = make_dataset(np.array([0, 1, 0, 0, 1, 0, 0]), 2)
     parts = parse_partition("label").split(dataset, 3, seed=0)
     assert [part.tolist() for part in parts] == [[0, 2, 3], [1, 4], [5, 6]]
 
 
-def test_source_slices_are_equal_and_consecutive_and_drop_the_rest() -> None:
+def test_source_slices_are_equal_and_consecutive_and_drop_the_rest():
     dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
     parts = parse_partition("source").split(dataset, 4, seed=0)
     assert [part.tolist() for part in parts] == [
@@ -130,7 +120,7 @@ def test_source_slices_are_equal_and_consecutive_and_drop_the_rest() -> None:
     ]
 
 
-def test_shuffled_slices_are_equal_and_of_one_source_each() -> None:
+def test_shuffled_slices_are_equal_and_of_one_source_each():
     dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
     parts = parse_partition("source:shuffled").split(dataset, 4, seed=3)
     assert [len(part) for part in parts] == [5] * 4
@@ -138,7 +128,7 @@ def test_shuffled_slices_are_equal_and_of_one_source_each() -> None:
     assert any(np.any(np.diff(part) != 1) for part in parts)
 
 
-def test_source_on_the_papers_eighteen_clients(data_dir: Path) -> None:
+def test_source_on_the_papers_eighteen_clients(data_dir):
     dataset = load_dataset("heterogeneous", data_dir)
     parts = parse_partition("source").split(dataset, 18, seed=0)
     assert [len(part) for part in parts] == [267] * 6 + [58] * 6 + [59] * 6
@@ -147,10 +137,10 @@ def test_source_on_the_papers_eighteen_clients(data_dir: Path) -> None:
     assert all(np.all(np.diff(part) == 1) for part in parts)
 
 
-def test_dirichlet_is_uneven_when_small_and_even_when_large() -> None:
+def test_dirichlet_is_uneven_when_small_and_even_when_large():
     dataset = shuffled_dataset(10_000, 10)
 
-    def largest_share(spec: str) -> float:
+    def largest_share(spec):
         parts = parse_partition(spec).split(dataset, 10, seed=0)
         rows = np.array([row["labels"] for row in partition_table(dataset, parts)])
         return float((rows.max(axis=0) / rows.sum(axis=0)).mean())
@@ -161,7 +151,7 @@ def test_dirichlet_is_uneven_when_small_and_even_when_large() -> None:
     assert shares[-1] < 0.12
 
 
-def test_dirichlet_shares_have_the_right_spread() -> None:
+def test_dirichlet_shares_have_the_right_spread():
     # A share of Dirichlet(a, ..., a) over M clients has variance (M-1) / (M²(Ma + 1)).
     dataset = make_dataset(np.repeat(np.arange(2), 10_000), 2)
     partition = parse_partition("dirichlet:0.5")
@@ -177,23 +167,21 @@ def test_dirichlet_shares_have_the_right_spread() -> None:
 
 
 @pytest.mark.parametrize("concentration", [5e-324, 1e-9, 0.05, 1.0])
-def test_dirichlet_with_as_many_clients_as_samples_gives_one_each(concentration: float) -> None:
-    parts = DirichletPartition(concentration).split(shuffled_dataset(50, 3), 50, seed=3)
+def test_dirichlet_with_as_many_clients_as_samples_gives_one_each(concentration):
+    parts = parse_partition(f"dirichlet:{concentration}").split(shuffled_dataset(50, 3), 50, seed=3)
     assert [len(part) for part in parts] == [1] * 50
 
 
-def test_dirichlet_with_an_absent_label() -> None:
+def test_dirichlet_with_an_absent_label():
     dataset = make_dataset(np.array([0, 2] * 20), 3)
     parts = parse_partition("dirichlet:1").split(dataset, 4, seed=0)
     assert sum(map(len, parts)) == 40
 
 
 @given(num_clients=st.integers(1, 12), shards_per_client=st.integers(1, 4))
-def test_shards_hold_few_labels_and_near_equal_sizes(
-    num_clients: int, shards_per_client: int
-) -> None:
+def test_shards_hold_few_labels_and_near_equal_sizes(num_clients, shards_per_client):
     dataset = shuffled_dataset(240, 4)
-    parts = ShardsPartition(shards_per_client).split(dataset, num_clients, seed=1)
+    parts = parse_partition(f"shards:{shards_per_client}").split(dataset, num_clients, seed=1)
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= shards_per_client
     if num_clients * shards_per_client % 4 == 0 and 240 % (num_clients * shards_per_client) == 0:
@@ -201,15 +189,8 @@ def test_shards_hold_few_labels_and_near_equal_sizes(
             assert len(np.unique(dataset.labels[part])) <= shards_per_client
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "dirichlet:1e-05", "shards:17"])
-def test_spec_round_trips(spec: str) -> None:
-    partition = parse_partition(spec)
-    assert partition.spec == spec
-    assert parse_partition(partition.spec) == partition
-
-
 @pytest.mark.parametrize("spec", ["", "IID", "random", "shard:2", ":"])
-def test_unknown_partition_lists_the_forms(spec: str) -> None:
+def test_unknown_partition_lists_the_forms(spec):
     name = spec.partition(":")[0]
     with pytest.raises(ConfigError) as caught:
         parse_partition(spec)
@@ -218,13 +199,13 @@ def test_unknown_partition_lists_the_forms(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["iid:1", "label:2", "source:mixed", "shards:1:2", "dirichlet::"])
-def test_an_option_that_a_partition_does_not_have(spec: str) -> None:
+def test_an_option_that_a_partition_does_not_have(spec):
     with pytest.raises(ConfigError, match=r"partition '\w+' has no option '\w*'; it has: "):
         parse_partition(spec)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e10"])
-def test_bad_concentration(value: str) -> None:
+def test_bad_concentration(value):
     with pytest.raises(
         ConfigError, match=r"partition is 'dirichlet:.*; the number must be above 0 and at most 1e"
     ):
@@ -232,16 +213,9 @@ def test_bad_concentration(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "a"])
-def test_bad_number_of_shards(value: str) -> None:
+def test_bad_number_of_shards(value):
     with pytest.raises(ConfigError, match=r"whole number|must be at least 1"):
         parse_partition(f"shards:{value}")
-
-
-def test_bad_parameters_without_a_spec() -> None:
-    with pytest.raises(ConfigError, match=r"dirichlet:-0\.5"):
-        DirichletPartition(-0.5)
-    with pytest.raises(ConfigError, match="shards:0"):
-        ShardsPartition(0)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -254,9 +228,7 @@ def test_bad_parameters_without_a_spec() -> None:
         (6, -1, ConfigError, "seed is -1, at least 0"),
     ],
 )
-def test_impossible_split(
-    spec: str, num_clients: int, seed: int, error: type[Exception], message: str
-) -> None:
+def test_impossible_split(spec, num_clients, seed, error, message):
     with pytest.raises(error, match=message):
         parse_partition(spec).split(shuffled_dataset(60, 3), num_clients, seed)
 
@@ -270,25 +242,25 @@ def test_impossible_split(
         ("shards:7", 10, "cannot cut 60 samples of 'made' into 70 shards"),
     ],
 )
-def test_split_that_does_not_fit_the_data(spec: str, num_clients: int, message: str) -> None:
+def test_split_that_does_not_fit_the_data(spec, num_clients, message):
     labels = np.repeat(np.arange(3), [22, 20, 18])
     with pytest.raises(DataError, match=message):
         parse_partition(spec).split(make_dataset(labels, 3), num_clients, seed=0)
 
 
-def test_source_smaller_than_its_clients() -> None:
+def test_source_smaller_than_its_clients():
     dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=np.repeat(np.arange(2), [17, 3]))
     with pytest.raises(DataError, match="source 1 of 'made' has 3 samples, too few for 4 clients"):
         parse_partition("source").split(dataset, 8, seed=0)
 
 
-def test_source_needs_sources() -> None:
+def test_source_needs_sources():
     dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=None)
     with pytest.raises(DataError, match="'made' has a single source"):
         parse_partition("source").split(dataset, 2, seed=0)
 
 
-def test_table_counts_what_each_client_holds() -> None:
+def test_table_counts_what_each_client_holds():
     dataset = make_dataset(np.array([0, 2, 2, 0, 1, 1]), 3)
     parts = (np.array([0, 1, 2]), np.array([4]))
     assert partition_table(dataset, parts) == [
@@ -302,17 +274,9 @@ def test_table_counts_what_each_client_holds() -> None:
     ]
 
 
-def test_table_without_sources_has_no_such_column() -> None:
+def test_table_without_sources_has_no_such_column():
     dataset = dataclasses.replace(shuffled_dataset(20, 2), sources=None)
     parts = parse_partition("iid").split(dataset, 2, seed=0)
     rows = partition_table(dataset, parts)
     assert all("sources" not in row for row in rows)
     assert "source" not in format_partition_table(rows)
-
-
-def test_long_table_is_cut() -> None:
-    dataset = shuffled_dataset(60, 2)
-    rows = partition_table(dataset, parse_partition("iid").split(dataset, 30, seed=0))
-    assert len(format_partition_table(rows).splitlines()) == 1 + 20 + 1
-    assert format_partition_table(rows, max_rows=5).endswith("\nand 25 more clients")
-    assert format_partition_table([]) == "no clients"

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.test_packaging import OLDEST
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,6 +38,21 @@ def test_the_change_is_two_lines_and_their_imports(example):
         "+from aqg.flower import Compressed",
         "+    strategy = Compressed(strategy)",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower
+def test_the_app_is_one_that_flowers_hub_takes():
+    build = pytest.importorskip("flwr.cli.build")
+    with zipfile.ZipFile(
+        io.BytesIO(build.build_fab_from_disk(EXAMPLES / "flower-pytorch/after"))
+    ) as fab:
+        names = set(fab.namelist())
+        project = tomllib.loads(fab.read("pyproject.toml").decode())
+    assert {"LICENSE", "pyproject.toml", "digits/task.py"} <= names
+    assert project["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    for other in EXAMPLES.glob("flower-*/*/pyproject.toml"):
+        for dependency in tomllib.loads(other.read_text())["project"]["dependencies"]:
+            assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
 def test_adapters_learn_with_few_bytes(monkeypatch):

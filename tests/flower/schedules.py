@@ -353,7 +353,7 @@ class World:
             case 2 if len(reply.frame) > 1:
                 return replace(reply, frame=self.flipped(reply.frame))
             case 3 if not reply.stale:
-                return replace(reply, digest=bytes(16))
+                return replace(reply, digest=bytes(4))
             case 4 if not reply.stale:
                 return replace(reply, uploads=reply.uploads + 1)
         return None

@@ -353,7 +353,7 @@ def test_several_records_and_low_level_grids():
     from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
 
-    from aqg.channel.server import Settings
+    from aqg.channel.settings import Settings
     from aqg.flower.grid import CompressedGrid
 
     app = ClientApp(mods=[aqg_mod])

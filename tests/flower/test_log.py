@@ -86,7 +86,7 @@ def put_foreign_entries(message: Message) -> None:
 
 
 def damage_digest(message: Message) -> None:
-    change_order(message, public=bytes(16))
+    change_order(message, public=bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe: str, downlink
         assert log_rounds(parcel.log).start == 1
         held.append(follow(book.terms, parcel, held[-1], lambda: None))
     assert public_digest(held[-1]) == book.publisher.digest
-    old = Parcel(4, bytes(16), encode_log(1, book.publisher.state().entries[:3]))
+    old = Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
     with pytest.raises(LostError, match="round 6 is held here, which is later than round 4"):
         follow(book.terms, old, held[-1], lambda: None)
     with pytest.raises(WireError, match="the log has rounds 1 to 5, not 7"):

@@ -63,7 +63,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
     return seen
 
 
-@pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("schedules", [100, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
@@ -77,7 +77,7 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
 def test_no_schedule_makes_a_mismatch_go_unnoticed(
     recipe: str, share: float, schedules: int
 ) -> None:
-    seen = play(int(schedules * share), recipe)
+    seen = play(max(25, int(schedules * share)), recipe)
     # The schedules are worth something only if all of this happened in them.
     kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
     kinds += " away damaged rotten twin snapshot entries"
@@ -366,8 +366,8 @@ def test_a_changed_bit_in_storage_is_found() -> None:
         ({"frame": b"garbage"}, "checksum"),
         ({"uploads": 7}, "the mirror is at 1 of 0"),
         ({"epoch": 7}, "the mirror is at 1 of 0"),
-        ({"base_digest": bytes(16)}, "digest 0000"),
-        ({"digest": bytes(16)}, "the client says 0000"),
+        ({"base_digest": bytes(4)}, "digest 0000"),
+        ({"digest": bytes(4)}, "the client says 0000"),
         ({"restarted": True}, "upload 0 of an epoch after 0"),
         ({"restarted": True, "uploads": 0}, "upload 0 of an epoch after 0"),
         ({"restarted": True, "uploads": 0, "epoch": 5}, "the frame is for upload 0 of epoch 5"),

@@ -29,6 +29,16 @@ def make_server(path=None, **options):
     return ServerSession(np.zeros(NUM_PARAMS), 3, path=path, **options)
 
 
+def whole_order(server, client):
+    """Return an order that can be read by itself, as a client gets it that has said nothing yet."""
+    server._informed.discard(client)
+    return order_from_bytes(server.order(client))
+
+
+def read_reply(client, order, m=0):
+    return reply_from_bytes(client.answer(to_bytes(order), train_of(m)), order.stamp)
+
+
 def run(server, clients, rounds):
     for _ in range(rounds):
         for number, client in enumerate(clients):
@@ -44,9 +54,18 @@ def error(server):
     return np.abs(server.parameters - OPTIMUM).max()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("recipe", ["lean", "auto", "stc:keep=0.5", "gd", "qsgd"])
-@pytest.mark.parametrize("downlink", ["exact", "auto"])
+@pytest.mark.parametrize(
+    ("recipe", "downlink", "exact"),
+    [
+        ("lean", "exact", False),
+        ("lean", "auto", True),
+        ("auto", "auto", False),
+        ("auto", "exact", True),
+        ("stc:keep=0.5", "exact", False),
+        ("gd", "auto", True),
+        ("qsgd", "auto", False),
+    ],
+)
 def test_training(recipe, downlink, exact):
     server = make_server(recipe=recipe, downlink=downlink, exact=exact)
     run(server, [ClientSession() for _ in range(3)], 40)
@@ -60,13 +79,13 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
         server = make_server(recipe=recipe, exact=exact)
         clients = [ClientSession(tmp_path / recipe / f"{exact}-{m}") for m in range(3)]
         run(server, clients, 5)
-        order = server.order(0)
-        replies[recipe, exact] = reply_from_bytes(clients[0].answer(order, train_of(0))).frame
-        assert order_from_bytes(order).exact is exact
+        order = whole_order(server, 0)
+        replies[recipe, exact] = read_reply(clients[0], order).frame
+        assert order.exact is exact
     assert replies["auto", True] == replies["lean:widest=3", True]
     fresh = ClientSession()  # a new disk: once it has the model, it sends what the old one did
-    assert server.take(0, fresh.answer(order, train_of(0))).wants_order
-    reply = reply_from_bytes(fresh.answer(server.order(0), train_of(0)))
+    assert server.take(0, fresh.answer(to_bytes(order), train_of(0))).wants_order
+    reply = read_reply(fresh, whole_order(server, 0))
     assert reply.frame == replies["auto", False] != b""
 
 
@@ -79,7 +98,7 @@ def test_the_order_says_how_much_noise_an_upload_may_carry():
         for number, client in enumerate(clients):
             order = server.order(number)
             server.take(number, client.answer(order, lambda _model, _round: update))
-        said.append(order_from_bytes(order).noise)
+        said.append(whole_order(server, 3).noise)
         server.step()
     assert said[0] == 1.0
     assert 3.0 < said[-1] <= 4.0
@@ -98,9 +117,8 @@ def test_a_lost_reply_is_rolled_back(tmp_path):
             server.take(m, clients[m].answer(server.order(m), train_of(m)))
         server.step()
         if loses:
-            reply = reply_from_bytes(clients[0].answer(server.order(0), train_of(0)))
-            assert reply.rolled_back
-        run(server, clients, 60)
+            assert read_reply(clients[0], whole_order(server, 0)).rolled_back
+        run(server, clients, 25)
         models.append(server.parameters)
     assert np.array_equal(*models)
     assert error(server) < 0.02
@@ -124,7 +142,7 @@ def test_the_same_order_gets_the_same_reply(tmp_path):
     assert "round 1" in server.take(0, first).problem
     later = server.order(0)
     ClientSession(tmp_path).answer(later, train)
-    assert reply_from_bytes(ClientSession(tmp_path).answer(order, train)).stale
+    assert read_reply(ClientSession(tmp_path), order_from_bytes(order)).stale
 
 
 def test_a_client_that_lost_its_memory_starts_again(tmp_path):
@@ -166,7 +184,9 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert error(again) < 0.02
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 4, 5, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2, 3))]
+)
 def test_everything_goes_wrong_at_once(tmp_path, seed):
     """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""
     rng = np.random.default_rng(seed)
@@ -211,11 +231,10 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
             server.take(m, reply)
         late = late[-3:]
         server.step()
-    run(server, [session(m) for m in range(3)], 50)
+    run(server, [session(m) for m in range(3)], 25)
     assert error(server) < (0.8 if recipe == "auto" else 0.05)
     for m in range(3):  # and both ends hold the same of each other
-        order = order_from_bytes(server.order(m))
-        reply = reply_from_bytes(session(m).answer(to_bytes(order), train_of(m)))
+        reply = read_reply(session(m), whole_order(server, m), m)
         assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
 
 
@@ -237,10 +256,11 @@ def test_bad_orders_change_nothing(tmp_path):
 
 def test_bad_replies_are_refused():
     server, client = make_server(), ClientSession()
-    reply = client.answer(server.order(0), train_of(0))
-    read = reply_from_bytes(reply)
+    order = server.order(0)
+    reply = client.answer(order, train_of(0))
+    read = reply_from_bytes(reply, order_from_bytes(order).stamp)
     assert "bytes" in server.take(0, bytes(10_000)).problem
-    assert "digest" in server.take(0, to_bytes(replace(read, digest=bytes(16)))).problem
+    assert "digest" in server.take(0, to_bytes(replace(read, digest=bytes(4)))).problem
     assert "epoch" in server.take(0, to_bytes(replace(read, epoch=3))).problem
     with pytest.raises(MessageError, match="client is 3"):
         server.take(3, reply)

@@ -9,7 +9,7 @@ import pytest
 
 from aqg.runs.config import resolve
 from aqg.runs.cost import ClientBytes
-from aqg.runs.directory import ROUNDS, SUMMARY, Line, rewrite_lines
+from aqg.runs.directory import SUMMARY, Line, rewrite_lines
 from aqg.runs.files import write_atomically
 from aqg.runs.loop import create_run
 from aqg.runs.summary import summarize
@@ -69,23 +69,3 @@ def make_run():
         return directory
 
     return write
-
-
-@pytest.fixture(scope="session")
-def forget_downloads():
-    """Return a function that makes a run directory what it was before downloads were counted."""
-
-    def change(directory):
-        rows = [json.loads(line) for line in (directory / ROUNDS).read_text().splitlines()]
-        for row in rows:
-            del row["download_bytes"], row["total_bytes"], row["crc32"]
-        (directory / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if (directory / SUMMARY).exists():
-            summary = json.loads((directory / SUMMARY).read_text())
-            for row in (summary, summary["target"]):
-                del row["download_bytes"], row["total_bytes"]
-            del summary["client_upload_bytes"], summary["client_download_bytes"]
-            (directory / SUMMARY).write_text(json.dumps(summary))
-        return directory
-
-    return change

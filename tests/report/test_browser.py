@@ -224,23 +224,3 @@ def test_controls_sorting_and_theme(page):
     light = page.evaluate(background)
     page.locator("#theme").click()
     assert page.evaluate(background) != light
-
-
-def test_downloads_that_are_not_on_record_are_unknown(
-    browser, make_run, forget_downloads, tmp_path
-):
-    make_run(tmp_path / "new", "gd", decay=0.2)
-    forget_downloads(make_run(tmp_path / "old", decay=0.2))
-    file = tmp_path / "report.html"
-    write_report([tmp_path], Outputs(file))
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    page.goto(file.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
-    new, old = (row.inner_text() for row in page.locator("#results-table tbody tr").all())
-    assert "unknown" not in new
-    assert old.count("unknown") == 3  # downloaded, total, and total to target
-    assert page.locator(f"{PLOTS[2]} .series").count() == 2  # of uploaded bytes, which both have
-    page.locator('[data-control="bytes"] [data-value="total_bytes"]').click()
-    assert page.locator(f"{PLOTS[2]} .series").count() == 1
-    assert page.locator(".bytes-plot", has_text="unknown").count() == 2
-    page.close()

@@ -112,26 +112,6 @@ def test_pictures_and_tables_on_request(runs, tmp_path):
         assert sum(int(row[name]) for row in clients[:10]) == int(rows[0][name])
 
 
-def test_downloads_that_are_not_on_record_are_unknown(make_run, forget_downloads, tmp_path):
-    make_run(tmp_path / "new", "gd", rounds=10)
-    forget_downloads(make_run(tmp_path / "old", rounds=10))
-    page, tables = tmp_path / "r.html", tmp_path / "csv"
-    arguments = ["report", str(tmp_path), "--out", str(page), "--csv", str(tables)]
-    assert run_app([*arguments, "--png", str(tmp_path / "png")]) == 0
-    new, old = data_of(page.read_text())["groups"]
-    assert new["results"]["total_bytes"] is not None
-    assert old["results"]["upload_bytes"] is not None
-    assert (old["results"]["download_bytes"], old["results"]["total_bytes"]) == (None, None)
-    assert old["curves"]["loss"]["total_bytes"] is None
-    assert data_of(page.read_text())["runs"][1]["clients"] == {"upload": None, "download": None}
-    with (tables / "curves.csv").open() as file:
-        row = list(csv.DictReader(file))[-1]
-    assert int(row["upload_bytes"]) > 0
-    assert (row["download_bytes"], row["total_bytes"]) == ("", "")
-    with (tables / "clients.csv").open() as file:
-        assert list(csv.DictReader(file))[-1]["upload_bytes"] == ""
-
-
 def test_what_each_client_sent_and_received_is_on_the_page(make_run, tmp_path):
     run = make_run(tmp_path / "run", rounds=10)
     summary = json.loads((run / "summary.json").read_text())
@@ -180,8 +160,7 @@ def test_runs_in_every_state_are_shown(make_run, tmp_path):
 
 
 def test_the_data_stays_small_for_many_clients(make_run, tmp_path):
-    from aqg.report.groups import compare
-    from aqg.report.runs import read_runs
+    from aqg.report.runs import compare, read_runs
 
     make_run(tmp_path / "run", clients=900, rounds=60, partition="iid")
     page = make_page(compare(read_runs([tmp_path / "run"])))

@@ -1,4 +1,4 @@
-"""Reading run directories: every state a run can be in, and every kind of damage."""
+"""From run directories to arrays, groups and curves, whatever state the runs are in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from aqg.core.recipes import RECIPES
 from aqg.errors import RunError
-from aqg.report.runs import find_runs, read_run, read_runs
+from aqg.report.curves import (
+    Band,
+    Points,
+    bin_edges,
+    combine,
+    count_widths,
+    extra_points,
+    result_of,
+    run_points,
+    thin,
+    thin_indices,
+    watch_clients,
+)
+from aqg.report.runs import COLORS, assign_colors, compare, find_runs, read_run, read_runs
+from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
 from aqg.studies.sweep import GRID
 
@@ -173,3 +191,230 @@ def test_another_programs_config_is_no_run(make_run, tmp_path):
     (tmp_path / "flower").mkdir()
     (tmp_path / "flower" / CONFIG).write_text('[superlink]\ndefault = "local"\n')
     assert find_runs(tmp_path) == [tmp_path / "auto"]
+
+
+@pytest.fixture(scope="module")
+def comparison(make_run, tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for recipe, decay in (("lean", 0.08), ("gd", 0.05)):
+        for dropout in (0.0, 0.5):
+            for seed in (0, 1, 10):
+                name = root / f"{recipe}-{dropout}-{seed}"
+                make_run(name, recipe, seed, decay=decay, dropout=dropout)
+    return compare(read_runs([root]))
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_group(comparison):
+    assert len(comparison.groups) == 4
+    for group in comparison.groups:
+        assert [run.seed for run in group.runs] == [0, 1, 10]
+    assert comparison.recipes == ("gd", "lean")
+    assert len(comparison.runs) == 12
+
+
+def test_labels_name_what_differs_and_nothing_else(comparison):
+    assert comparison.telling == ("dropout",)
+    labels = [group.label for group in comparison.groups]
+    assert labels == [
+        "gd · dropout 0",
+        "gd · dropout 0.5",
+        "lean · dropout 0",
+        "lean · dropout 0.5",
+    ]
+
+
+def test_a_recipe_has_one_color_and_a_setting_one_line_style(comparison):
+    looks = {group.label: (group.color, group.dash) for group in comparison.groups}
+    assert len(set(looks.values())) == 4
+    assert looks["gd · dropout 0"][0] == looks["gd · dropout 0.5"][0]
+    assert looks["gd · dropout 0"][1] == looks["lean · dropout 0"][1]
+
+
+def test_settings_that_change_together_count_once(make_run, tmp_path):
+    make_run(tmp_path / "a", dataset="digits", rounds=2)
+    make_run(tmp_path / "b", dataset="mnist", rounds=2)
+    comparison = compare(read_runs([tmp_path]))
+    assert comparison.telling == ("dataset",)
+    assert title(comparison) == "lean on digits and mnist"
+
+
+def test_colors_differ_until_all_are_taken():
+    names = list(RECIPES)
+    some = assign_colors(names[: len(COLORS)])
+    assert len(set(some.values())) == len(some)
+    many = assign_colors([f"own-{i}" for i in range(40)])
+    assert set(many.values()) == set(range(len(COLORS)))
+    assert assign_colors(["own", "gd", "lean"])["gd"] == assign_colors(["gd"])["gd"]
+
+
+def test_words(comparison):
+    assert title(comparison) == "gd and lean on digits"
+    assert facts(comparison)[:3] == ["12 runs", "softmax", "10 clients"]
+    assert "40 rounds" in facts(comparison)
+
+
+def test_a_deployment_need_not_say_what_it_trains(make_run, tmp_path):
+    config = make_run(tmp_path / "run", rounds=2) / CONFIG
+    config.write_text('recipe = "lean"\ndataset = "custom"\nmodel = "custom"\nclients = 10\n')
+    comparison = compare(read_runs([tmp_path]))
+    assert title(comparison) == "lean"
+    assert facts(comparison) == ["1 run", "10 clients", "2 rounds"]
+
+
+def test_the_headline_compares_equal_settings(comparison):
+    costs = {}
+    for group in comparison.groups:
+        costs[group.label] = sorted(result_of(run).target_total_bytes for run in group.runs)[1]
+    savings = [
+        costs[f"gd · dropout {dropout}"] / costs[f"lean · dropout {dropout}"]
+        for dropout in ("0", "0.5")
+    ]
+    sentence = headline(comparison)
+    assert sentence.startswith("lean came within 0.5 of the minimum after ")
+    assert f"{min(savings):.3g}" in sentence
+    assert " up and down, " in sentence
+    assert sentence.endswith("than gd.")
+
+
+def test_no_headline_without_a_target_or_a_rival(make_run, tmp_path):
+    make_run(tmp_path / "lean", rounds=2)
+    assert headline(compare(read_runs([tmp_path]))) is None
+    make_run(tmp_path / "gd", "gd", rounds=2, finished=False)
+    assert headline(compare(read_runs([tmp_path]))) is None
+
+
+def points(x, y, ended=True):
+    return Points(np.array(x, float), np.array(y, float), ended)
+
+
+def test_one_run_is_its_own_median():
+    band = combine([points([0, 1, 3], [5, 4, 2])])
+    np.testing.assert_array_equal(band.x, [0, 1, 3])
+    for values in (band.median, band.low, band.high):
+        np.testing.assert_array_equal(values, [5, 4, 2])
+
+
+def test_runs_are_compared_at_the_same_cost():
+    band = combine([points([0, 2], [4, 0]), points([0, 1, 2], [4, 4, 4]), points([0, 2], [8, 8])])
+    np.testing.assert_array_equal(band.x, [0, 1, 2])
+    np.testing.assert_array_equal(band.median, [4, 4, 4])
+    np.testing.assert_array_equal(band.low, [4, 2, 0])
+    np.testing.assert_array_equal(band.high, [8, 8, 8])
+
+
+def test_a_run_that_has_ended_keeps_its_value_and_the_curve_ends_at_the_median_cost():
+    band = combine([points([0, 1], [9, 1]), points([0, 3], [9, 3]), points([0, 8], [9, 1])])
+    assert band.x[-1] == 3
+    assert band.low[-1] == 1
+    assert band.high[-1] == 9 - 3  # the longest one is on its way from 9 to 1
+
+
+def test_a_run_that_has_not_ended_counts_as_far_as_it_came():
+    band = combine([points([0, 1], [9, 1], ended=False), points([0, 2], [5, 5], ended=False)])
+    np.testing.assert_array_equal(band.x, [0, 1, 2])
+    np.testing.assert_array_equal(band.median, [7, 3, 5])
+
+
+def test_rounds_that_cost_nothing_leave_their_last_value():
+    band = combine([points([0, 1, 1, 1, 2], [9, 8, 7, 6, 5])])
+    np.testing.assert_array_equal(band.x, [0, 1, 2])
+    np.testing.assert_array_equal(band.median, [9, 6, 5])
+
+
+def test_nothing_to_combine():
+    assert combine([]) is None
+    assert combine([points([], [])]) is None
+
+
+heights = hnp.arrays(np.float64, st.integers(1, 400), elements=st.floats(-1e6, 1e6))
+
+
+@given(heights, st.integers(8, 100), st.floats(0.1, 1000))
+def test_thinning_keeps_ends_and_extremes_in_bounds(y, limit, scale):
+    x = np.arange(len(y)) * scale
+    kept = thin_indices(x, y, limit)
+    assert kept[0] == 0
+    assert kept[-1] == len(y) - 1
+    assert (np.diff(kept) > 0).all()
+    assert y[kept].min() == y.min()
+    assert y[kept].max() == y.max()
+    assert len(kept) <= max(limit + 6, 8)
+
+
+@given(heights, st.integers(8, 60))
+def test_a_thinned_band_covers_the_whole_band(y, limit):
+    x = np.arange(len(y), dtype=float)
+    band = thin(Band(x, y, y - 1, y + 1), limit)
+    assert band.low.min() == y.min() - 1
+    assert band.high.max() == y.max() + 1
+    assert (band.low <= band.median).all()
+    assert (band.median <= band.high).all()
+
+
+def test_thinning_leaves_short_curves_alone():
+    band = Band(np.arange(5.0), np.arange(5.0), np.arange(5.0), np.arange(5.0))
+    assert thin(band, 5) is band
+
+
+def test_a_round_reports_the_model_it_starts_from(make_run, tmp_path):
+    run = read_run(make_run(tmp_path / "run", rounds=6), "run")
+    loss = run_points(run, "rounds", "loss")
+    np.testing.assert_array_equal(loss.x, np.arange(7))
+    np.testing.assert_array_equal(loss.y[:-1], run.losses)
+    assert loss.y[-1] == run.summary["final_loss"]
+    for name in ("upload_bytes", "total_bytes"):
+        spent = run_points(run, name, "loss")
+        assert spent.x[0] == 0
+        assert spent.x[-1] == run.summary[name]
+    residual = run_points(run, "uploads", "residual")
+    assert residual.y[-1] == pytest.approx(run.summary["residual"])
+    accuracy = run_points(run, "rounds", "accuracy")
+    np.testing.assert_array_equal(accuracy.x, [0, 5, 6])
+    assert len(extra_points(run, "latency").x) == 0
+
+
+widths_of_runs = hnp.arrays(
+    np.int16, st.tuples(st.integers(0, 50), st.integers(1, 12)), elements=st.integers(-1, 4)
+)
+
+
+@given(st.integers(0, 1000), st.integers(1, 100))
+def test_bins_are_whole_and_nearly_equal(length, max_bins):
+    edges = bin_edges(length, max_bins)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert len(edges) - 1 == min(length, max_bins)
+    sizes = np.diff(edges)
+    assert sizes.max(initial=0) - sizes.min(initial=10**6) <= 1
+
+
+@given(widths_of_runs, st.integers(1, 20))
+def test_every_upload_is_counted_once(widths, max_bins):
+    histogram = count_widths(widths, max_bins)
+    assert set(histogram.widths) == set(widths[widths > 0].tolist())
+    for width, counts in zip(histogram.widths, histogram.counts, strict=True):
+        assert counts.sum() == (widths == width).sum()
+
+
+@given(widths_of_runs, st.integers(1, 20), st.integers(1, 5))
+def test_every_client_is_counted_in_its_row(widths, max_bins, max_rows):
+    activity = watch_clients(widths, max_bins, max_rows)
+    assert activity.uploads.shape == (len(activity.client_edges) - 1, len(activity.edges) - 1)
+    for row, (first, end) in enumerate(
+        zip(activity.client_edges[:-1], activity.client_edges[1:], strict=True)
+    ):
+        part = widths[:, first:end]
+        assert activity.uploads[row].sum() == (part > 0).sum()
+        assert activity.bits[row].sum() == part[part > 0].sum()
+        assert activity.away[row].sum() == (part == -1).sum()
+
+
+def test_bins_hold_their_own_rounds():
+    widths = np.array([[4, -1], [0, 0], [2, 2], [2, -1]], np.int16)
+    activity = watch_clients(widths, max_bins=2, max_rows=10)
+    assert activity.uploads.tolist() == [[1, 2], [0, 1]]
+    assert activity.bits.tolist() == [[4, 4], [0, 2]]
+    assert activity.away.tolist() == [[0, 0], [1, 1]]
+    histogram = count_widths(widths, max_bins=4)
+    assert histogram.widths == (2, 4)
+    assert histogram.counts.tolist() == [[0, 0, 2, 1], [1, 0, 0, 0]]

@@ -194,15 +194,6 @@ def test_lines_without_checksums_are_checked_as_well(tmp_path, line, message):
         read_lines(tmp_path)
 
 
-def test_lines_from_before_there_were_checksums_are_read(run):
-    rows = [json.loads(line) for line in (run / ROUNDS).read_text().splitlines()]
-    expected = read_lines(run)
-    for row in rows[:4]:
-        del row["crc32"]
-    (run / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_lines(run) == expected
-
-
 def test_what_a_crash_leaves_beyond_the_checkpoint_is_dropped(run, problem, tmp_path):
     with (run / ROUNDS).open("ab") as file:
         file.write(b'{"round": 8, "loss"')

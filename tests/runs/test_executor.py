@@ -23,7 +23,6 @@ from aqg.runs.executor import (
     Started,
     Stopped,
     Stopping,
-    ThisProcess,
     carry_out,
     run_tasks,
 )
@@ -78,10 +77,9 @@ def give_seven(contact):
     return 7
 
 
-@pytest.mark.parametrize("make_place", [lambda: Processes(2), ThisProcess])
-def test_a_plan_is_asked_again_when_a_task_has_ended(make_place):
+def test_a_plan_is_asked_again_when_a_task_has_ended():
     plan = Chain([give_seven, fail, refuse, give_seven])
-    with make_place() as place:
+    with Processes(2) as place:
         events = follow(plan, place)
     assert [type(event) for event in events] == [
         Started,
@@ -169,12 +167,11 @@ def interrupt(event_type):
     return handle
 
 
-@pytest.mark.parametrize("make_place", [lambda: Processes(1), ThisProcess])
-def test_the_first_interrupt_lets_tasks_save(tmp_path, make_place):
+def test_the_first_interrupt_lets_tasks_save(tmp_path):
     plan = Chain([Saver(tmp_path / "saved"), give_seven])
     before = signal.getsignal(signal.SIGINT)
     events = []
-    with make_place() as place, pytest.raises(Interrupted):
+    with Processes(1) as place, pytest.raises(Interrupted):
         carry_out(
             plan,
             plan.tasks.__getitem__,
@@ -248,9 +245,10 @@ if __name__ == "__main__":
 
 def test_outside_the_main_thread_there_is_no_ctrl_c():
     results = []
-    thread = threading.Thread(target=lambda: results.extend(run_tasks([give_seven], ThisProcess())))
-    thread.start()
-    thread.join()
+    with Processes(1) as place:
+        thread = threading.Thread(target=lambda: results.extend(run_tasks([give_seven], place)))
+        thread.start()
+        thread.join()
     assert results == [7]
 
 

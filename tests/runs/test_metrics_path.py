@@ -12,11 +12,11 @@ from rich.console import Console
 from aqg.cli.display import result_table
 from aqg.objectives import Objective
 from aqg.report.curves import curves_csv, result_of, summary_csv
-from aqg.report.runs import read_run
+from aqg.report.pictures import draw_comparison
+from aqg.report.runs import compare, read_run
 from aqg.runs.config import resolve
 from aqg.runs.directory import Line, read_lines
 from aqg.runs.loop import create_run, run
-from aqg.runs.summary import draw_comparison
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import RoundRecord
 
@@ -88,12 +88,12 @@ def test_reports_and_pictures_have_them(finished) -> None:
     header = curves_csv([found]).splitlines()[0]
     assert header.endswith("residual,mse,r2,largest_error")
     assert "largest_error" in summary_csv([found]).splitlines()[0]
-    assert draw_comparison([result], None).startswith(b"\x89PNG")
+    assert draw_comparison(compare([found])).startswith(b"\x89PNG")
 
 
-def test_lines_written_before_there_were_several_metrics_are_read() -> None:
+def test_a_metric_beyond_all_numbers_is_none() -> None:
     row = {"round": 1, "loss": 0.5, "widths": [1, 0], "upload_bytes": 9, "test_accuracy": 0.75}
-    line = Line.from_json(json.dumps(row))
+    line = Line.of(row)
     assert line == Line(RoundRecord(1, 0.5, (1, 0), 9), {"accuracy": 0.75})
     unbounded = Line(line.record, {"perplexity": float("inf")})
     assert json.loads(unbounded.to_json())["test_perplexity"] is None

@@ -39,12 +39,6 @@ def test_a_bound_is_named_on_every_way(name, row, tmp_path, capsys, monkeypatch)
         assert capsys.readouterr().err == f"aqg: error: {message}\n"
 
 
-def test_a_fraction_of_no_clients_is_refused_by_its_name(capsys):
-    assert run_app(["run", "--participation", "0"]) == 2
-    error = capsys.readouterr().err
-    assert error == "aqg: error: participation is 0.0; it must be above 0 and at most 1\n"
-
-
 @pytest.mark.parametrize("kind", [RunSettings, FlowerSettings])
 def test_every_default_is_a_value_that_the_setting_takes(kind):
     for field in fields(kind):

@@ -77,11 +77,7 @@ def test_an_accuracy_of_zero_is_no_divergence():
 
 
 @pytest.mark.parametrize(
-    ("limits", "ending"),
-    [
-        (Limits(ceiling=250), "beyond"),
-        (Limits(ceiling=900), None),
-    ],
+    ("limits", "ending"), [(Limits(ceiling=250), "beyond"), (Limits(ceiling=900), None)]
 )
 def test_costs_beyond_a_limit_are_of_no_interest(limits, ending):
     target = Target("accuracy", 0.9, 3)

@@ -19,7 +19,6 @@ from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
-from aqg.wire.snapshot import encode_snapshot
 
 from tests.problems import tiny_problem
 
@@ -31,7 +30,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Dropout | None]] = {
     "all take part": ({}, None),
     "sampled, adam": (
         {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
-        ScriptedDropout((Absence(1, 4, 22), Absence(3, 14, 25))),
+        ScriptedDropout((Absence(1, 3, 15), Absence(3, 9, 18))),
     ),
     "noisy, momentum": (
         {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
@@ -42,7 +41,7 @@ FIRST = [
     "sampled, adam",
     *(pytest.param(s, marks=pytest.mark.soak) for s in ("all take part", "noisy, momentum")),
 ]
-ROUNDS = 28
+ROUNDS = 20
 
 
 def simulations(
@@ -98,8 +97,7 @@ def test_every_client_of_the_reference_holds_the_servers_model() -> None:
         for _ in range(ROUNDS):
             reference.run_round()
             expected = reference.server.public
-            snapshot = encode_snapshot(expected, reference.start)
-            deliveries = reference.downloads.plan(np.arange(6), lambda one=snapshot: one)
+            deliveries = reference.downloads.plan(np.arange(6), expected)
             for m in range(6):
                 reference._tell(m, deliveries[m])
                 for mine, theirs in zip(reference.models[m].vectors, expected.vectors, strict=True):
@@ -115,12 +113,12 @@ def test_a_resumed_run_counts_on(setting: str, downlink: str, engine: int) -> No
     records = [whole.run_round() for _ in range(ROUNDS)]
     halves = simulations("auto", setting, downlink)
     first = halves[1 - engine]
-    for expected in records[:17]:
+    for expected in records[:12]:
         assert first.run_round() == expected
     arrays = first.state().to_arrays()
     second = halves[engine]
     second.restore(SimulationState.from_arrays(arrays))
-    for expected in records[17:]:
+    for expected in records[12:]:
         assert second.run_round() == expected
 
 
@@ -144,7 +142,7 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot() -> None:
     log = simulation.downloads.log
     missed = log.bytes_since(2)
     record = simulation.run_round()
-    others = 3 * (log.deliver(150, lambda: b"").num_bytes)
+    others = 3 * (log.deliver(150, lambda: b"", lambda: None).num_bytes)
     assert simulation.models[2].round == 151
     assert record.download_bytes - others < missed
     fast = FastSimulation(*arguments, training=training)

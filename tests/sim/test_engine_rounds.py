@@ -28,8 +28,8 @@ def test_the_loss_of_absent_clients_counts_too():
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
 def test_pieces_have_the_losses_and_gradients_of_whole_clients(scaling):
     torch = pytest.importorskip("torch")
-    from aqg.sim.pieces import cut
     from aqg.sim.problem import Samples
+    from aqg.sim.stacks import cut
 
     random = np.random.default_rng(4)
     objective = make_objective("softmax", 7, 3, 0.2, scaling)

@@ -14,8 +14,7 @@ from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
 from aqg.spec import Code
-from aqg.studies.own import call_study
-from aqg.studies.sweep import expand
+from aqg.studies.sweep import call_study, expand
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sweeps.md"
 

@@ -17,15 +17,7 @@ from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
 from aqg.runs.plan import Batch, prepare, train, unfinished
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.studies.sweep import (
-    GRID,
-    TABLE,
-    collect,
-    create_sweep,
-    expand,
-    open_sweep,
-    write_results,
-)
+from aqg.studies.sweep import GRID, TABLE, collect, create_sweep, expand, open_sweep, write_results
 from aqg.weights import BEST, FINAL
 
 TEXT = """

@@ -17,16 +17,12 @@ from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.errors import WireError
 from aqg.wire import Known, decode, encode
+from aqg.wire.context import make_hints
 from aqg.wire.frame import MIDTREAD_BIT, Mode
-from aqg.wire.hints import make_hints
-from aqg.wire.planes import (
-    encode_planes,
-    split_dense,
-    split_levels,
-)
+from aqg.wire.sections import encode_planes, split_dense, split_levels
 from aqg.wire.varint import write_varint
 
-from tests.wire.samples import laplace_upload
+from tests.wire.samples import FIELD_MODES, field_message, laplace_upload
 
 Frame = tuple[bytes, int]
 """The bytes, and the length the receiver expects."""
@@ -63,6 +59,11 @@ def good_frames() -> list[Frame]:
             payload = encode_planes(split_dense(message.dense), threads=1)
             body = bytes([0x20 | Mode.DENSE_CODED]) + write_varint(len(message)) + payload
             frames.append((sealed(body, len(message)), len(message)))
+    for length in (1, 40, 700):
+        for share in (0.02, 0.3):
+            vector = np.repeat(random.standard_t(2, length), 7)[:length]
+            field = [field_message(mode, vector, share) for mode in FIELD_MODES]
+            frames += [(encode(message), length) for message in field]
     return frames
 
 

@@ -7,8 +7,36 @@ import functools
 import numpy as np
 from hypothesis import strategies as st
 
+from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype, num_levels, round_up_to_bfloat16
-from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.core.halves import HalfUpload, SparseUpload, to_halves
+from aqg.core.messages import AnyUpload, DenseUpload, Message, Skip, Upload
+from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.core.sparsifiers import largest
+from aqg.wire.frame import Mode
+
+FIELD_MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)
+
+
+def field_message(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int = 1) -> AnyUpload:
+    """Return a message of ``mode`` that stands for ``vector``, more or less."""
+    if mode is Mode.HALF:
+        return HalfUpload(*to_halves(vector))
+    if mode is Mode.BLOCKS:
+        return BlockUpload(*quantize_blocks(vector))
+    if mode is Mode.BUCKETS:
+        block, uniform = 1 + seed % 600, np.random.default_rng(seed).random(len(vector))
+        block += block == 256
+        return BlockUpload(*quantize_buckets(vector, block, 7, uniform), block)
+    if mode is Mode.TURNED:
+        width = 2 if seed % 2 else 4
+        codes, scales = quantize_rotated(vector, seed, True, width)
+        return RotatedUpload(codes, scales, seed, len(vector), width)
+    if mode is Mode.ROTATED:
+        return RotatedUpload(*quantize_rotated(vector, seed, True), seed, len(vector))
+    indices = largest(vector, round(share * len(vector))) if len(vector) else np.arange(0)
+    halves, exponent = to_halves(vector[indices])
+    return SparseUpload(indices[halves != 0], halves[halves != 0], exponent, len(vector))
 
 
 @functools.cache
@@ -84,5 +112,20 @@ def dense_uploads(draw: st.DrawFn, max_length: int = 300) -> DenseUpload:
     return DenseUpload(np.resize(np.array(values, np.float32), length))
 
 
+@st.composite
+def field_messages(draw: st.DrawFn) -> AnyUpload:
+    """Vectors of every length and scale, smooth or not, mostly zero or not."""
+    length = draw(st.integers(0, 700))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    vector = random.standard_t(2, length) * 10.0 ** draw(st.integers(-25, 25))
+    vector[random.random(length) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0
+    if draw(st.booleans()):
+        vector = np.resize(np.repeat(vector, 9), length)
+    share = draw(st.sampled_from([0.0, 0.01, 0.2, 1.0]))
+    return field_message(
+        draw(st.sampled_from(FIELD_MODES)), vector, share, draw(st.integers(0, 2**32 - 1))
+    )
+
+
 def messages() -> st.SearchStrategy[Message]:
-    return uploads() | dense_uploads() | st.just(Skip())
+    return uploads() | dense_uploads() | field_messages() | st.just(Skip())

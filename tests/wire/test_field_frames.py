@@ -2,88 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import struct
-import subprocess
-import sys
-import tracemalloc
-import zlib
-from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
+from aqg.core.blockwise import BlockUpload
 from aqg.core.grids import Grid
-from aqg.core.halves import HalfUpload, SparseUpload, to_halves
+from aqg.core.halves import HalfUpload, SparseUpload
 from aqg.core.messages import AnyUpload, Skip, Upload
-from aqg.core.rotation import RotatedUpload, block_lengths, quantize_rotated
-from aqg.core.selection import largest
+from aqg.core.rotation import RotatedUpload, block_lengths
 from aqg.errors import MessageError, WireError
 from aqg.wire import Known, decode, encode, encoded_size
 from aqg.wire.frame import Mode
 from aqg.wire.varint import write_varint
 
-from tests.wire.golden.make_field import content_crc32
-from tests.wire.hostile import Frame, known_for, mutate, sealed
-
-GOLDEN = Path(__file__).parent / "golden"
-MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)
-
-
-def make(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int = 1) -> AnyUpload:
-    """Return a message of ``mode`` that stands for ``vector``, more or less."""
-    if mode is Mode.HALF:
-        return HalfUpload(*to_halves(vector))
-    if mode is Mode.BLOCKS:
-        return BlockUpload(*quantize_blocks(vector))
-    if mode is Mode.BUCKETS:
-        block, uniform = 1 + seed % 600, np.random.default_rng(seed).random(len(vector))
-        block += block == 256
-        return BlockUpload(*quantize_buckets(vector, block, 7, uniform), block)
-    if mode is Mode.TURNED:
-        width = 2 if seed % 2 else 4
-        codes, scales = quantize_rotated(vector, seed, True, width)
-        return RotatedUpload(codes, scales, seed, len(vector), width)
-    if mode is Mode.ROTATED:
-        return RotatedUpload(*quantize_rotated(vector, seed, True), seed, len(vector))
-    indices = largest(vector, round(share * len(vector))) if len(vector) else np.arange(0)
-    halves, exponent = to_halves(vector[indices])
-    return SparseUpload(indices[halves != 0], halves[halves != 0], exponent, len(vector))
-
-
-@st.composite
-def field_messages(draw: st.DrawFn) -> AnyUpload:
-    """Vectors of every length and scale, smooth or not, mostly zero or not."""
-    length = draw(st.integers(0, 700))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    vector = random.standard_t(2, length) * 10.0 ** draw(st.integers(-25, 25))
-    vector[random.random(length) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0
-    if draw(st.booleans()):
-        vector = np.resize(np.repeat(vector, 9), length)
-    share = draw(st.sampled_from([0.0, 0.01, 0.2, 1.0]))
-    return make(draw(st.sampled_from(MODES)), vector, share, draw(st.integers(0, 2**32 - 1)))
+from tests.wire.hostile import sealed
+from tests.wire.samples import FIELD_MODES, field_message, field_messages
 
 
 @given(field_messages())
-def test_messages_come_back_and_their_sizes_are_known(message: AnyUpload) -> None:
+def test_what_both_ends_know_is_not_used_and_does_no_harm(message: AnyUpload) -> None:
     frame = encode(message)
-    assert len(frame) == encoded_size(message)
-    assert decode(frame, len(message)) == message
-    # What both ends know is not used for these, and does no harm.
     known = Known(np.ones(len(message)))
     assert encode(message, known=known) == frame
     assert decode(frame, len(message), known=known) == message
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FIELD_MODES)
 def test_every_message_has_its_mode(mode: Mode) -> None:
-    message = make(mode, np.random.default_rng(0).standard_normal(500))
+    message = field_message(mode, np.random.default_rng(0).standard_normal(500))
     frame = encode(message)
     assert Mode(frame[0] & 0x1F) is mode
     assert message != Skip()
@@ -94,9 +43,8 @@ def test_every_message_has_its_mode(mode: Mode) -> None:
 def test_long_messages_are_cut_into_blocks() -> None:
     vector = np.random.default_rng(1).standard_normal((1 << 21) + 5).astype(np.float32)
     for mode in (Mode.HALF, Mode.SPARSE, Mode.BLOCKS):
-        message = make(mode, vector, share=0.001)
+        message = field_message(mode, vector, share=0.001)
         frame = encode(message)
-        assert len(frame) == encoded_size(message)
         assert encode(message, threads=1) == frame
         assert decode(frame, len(vector)) == message
 
@@ -134,7 +82,7 @@ def test_clustered_places_take_less() -> None:
 
 
 def test_rotated_frames_take_a_bit_per_coordinate() -> None:
-    message = make(Mode.ROTATED, np.random.default_rng(4).standard_normal(159_010))
+    message = field_message(Mode.ROTATED, np.random.default_rng(4).standard_normal(159_010))
     assert encoded_size(message) <= 159_010 / 8 + 60
     assert sum(block_lengths(159_010)) - 159_010 < 64
 
@@ -201,8 +149,7 @@ def test_messages_check_their_parts(message, reason) -> None:
 
 
 def framed(mode: Mode, length: int, payload: bytes) -> bytes:
-    body = bytes([0x20 | mode]) + write_varint(length) + payload
-    return body + struct.pack("<I", zlib.crc32(body))
+    return sealed(bytes([0x20 | mode]) + write_varint(length) + payload, length)
 
 
 PLACES = b"\x00" + bytes([0b011001])  # packed: 1, 2, 1
@@ -241,161 +188,3 @@ def test_refusals_say_why(frame: bytes, length: int, reason: str) -> None:
     with pytest.raises(WireError, match=reason) as caught:
         decode(frame, length)
     assert "\n" not in str(caught.value)
-
-
-def good_frames() -> list[Frame]:
-    """Return small frames of every mode, several lengths and shares."""
-    random = np.random.default_rng(5)
-    frames: list[Frame] = []
-    for length in (1, 40, 300, 700):
-        for share in (0.02, 0.3):
-            vector = np.repeat(random.standard_t(2, length), 7)[:length]
-            frames += [(encode(make(mode, vector, share)), length) for mode in MODES]
-    return frames
-
-
-def test_damaged_frames_are_refused_or_valid() -> None:
-    random = Random(6)
-    frames = good_frames()
-    accepted = 0
-    for _ in range(30_000):
-        data, length = mutate(random.choice(frames), frames, random)
-        try:
-            message = decode(data, length, known=known_for(length))
-        except WireError:
-            continue
-        accepted += 1
-        if not isinstance(message, Skip):
-            assert len(message) == length
-            message.validate()
-            if accepted % 8 == 0:
-                assert decode(encode(message), length) == message
-    assert 300 < accepted < 15_000
-
-
-def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:
-    for data, length in good_frames()[::3]:
-        for end in range(1, len(data)):
-            with pytest.raises(WireError):
-                decode(data[:end], length, known=known_for(length))
-        for bit in range(0, 8 * len(data), 5):
-            damaged = bytearray(data)
-            damaged[bit // 8] ^= 1 << bit % 8
-            with pytest.raises(WireError):
-                decode(damaged, length, known=known_for(length))
-
-
-def test_memory_is_bounded_by_the_expected_length() -> None:
-    random = Random(7)
-    frames = good_frames()
-    tracemalloc.start()
-    try:
-        for _ in range(600):
-            data, length = mutate(random.choice(frames), frames, random)
-            known = known_for(length)
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            with contextlib.suppress(WireError):
-                decode(data, length, known=known)
-            used = tracemalloc.get_traced_memory()[1] - before
-            assert used < 40 * length + 4 * len(data) + (1 << 19)
-        for data, length in frames:
-            for position in (1, 2, 3, 4):
-                body = data[:position] + write_varint(1 << 40) + data[position:-4]
-                tracemalloc.reset_peak()
-                with contextlib.suppress(WireError):
-                    decode(sealed(body, length), length)
-                assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def golden_cases() -> list[dict[str, object]]:
-    cases: list[dict[str, object]] = json.loads((GOLDEN / "field_frames.json").read_text())
-    return cases
-
-
-@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
-def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -> None:
-    frame = (GOLDEN / f"{case['name']}.bin").read_bytes()
-    assert Mode(frame[0] & 0x1F).name == case["mode"]
-    message = decode(frame, int(str(case["length"])))
-    assert not isinstance(message, Skip)
-    assert content_crc32(message) == case["content_crc32"]
-
-
-NO_NUMBA = """
-import sys
-sys.modules["numba"] = None  # what an import finds where numba is not installed
-import pathlib, json
-from aqg.jit import HAVE_NUMBA
-from aqg.wire import decode, encode, encoded_size
-from tests.wire.golden.make_field import content_crc32
-assert not HAVE_NUMBA
-golden = pathlib.Path(sys.argv[1])
-for case in json.loads((golden / "field_frames.json").read_text()):
-    message = decode((golden / (case["name"] + ".bin")).read_bytes(), case["length"])
-    assert content_crc32(message) == case["content_crc32"]
-    frame = encode(message)
-    assert len(frame) == encoded_size(message)
-    assert decode(frame, case["length"]) == message
-print("ok")
-"""
-
-
-def test_without_numba_every_frame_is_still_read() -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NO_NUMBA, str(GOLDEN)],
-        cwd=GOLDEN.parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == "ok\n", result.stderr
-
-
-WARM = """
-import pkgutil, importlib
-import numpy as np
-import aqg.wire
-from aqg.wire import decode, encode, encoded_size, warm_up
-from aqg.wire.frame import Mode
-from tests.wire.test_field_frames import MODES, make
-
-def compiled():
-    names = [m.name for m in pkgutil.iter_modules(aqg.wire.__path__)]
-    modules = [importlib.import_module("aqg.wire." + name) for name in names]
-    return {
-        (module.__name__, name): len(kernel.signatures)
-        for module in modules
-        for name, kernel in vars(module).items()
-        if hasattr(kernel, "signatures")
-    }
-
-warm_up()
-before = compiled()
-assert any(before.values())
-for length in (0, 1, 500, 20_000):
-    vector = np.random.default_rng(length).standard_normal(length)
-    for mode in MODES:
-        message = make(mode, vector)
-        frame = encode(message)
-        assert len(frame) == encoded_size(message)
-        assert decode(frame, length) == message
-after = compiled()
-assert after == before, {name: after[name] for name in after if after[name] != before[name]}
-print("ok")
-"""
-
-
-@pytest.mark.soak
-def test_warm_up_compiles_everything() -> None:
-    pytest.importorskip("numba")
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WARM],
-        cwd=GOLDEN.parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == "ok\n", result.stderr

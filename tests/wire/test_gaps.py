@@ -14,7 +14,7 @@ from aqg.core.messages import Upload
 from aqg.errors import WireError
 from aqg.wire import decode, encode, encoded_size
 from aqg.wire.frame import Mode
-from aqg.wire.gaps import decode_gaps, encode_gaps, few_places, gaps_size
+from aqg.wire.gaps import decode_gaps, encode_gaps, few_places
 
 GOLDEN_PLACES = [46, 51, 79]
 # Version 1, mode 5; 2 bits, midtread; step 0.5; 100 levels, 3 of them not zero; gaps
@@ -43,7 +43,7 @@ def test_random_places_cost_little_more_than_they_must(length, count):
     for seed in range(20):
         upload = ternary(length, count, seed)
         assert encode(upload)[0] & 0x1F == Mode.GAPS
-        sizes.append(gaps_size(np.flatnonzero(upload.levels != 1), length))
+        sizes.append(len(encode_gaps(upload, np.flatnonzero(upload.levels != 1))))
     choose = math.lgamma(length + 1) - math.lgamma(count + 1) - math.lgamma(length - count + 1)
     bound = (choose / math.log(2) + count) / 8
     assert bound <= np.mean(sizes) <= bound + 2.5 + 0.02 * count  # a count, half a byte of padding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ import aqg.wire
 from aqg.core.grids import Grid, level_dtype, num_levels
 from aqg.core.messages import DenseUpload, Upload
 from aqg.wire import Known, decode, encode, encoded_size, warm_up
+from tests.wire.samples import FIELD_MODES, field_message
 
 def compiled():
     names = [m.name for m in pkgutil.iter_modules(aqg.wire.__path__)]
@@ -44,6 +46,10 @@ for width in range(1, 17):
                 assert decode(kind(frame), length) == message
             known = Known(spread.astype(np.float32))
             assert decode(encode(message, known=known), length, known=known) == message
+for length in (0, 1, 500, 20_000):
+    for mode in FIELD_MODES:
+        message = field_message(mode, random.standard_normal(length))
+        assert decode(encode(message), length) == message
 dense = DenseUpload(random.normal(size=1000).astype(np.float32))
 assert decode(encode(dense), 1000) == dense
 after = compiled()
@@ -54,8 +60,11 @@ print("ok")
 
 @pytest.mark.soak
 def test_warm_up_compiles_everything() -> None:
-    pytest.importorskip("numba")
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.stdout == "ok\n", result.stderr

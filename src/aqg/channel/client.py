@@ -391,11 +391,13 @@ class CopyStore:
             if index.pop("checksum") != _checksum(index):
                 raise RunError("its checksum is wrong")
             self._arrays.reserve(_numbers_in(index))
-            tracks = (self._arrays.read(cell)[None] for cell in index["track"])
+            position, velocity, direction = (
+                self._arrays.read(cell)[None] for cell in index["track"]
+            )
             copy = PublicCopy(
                 int(index["version"]),
                 bytes.fromhex(index["layout"]),
-                Track(*tracks, np.ones(1, np.bool_)),
+                Track(position, velocity, direction, np.ones(1, np.bool_)),
                 {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),

@@ -32,7 +32,7 @@ from aqg.core.movement import Movement
 from aqg.core.public import Public
 from aqg.core.track import Memory, Track, advance
 from aqg.errors import MessageError, WireError
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.wire import decode
 from aqg.wire import entry as steps
 from aqg.wire.varint import read_varint, write_varint
@@ -98,7 +98,7 @@ class PublicCopy(NamedTuple):
 
     def content_digest(self) -> bytes:
         """Return a digest of every bit."""
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=STATE_DIGEST_BYTES)
         digest.update(b"%d|" % self.version + self.layout)
         vector = self.vector
         for part in (vector, self.track.velocity, self.track.direction):
@@ -112,7 +112,7 @@ class PublicCopy(NamedTuple):
         copy = self._replace(version=self.version + 1)
         if copy.version % CONTENT_EVERY == 0:
             return copy._replace(digest=copy.content_digest())
-        digest = hashlib.blake2b(entry, key=self.digest, digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(entry, key=self.digest, digest_size=STATE_DIGEST_BYTES)
         return copy._replace(digest=digest.digest())
 
     def with_layout(self, schema: Schema, layout: bytes) -> PublicCopy:

@@ -16,9 +16,8 @@ import numpy as np
 from aqg.channel.tensors import PIECE
 from aqg.core.grids import value_table
 from aqg.core.round import describe_fault
-from aqg.core.selection import largest
 from aqg.core.space import NumpySpace
-from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.sparsifiers import TERNARY_WIDTH, largest, ternary
 from aqg.core.track import Terms, correct
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,20 +25,19 @@ from aqg.channel.tensors import (
     vector_dtype,
 )
 from aqg.core.budget import first_budget
-from aqg.core.downlink import Condensed
 from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
-from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.coding import reply_from_bytes, to_bytes
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import fingerprint
 from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
 from aqg.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from aqg.channel.settings import Settings
     from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
@@ -65,41 +63,6 @@ _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
 _LEAST_SAVED = 1 / 32
 """The part of an entry that the context coder must save to be worth its time."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user can choose.
-
-    Attributes:
-        recipe: name and options of the compressor.
-        bits: its ``b_max``.
-        max_staleness: after how many silent rounds a client sends all the same.
-        seed: of recipes that draw.
-        include: patterns for names of tensors to compress; all where there are none.
-        exclude: patterns for names of tensors that travel as they are.
-        downlink: how the public copy follows the model.
-        clip: returns the largest norm of an update, where the strategy relies on one.
-        own: a recipe that is used in place of the named one; clients must have an equal one.
-        exact: whether updates are gradients over all of a client's samples, without noise.
-
-    """
-
-    recipe: str = "lean"
-    bits: int = 4
-    max_staleness: int = 100
-    seed: int = 0
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    downlink: Condensed = field(default_factory=Condensed)
-    clip: Callable[[], float | None] = lambda: None
-    own: Recipe | None = None
-    exact: bool = False
-
-    def make_recipe(self) -> Recipe:
-        """Return the compressor."""
-        made = self.own or make_recipe(self.recipe, self.bits, self.max_staleness)
-        return made.for_updates(self.exact)
 
 
 class LostError(MessageError):
@@ -475,7 +438,7 @@ class Channel:
         """Make the public copy the model itself, which all nodes are then sent."""
         copy = self._copy
         whole = PublicCopy.of(values, self.schema, copy.layout, copy.version + 1)
-        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=STATE_DIGEST_BYTES)
         self._copy = whole._replace(digest=digest.digest())
         self._values = values
         self._entries, self._first = [], whole.version

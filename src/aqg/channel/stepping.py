@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.channel.server import Settings
+    from aqg.channel.settings import Settings
     from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.types import Float64Array
     from aqg.protocol.peers import Peer

@@ -1,32 +1,57 @@
-"""The commands and their options; longer ones do their work in the modules beside this one."""
+"""The commands; those with many runs do their work in `aqg.cli.studies`, and `run` in its own."""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
+import numpy as np
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from aqg import __version__
-from aqg.cli.compare import compare
-from aqg.cli.flower import flower_app
-from aqg.cli.reproduce import reproduce
-from aqg.cli.run import RunOptions, run_command
-from aqg.cli.theory import theory
-from aqg.core.recipes import RECIPES
+from aqg.cli import studies
+from aqg.cli.display import measured, metric_title, say
+from aqg.cli.options import (
+    CompareOptions,
+    RunOptions,
+    SweepOptions,
+    TheoryOptions,
+    takes,
+)
+from aqg.cli.run import run_command
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.stages import widest_weights
 from aqg.data import DATASETS
-from aqg.errors import AqgError
+from aqg.errors import AqgError, ConfigError
+from aqg.runs.config import RunConfig, guard_file, named_settings, read_settings, resolve
+from aqg.runs.directory import CONFIG, output_directory, read_metrics
 from aqg.runs.executor import Interrupted
-from aqg.settings import RunSettings, Setting, table, types
+from aqg.runs.loop import read_configs
+from aqg.runs.setup import build_problem, find_minimum, make_simulation
+from aqg.runs.table import Table, format_bytes
+from aqg.settings import RunSettings, table
+from aqg.sim.problem import Problem
+
+if TYPE_CHECKING:  # these take their time to import
+    from aqg.contrib.theory import Curvature, LyapunovTrace
+    from aqg.flower.demo import Demo, NodeBytes
 
 app = typer.Typer(
     name="aqg",
@@ -36,29 +61,24 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+flower_app = typer.Typer(name="flower", help="Run on Flower.", no_args_is_help=True)
 
 
 def run_app(arguments: list[str]) -> int:
     """Run the command line and return its exit code; no traceback for what can be explained."""
     try:
         result = app(arguments, standalone_mode=False)
-    except Interrupted as interrupted:
-        print(f"aqg: {interrupted}", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt, click.exceptions.Abort) as stopped:
+        text = str(stopped) if isinstance(stopped, Interrupted) else "stopped"
+        print(f"aqg: {text}", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        print("aqg: stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except AqgError as error:
-        print(f"aqg: error: {error}", file=sys.stderr)
-        return 2
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
         return 2
-    except click.ClickException as error:
-        message = " ".join(error.format_message().split())
-        print(f"aqg: error: {message}", file=sys.stderr)
+    except (AqgError, click.ClickException) as error:
+        text = str(error) if isinstance(error, AqgError) else error.format_message()
+        is_click = isinstance(error, click.ClickException)
+        print(f"aqg: error: {' '.join(text.split()) if is_click else text}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0
 
@@ -78,148 +98,29 @@ def _root(
     del version
 
 
-def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Give a command options for all settings, or for those named; its ``flags`` are those given.
-
-    What they are called, take and mean is in the table of `aqg.settings`.
-    """
-
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def called(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in chosen}
-            flags = {name: value for name, value in given.items() if value is not None}
-            return command(flags=flags, **arguments)
-
-        rows = table(RunSettings)
-        chosen = names or tuple(name for name, row in rows.items() if row.group)
-        signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name != "flags"]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        options = [
-            inspect.Parameter(name, kind, default=None, annotation=_option(name, rows[name]))
-            for name in chosen
-        ]
-        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *options], return_annotation=int | None
-        )
-        called.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
-        return called  # type: ignore[return-value]
-
-    return decorate
-
-
-def _option(name: str, row: Setting) -> Any:
-    hint = types(RunSettings)[name]
-    choices = "|".join(row.bound) if isinstance(row.bound, tuple) else None
-    option = typer.Option(
-        metavar=row.metavar or choices, help=row.help, rich_help_panel=row.group, show_default=False
-    )
-    return Annotated[hint if type(None) in get_args(hint) else hint | None, option]
-
-
-DataDir = Annotated[
-    Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Run Python files that only a file or --resume names."),
-]
-Out = Annotated[Path | None, typer.Option(help="Directory for the results (new or empty).")]
-
-
 @app.command()
-@with_settings()
-def run(
-    *,
-    flags: Mapping[str, Any],
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting; repeatable."),
-    ] = None,
-    out: Out = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this directory.")
-    ] = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
-    allow_code: AllowCode = False,
-) -> None:
+@takes(RunOptions, *(name for name, row in table(RunSettings).items() if row.group))
+def run(options: RunOptions) -> None:
     """Train with one or more recipes and compare what they cost.
 
     Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
     """
-    assigned = tuple(assignments or ())
-    run_command(RunOptions(flags, config, assigned, out, resume, data_dir, as_json, allow_code))
+    run_command(options)
 
 
 @app.command()
 def recipes() -> None:
     """List the recipes, a line each."""
-    list_recipes()
+    rows = []
+    for entry in RECIPES.values():
+        options = "".join(f" [{name}={value:g}]" for name, value in entry.options.items())
+        rows.append((entry.name, entry.summary + options))
+    _print_lines(rows)
 
 
 @app.command()
 def datasets() -> None:
     """List the datasets, a line each."""
-    list_datasets()
-
-
-@app.command()
-@with_settings("dataset", "model", "problem", "init")
-def sweep(
-    grid: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="GRID.toml|FILE.py:FUNCTION",
-            help="Settings and a table [grid], or tables [[run]]; or a function that yields the "
-            "settings of runs.",
-        ),
-    ] = None,
-    *,
-    flags: Mapping[str, Any],
-    out: Out = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the sweep in this directory.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time; one per core by default.")
-    ] = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
-    allow_code: AllowCode = False,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
-    ] = None,
-) -> int:
-    """Run every combination of the settings in a grid file, or a study of your own, across cores.
-
-    Settings that are given as options hold for all runs. Ctrl-C saves everything; --resume goes on
-    and repeats nothing that is finished.
-    """
-    from aqg.cli.sweep import SweepOptions, sweep_command  # needs Linux or macOS
-
-    return sweep_command(
-        SweepOptions(grid, out, resume, jobs, data_dir, as_json, flags, allow_code, cluster)
-    )
-
-
-def list_recipes() -> None:
-    """Print name, summary and options of every recipe."""
-    _print_lines(
-        (
-            entry.name,
-            entry.summary
-            + "".join(f" [{name}={value:g}]" for name, value in entry.options.items()),
-        )
-        for entry in RECIPES.values()
-    )
-
-
-def list_datasets() -> None:
-    """Print name and summary of every dataset."""
     _print_lines((info.name, info.summary) for info in DATASETS.values())
 
 
@@ -231,6 +132,33 @@ def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
         console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
 
 
+@app.command()
+@takes(SweepOptions, "dataset", "model", "problem", "init")
+def sweep(options: SweepOptions) -> int:
+    """Run every combination of the settings in a grid file, or a study of your own, across cores.
+
+    Settings that are given as options hold for all runs. Ctrl-C saves everything; --resume goes on
+    and repeats nothing that is finished.
+    """
+    return studies.sweep(options)
+
+
+app.add_typer(flower_app)
+
+
+@app.command()
+@takes(CompareOptions, "problem", "dataset", "model")
+def compare(options: CompareOptions) -> int:
+    """Compare recipes by bytes and rounds until a task's goal is reached.
+
+    Bytes are all that clients send and receive. The goal is a target, or to be as good as federated
+    averaging in full precision. Without --search every recipe is run as it is, or with settings
+    that a search found before. Ctrl-C keeps what is finished; --resume goes on.
+    """
+    return studies.compare(options)
+
+
+@app.command()
 def report(
     directories: Annotated[
         list[Path],
@@ -241,8 +169,7 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Also write the plots here, as PNG.")
     ] = None,
     csv: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here."),
+        Path | None, typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here.")
     ] = None,
 ) -> None:
     """Make one HTML file to look at runs with: it needs no network and opens from disk.
@@ -250,27 +177,173 @@ def report(
     Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
     as far as they came.
     """
-    from rich.console import Console
-
     from aqg.report.write import Outputs, check_outputs, write_report
-    from aqg.runs.table import format_bytes
 
     outputs = Outputs(out, png, csv)
     check_outputs(outputs)
     begun = time.perf_counter()
     console = Console()
     with console.status("Reading runs ..."):
-        written = write_report(directories, outputs)
+        files, num_runs = write_report(directories, outputs)
     seconds = time.perf_counter() - begun
-    for path in written.files:
-        size = format_bytes(path.stat().st_size)
-        console.print(f"{path} ({size})", highlight=False, soft_wrap=True)
-    runs = "1 run" if written.num_runs == 1 else f"{written.num_runs} runs"
+    for path in files:
+        say(console, f"{path} ({format_bytes(path.stat().st_size)})")
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     console.print(f"{runs} in {seconds:.1f} s", style="dim", highlight=False)
 
 
-app.add_typer(flower_app)
-app.command()(compare)
-app.command()(report)
-app.command()(reproduce)
-app.command()(theory)
+app.command()(studies.reproduce)
+
+
+@app.command()
+@takes(
+    TheoryOptions,
+    *("recipe", "dataset", "partition", "model", "clients", "l2", "scaling", "alpha"),
+)
+def theory(options: TheoryOptions) -> None:
+    """Say which step sizes are guaranteed to converge, and what the current one is.
+
+    With a run's directory, also whether the Lyapunov function fell, and how fast.
+    """
+    from aqg.contrib.advice import advise, sentences, survey
+
+    directory, data_dir = options.directory, options.data_dir
+    named = named_settings(options.assignments, options.flags)
+    for file in (options.config, directory / CONFIG if directory is not None else None):
+        if file is not None:
+            guard_file(file, named, allowed=options.allow_code)
+    settings = {**(read_settings(options.config) if options.config is not None else {}), **named}
+    console = Console(stderr=options.as_json)
+    if directory is not None:
+        configs = read_configs(directory, settings, data_dir)
+    else:
+        configs = resolve(settings, data_dir)
+    with console.status(f"Loading {configs[0].data_name} ..."):
+        problem = build_problem(configs[0], data_dir)
+    with console.status("Measuring the curvature of the loss ..."):
+        landscape = survey(problem, configs[0].training().client_weights(problem))
+    found = []
+    for one in configs:
+        trace, end = None, None
+        if directory is not None and problem.objective.convex:
+            num_rounds = min(one.rounds, options.rounds or one.rounds)
+            trace, end = _follow(console, one, problem, num_rounds)
+        advice = advise(one, problem.num_clients, landscape, trace, end)
+        found.append(advice.to_json())
+        if not options.as_json:
+            console.print(f"\n[bold]{one.recipe}, {one.title}[/bold]", highlight=False)
+            for line in sentences(advice):
+                console.print(f"- {line}", highlight=False)
+    if options.as_json:
+        sys.stdout.write(json.dumps({"theory": found}, indent=2, allow_nan=False) + "\n")
+
+
+def _follow(
+    console: Console, config: RunConfig, problem: Problem, num_rounds: int
+) -> tuple[LyapunovTrace, Curvature | None]:
+    """Repeat the run, whose directory holds losses but no models; return V, and where it ended."""
+    from aqg.contrib.theory import local_curvature, watch_run
+
+    minimum = find_minimum(config, problem)
+    recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
+    simulation = make_simulation(config, problem)
+    with Progress(console=console, transient=True) as bars:
+        task = bars.add_task(f"Repeating {config.recipe}", total=num_rounds)
+        trace = watch_run(
+            simulation,
+            num_rounds,
+            problem.num_clients,
+            0.0 if minimum is None else minimum,
+            widest_weights(recipe),
+            config.alpha,
+            lambda number: bars.update(task, completed=number),
+        )
+    model = simulation.parameters
+    if not np.isfinite(model).all():
+        return trace, None
+    weights = config.training().client_weights(problem)
+    return trace, local_curvature(problem, model, weights, smallest=False)
+
+
+@flower_app.callback()
+def _flower() -> None:
+    """Keep ``demo`` a command of its own, although it is the only one."""
+
+
+@flower_app.command()
+def demo(
+    nodes: Annotated[int, typer.Option(help="How many SuperNodes.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How many rounds.")] = 20,
+    recipe: Annotated[str, typer.Option(help="See `aqg recipes`.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Makes a run repeatable.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for results (new or empty).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train on digits in Flower's own simulation on this machine, and count every byte.
+
+    All processes end with the command, also on Ctrl-C.
+    """
+    if find_spec("flwr") is None:
+        raise ConfigError("aqg flower needs the package flwr: pip install 'aqg[flower,sim]'")
+    from aqg.flower.demo import Demo
+
+    console = Console(stderr=as_json)
+    with output_directory(out, "flower") as directory:
+        running = Demo(directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed)
+        rows = running.byte_table(_train(console, running))
+        summary = running.summary()
+    if as_json:
+        result = {**summary, "nodes": [asdict(row) for row in rows], "directory": str(directory)}
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        return
+    found = read_metrics(summary)
+    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
+    console.print(
+        f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
+    )
+    console.print(_byte_table(rows).to_terminal())
+    console.print(
+        "up, down: frames and models, and both (total); as float32: what plain gradients and "
+        "models would take in total.",
+        style="dim",
+    )
+    say(console, f"Results: {running.run_directory}")
+
+
+def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
+    """Show the rounds as they go, and return them."""
+    sent = received = 0
+    with Progress(
+        TextColumn("{task.description}", style="bold"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as bars:
+        state = f"starting Flower's simulation of {running.nodes} nodes"
+        bar = bars.add_task(running.recipe, total=running.rounds, state=state)
+
+        def show(line: dict[str, Any]) -> None:
+            nonlocal sent, received
+            sent += line["upload_bytes"]
+            received += line["download_bytes"]
+            loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
+            state = f"loss {loss}  {format_bytes(sent)} up, {format_bytes(received)} down  "
+            state += f"{line['round_seconds']:.1f} s/round"
+            bars.update(bar, completed=line["round"], state=state)
+
+        return running.run(show)
+
+
+def _byte_table(nodes: list[NodeBytes]) -> Table:
+    names = ("uploads", "upload_bytes", "download_bytes", "total_bytes", "plain_bytes")
+    counts = [(str(node.node), *(getattr(node, name) for name in names)) for node in nodes]
+    sums = (sum(getattr(node, name) for node in nodes) for name in names)
+    rows = []
+    for node, uploads, *sizes in [*counts, ("all", *sums)]:
+        *_, total, plain = sizes
+        ratio = f"{plain / total:.3g}×" if total else "-"
+        rows.append((node, str(uploads), *map(format_bytes, sizes), ratio))
+    header = ("node", "uploads", "up", "down", "total", "as float32", "smaller")
+    return Table("nodes", "Nodes", "", header, tuple(rows), num_labels=1)

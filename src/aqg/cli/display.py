@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,12 +25,22 @@ from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
 from aqg.runs.cost import Cost, add_bytes
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
-from aqg.runs.plan import Compiling, Job
+from aqg.runs.plan import Compiling, Job, StudyPlan
 from aqg.runs.summary import Summary
 from aqg.runs.table import Table, format_bytes
 
-if TYPE_CHECKING:
-    from aqg.cli.study import StudyPlan  # which imports this module
+BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def widen(console: Console, width: int) -> None:
+    """Let a file have lines of at least this width: it has no edge to wrap at."""
+    if not console.is_terminal:
+        console.width = max(console.width, width)
 
 
 def both_directions(progress: loop.Progress) -> str:
@@ -104,8 +113,10 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
     metrics = measured(summary.metrics for summary in summaries)
     names = [metric_title(metric) for metric in metrics]
     bits = ["bits/param"] if with_bits else []
+    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
+    time = ["time"] if is_timed else []
     savings = [f"vs {baseline.recipe}" for baseline in baselines]
-    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *savings)
+    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *time, *savings)
     rows = tuple(
         (
             summary.recipe,
@@ -114,6 +125,7 @@ def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table
             f"{summary.uploads:,}",
             *([f"{summary.bits_per_param:,}"] if with_bits else []),
             *_sizes(summary),
+            *([_seconds(summary.simulated_seconds)] if is_timed else []),
             *(_saving(counted[summary.recipe], counted[b.recipe]) for b in baselines),
         )
         for summary in summaries
@@ -188,17 +200,20 @@ def metric_title(metric: Metric) -> str:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, "final residual")
+    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
+    time = ["time"] if is_timed else []
+    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, *time, "final residual")
     rows = []
     for summary in summaries:
         cost = summary.target_cost
-        spent: tuple[str, ...] = ("not reached", *[""] * 5)
+        spent: tuple[str, ...] = ("not reached", *[""] * (5 + is_timed))
         if cost is not None:
             spent = (
                 f"{cost.rounds:,}",
                 f"{cost.uploads:,}",
                 f"{cost.bits_per_param:,}",
                 *_sizes(cost),
+                *([_seconds(cost.simulated_seconds)] if is_timed else []),
             )
         residual = summary.residual
         known = residual is not None and not summary.diverged
@@ -213,6 +228,10 @@ _DIRECTIONS = ("up", "down", "total")
 DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: both."
 
 
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.1f} s"
+
+
 def _sizes(spent: Summary | Cost) -> tuple[str, str, str]:
     sizes = (spent.upload_bytes, spent.download_bytes, spent.total_bytes)
     return format_bytes(sizes[0]), format_bytes(sizes[1]), format_bytes(sizes[2])
@@ -225,73 +244,20 @@ def _saving(size: int, baseline: int) -> str:
     return f"{ratio:.3g}×" if ratio >= 1 else f"{ratio:.1g}×"
 
 
-class Moving(Protocol):
-    """A live display of rich's."""
-
-    def start(self) -> None:
-        """Begin to draw."""
-
-    def stop(self) -> None:
-        """Leave the last picture on the screen."""
-
-
-class LiveDisplay:
-    """A context manager that draws on a terminal, and nowhere else."""
-
-    def __init__(self, console: Console, moving: Moving) -> None:
-        self._console = console
-        self._moving = moving
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._moving.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._moving.stop()
-
-    def _say(self, text: str) -> None:
-        """Print a line above the display, as it is."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-Row = Mapping[str, Any]
-
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
-
-
-class Overview(LiveDisplay):
+class Overview:
     """Shows what happens to the jobs of a plan.
 
     On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
     ended.
 
-    Args:
-        console: where to draw.
-        plan: says how many jobs are left, at most; that may fall as jobs prove needless.
-        name: of the study.
-        num_before: how many jobs were finished before.
-        bytes_before: what these sent and received.
-
+    A context manager. The plan says how many jobs are left, at most; that may fall as jobs prove
+    needless.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        plan: StudyPlan[Any],
-        name: str,
-        num_before: int = 0,
-        bytes_before: int | None = 0,
-    ) -> None:
+    def __init__(self, console: Console, plan: StudyPlan[Any], name: str) -> None:
+        self._console = console
         self._plan = plan
-        self._num_before = num_before
         self._num_ended = 0
-        self._bytes_before = bytes_before
         self._started = time.monotonic()
         self._compiles = False
         self._bytes: dict[int, int | None] = {}
@@ -309,9 +275,9 @@ class Overview(LiveDisplay):
         )
         self._study = self._bar.add_task(
             name,
-            total=num_before + plan.most_left(),
-            completed=num_before,
-            size=_total_size(bytes_before),
+            total=plan.num_before + plan.most_left(),
+            completed=plan.num_before,
+            size=_total_size(plan.bytes_before),
         )
         self._run_lines = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
@@ -321,7 +287,15 @@ class Overview(LiveDisplay):
             TextColumn("{task.fields[size]}", style="cyan"),
             console=console,
         )
-        super().__init__(console, Live(Group(self._bar, self._run_lines), console=console))
+        self._live = Live(Group(self._bar, self._run_lines), console=console)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def show(self, job: Job | None, event: Event) -> None:
         """Bring the picture up to date."""
@@ -334,7 +308,7 @@ class Overview(LiveDisplay):
             case Reported(_, Compiling()):
                 if not self._compiles:
                     self._compiles = True
-                    self._say(Compiling.text)
+                    say(self._console, Compiling.text)
             case Reported(index, progress):
                 loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
                 size = both_directions(progress)
@@ -348,24 +322,27 @@ class Overview(LiveDisplay):
             case Failed(index, error):
                 self._end(index, f"failed: {error}", failed=True)
             case Stopping():
-                self._say("Stopping after the current rounds; Ctrl-C once more stops at once.")
+                say(
+                    self._console,
+                    "Stopping after the current rounds; Ctrl-C once more stops at once.",
+                )
 
     def _count_bytes(self, index: int, total_bytes: int | None) -> None:
         self._bytes[index] = total_bytes
-        size = _total_size(add_bytes(self._bytes_before, *self._bytes.values()))
+        size = _total_size(add_bytes(self._plan.bytes_before, *self._bytes.values()))
         self._bar.update(self._study, size=size)
 
     def _end(self, index: int, result: str, failed: bool = False) -> None:
         self._num_ended += 1
         num_left = self._plan.most_left()
-        done = self._num_before + self._num_ended
+        done = self._plan.num_before + self._num_ended
         self._bar.update(self._study, completed=done, total=done + num_left)
         self._run_lines.remove_task(self._lines.pop(index))
         if failed or not self._console.is_terminal:
             elapsed = time.monotonic() - self._started
             left = clock(elapsed / self._num_ended * num_left)
             head = f"[{done}/{done + num_left}, {clock(elapsed)}, {left} left]"
-            self._say(f"{head} {self._names[index]}: {result}")
+            say(self._console, f"{head} {self._names[index]}: {result}")
 
 
 def clock(seconds: float) -> str:
@@ -379,13 +356,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _in_one_line(summary: Row) -> str:
+def _in_one_line(summary: Mapping[str, Any]) -> str:
     if (outcome := summary.get("outcome")) is not None:
         value = "" if outcome["value"] is None else f" at {outcome['value']:.4g}"
-        up, down = (format_bytes(outcome[name]) for name in _BYTES[:2])
+        up, down = (format_bytes(outcome[name]) for name in BYTES[:2])
         return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {up} up, {down} down"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    up, down = (format_bytes(summary.get(name)) for name in _BYTES[:2])
+    up, down = (format_bytes(summary.get(name)) for name in BYTES[:2])
     return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from aqg.contrib import theory
-from aqg.contrib.theory import Constants, Curvature, global_constants, local_curvature
+from aqg.contrib.theory import (
+    Constants,
+    Curvature,
+    LyapunovTrace,
+    global_constants,
+    local_curvature,
+)
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.recipes import make_recipe
-from aqg.core.stages.wider_tolerance import widest_weights
-
-if TYPE_CHECKING:
-    from aqg.contrib.theory import LyapunovTrace
-    from aqg.core.types import Float64Array
-    from aqg.runs.config import RunConfig
-    from aqg.sim.problem import Problem
+from aqg.core.stages import widest_weights
+from aqg.core.types import Float64Array
+from aqg.runs.config import RunConfig
+from aqg.sim.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,6 @@ class Advice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers by name."""
         constants = self.constants
         row: dict[str, Any] = {
             "recipe": self.recipe,

@@ -6,11 +6,6 @@ is recorded. And its inputs are known as soon as the server has taken its step: 
 next round while Python still finishes the last. One copy brings back all that Python needs to
 decide. Rounds with absent clients take the plain path of `TorchBackend`.
 
-In most rounds of a lazy recipe no one sends anything, and then the next step is known even before
-anyone has decided: the same as the last. The GPU takes it on this guess, and begins the round after
-it. Once someone does send, the guess is taken back. A guess lives within one round: between rounds
-the parameters are what they should be.
-
 The engine knows nothing of this. The backend learns from the calls of one round what to begin with
 for the next, and every call returns finished numbers.
 """
@@ -18,37 +13,26 @@ for the next, and every call returns finished numbers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from aqg.core.quantizers import GridQuantizer
+from aqg.core.grids import Grid
+from aqg.core.innovation import Innovation
+from aqg.core.messages import AnyUpload
+from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory
+from aqg.core.types import Float64Array, IntArray
+from aqg.sim.problem import Problem
 from aqg.sim.torch_backend import TorchBackend, read_statistics, statistics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.grids import Grid
-    from aqg.core.innovation import Innovation
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.types import Float64Array, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
 
 Tensor = torch.Tensor
 
 _WARM_UP_CALLS = 3
 """Libraries allocate and choose algorithms in their first calls, which cannot be recorded."""
-MOSTLY_SILENT = 0.7
-"""A guess is made if nobody uploads in more rounds: a wrong one costs more than one saves."""
-_SMALL_BYTES = 4 << 20
-"""With more to remember, the GPU is busy for longer than Python anyway: a guess saves nothing."""
-_ROUNDS_REMEMBERED = 8
-"""Over so many of the last rounds, more or less, silence is averaged."""
 _FEW_UPLOADS = 3
 """So many mirrors are moved one by one: indices of more must first be brought to the device."""
 
@@ -67,7 +51,6 @@ class Report:
         self._arrival.record()
 
     def wait(self) -> None:
-        """Return when it has come."""
         self._arrival.synchronize()
 
 
@@ -120,62 +103,29 @@ class CudaBackend(TorchBackend):
         super().__init__(problem, device)
         self._everyone = np.arange(problem.num_clients)
         self._params: Tensor = self.put(problem.initial_params)
-        self._before_guess = torch.empty_like(self._params)
         self._squared_norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm = Report(1)
         self._gradients: Tensor | None = None
         """Of all clients, in this round."""
         self._wanted: tuple[GridQuantizer, Tensor | None] | None = None
         """What they were measured with: the next round will ask the same."""
-        self._foresights: list[Foresight] = []
-        """This round and, once guesses are made, the next if the guess is right; in turn."""
+        self._foresight: Foresight | None = None
         self._recorded_for: tuple[GridQuantizer, Tensor | None] | None = None
-        self._step_recording: Recording | None = None
-        self._step_recorded_for: tuple[Tensor, float] | None = None
         self._is_ahead = False
-        """Whether the first foresight is of the parameters as they are."""
-        self._last_step: tuple[Tensor, float] | None = None
-        """What was stepped along last, and how far."""
-        self._is_repeated = False
-        """Whether that was the step before as well, so that a guess can be made."""
-        self._silence = 0.0
-        """The share of the last rounds, more or less, in which no one sent anything."""
-        self._is_silent = True
-        """Whether no one has sent anything in this round."""
-        self._has_guessed = False
-        """Whether one more step was taken, on the guess that no one would send."""
+        """Whether the round that was begun is of the parameters as they are."""
 
     def _begin(self) -> None:
         """Begin with what the next round asks if all clients take part; wait for nothing."""
         if self._wanted is None:
             return
-        quantizer, mirrors = self._wanted
-        if not self._is_recorded_for(quantizer, mirrors):
-            self._foresights = [self._record(quantizer, mirrors)]
-            self._recorded_for = self._wanted
-        self._foresights[0].begin()
+        if self._foresight is None or not self._is_recorded_for(*self._wanted):
+            self._foresight, self._recorded_for = self._record(*self._wanted), self._wanted
+        self._foresight.begin()
         self._is_ahead = True
 
     def _is_recorded_for(self, quantizer: Quantizer, mirrors: Tensor | None) -> bool:
         recorded = self._recorded_for
         return recorded is not None and recorded[0] == quantizer and recorded[1] is mirrors
-
-    def _guess(self) -> None:
-        """Take the last step once more and begin the round after it."""
-        assert self._step_recording is not None
-        assert self._recorded_for is not None
-        if len(self._foresights) < 2:
-            self._foresights.append(self._record(*self._recorded_for))
-        self._before_guess.copy_(self._params)
-        self._step_recording.replay()
-        self._foresights[1].begin()
-        self._has_guessed = True
-
-    def _take_back(self) -> None:
-        """Undo the guess, if there is one: somebody sent, or wants to see the parameters."""
-        if self._has_guessed:
-            self._params.copy_(self._before_guess)
-            self._has_guessed = False
 
     def _record(self, quantizer: GridQuantizer, mirrors: Tensor | None) -> Foresight:
         plain = super().losses_and_gradients
@@ -190,47 +140,18 @@ class CudaBackend(TorchBackend):
 
     def get(self, array: Any) -> Any:
         """Copy from the device, unless it came with the report."""
-        if isinstance(array, np.ndarray):
-            return array
-        if array is self._params:
-            self._take_back()
-        return super().get(array)
-
-    def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
-        self._take_back()
-        return super().losses(params, clients)
-
-    def local_updates(
-        self,
-        local: LocalTraining,
-        params: Tensor,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor]:
-        """Let all clients take each step together, where the objective allows it."""
-        self._take_back()
-        return super().local_updates(local, params, clients, keys)
+        return array if isinstance(array, np.ndarray) else super().get(array)
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
         """Return what was foreseen, if it was this; the losses are there after the statistics."""
-        num_clients = len(self._everyone)
-        if not self._is_ahead or params is not self._params or len(clients) < num_clients:
-            self._take_back()
+        num_clients, foreseen = len(self._everyone), self._foresight
+        is_foreseen = self._is_ahead and params is self._params and len(clients) == num_clients
+        if foreseen is None or not is_foreseen:
             losses, gradients = super().losses_and_gradients(params, clients)
             self._gradients = gradients if len(clients) == num_clients else None
             return losses, gradients
-        foreseen = self._foresights[0]
-        if self._can_guess():
-            self._guess()
         self._gradients = foreseen.gradients
         return foreseen.report.values[-num_clients:], foreseen.gradients
-
-    def _can_guess(self) -> bool:
-        """Tell whether the last step is known well enough to be taken again."""
-        mirrors = None if self._recorded_for is None else self._recorded_for[1]
-        is_small = mirrors is not None and mirrors.nbytes <= _SMALL_BYTES
-        return is_small and self._is_repeated and self._silence > MOSTLY_SILENT
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
@@ -240,12 +161,12 @@ class CudaBackend(TorchBackend):
             return super().measure(quantizer, vectors, mirrors, clients)
         if self._objective.stackable:
             self._wanted = quantizer, mirrors
-        if not self._is_ahead or not self._is_recorded_for(quantizer, mirrors):
+        foreseen = self._foresight if self._is_ahead else None
+        if foreseen is None or not self._is_recorded_for(quantizer, mirrors):
             return super().measure(quantizer, vectors, mirrors, clients)
-        report = self._foresights[0].report
-        report.wait()
-        table = report.values[: -len(clients)].reshape(len(clients), -1).copy()
-        return self._foresights[0].deltas, read_statistics(table, quantizer.max_width)
+        foreseen.report.wait()
+        table = foreseen.report.values[: -len(clients)].reshape(len(clients), -1).copy()
+        return foreseen.deltas, read_statistics(table, quantizer.max_width)
 
     def move(
         self,
@@ -256,8 +177,6 @@ class CudaBackend(TorchBackend):
         uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
-        """Take the same steps, without waiting for the device."""
-        self._notice_upload()
         if memory is not Memory.INNOVATION or len(clients) > _FEW_UPLOADS:
             super().move(memory, mirrors, total, clients, uploads, weights)
             return
@@ -268,55 +187,15 @@ class CudaBackend(TorchBackend):
             mirror += torch.from_numpy(upload.values(dtype)).to(self.device, non_blocking=True)
             total += weight * (mirror.double() - old)
 
-    def add_values(
-        self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
-    ) -> None:
-        """Add all at once."""
-        self._notice_upload()
-        super().add_values(total, uploads, weights)
-
-    def _notice_upload(self) -> None:
-        """Take the guess back that no one would send."""
-        self._take_back()
-        self._is_silent = False
-
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
     ) -> tuple[Tensor, Tensor]:
-        """Take the step in the memory that the recording reads; replay it where it can be."""
-        self._silence += (self._is_silent - self._silence) / _ROUNDS_REMEMBERED
-        self._is_silent = True
-        last, self._last_step = self._last_step, (update, step_size)
-        is_same = last is not None and last[0] is update and last[1] == step_size
-        wanted, self._gradients = self._wanted, None
-        if self._has_guessed and params is self._params and is_same and wanted is not None:
-            self._has_guessed = False
-            self._wanted = None
-            self._foresights.reverse()
-            return self._params, self._squared_norm
-        self._take_back()
-        self._is_ahead = False
+        """Take the step in the memory that the recording reads, and begin the next round."""
+        self._is_ahead, self._gradients = False, None
         if params is not self._params:
             self._params.copy_(params)
-        self._is_repeated = is_same and update is direction
-
-        def compute() -> tuple[Tensor, ...]:
-            change = (step_size * update).to(self._params.dtype)
-            torch.sub(self._params, change, out=self._params)
-            torch.dot(direction, direction, out=self._squared_norm)
-            return self._params, self._squared_norm
-
-        if self._is_repeated:
-            recorded = self._step_recorded_for
-            if recorded is None or recorded[0] is not update or recorded[1] != step_size:
-                before = self._params.clone()
-                self._step_recording = Recording(compute)
-                self._step_recorded_for = update, step_size
-                self._params.copy_(before)
-            assert self._step_recording is not None
-            self._step_recording.replay()
-        else:
-            compute()
+        torch.sub(self._params, (step_size * update).to(self._params.dtype), out=self._params)
+        torch.dot(direction, direction, out=self._squared_norm)
         self._norm.request(self._squared_norm.view(1))
         self._begin()
         self._wanted = None

@@ -14,24 +14,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.config import load_plugins
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.runs.executor import ONE_THREAD, Contact, Failed, Reported, attempt
+from aqg.runs.executor import ONE_THREAD, Contact, Event, Failed, Handle, Reported, Task, attempt
 from aqg.runs.files import append_at, write_atomically
 from aqg.runs.plan import Train, load, problem_key
+from aqg.sim.problem import Problem
 from aqg.weights import BEST, FINAL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from types import TracebackType
-
-    from aqg.runs.executor import Event, Handle, Task
-    from aqg.sim.problem import Problem
 
 RETRIES = 3
 _RUNS_PER_GPU = 4
@@ -110,12 +105,7 @@ class RayCluster:
             raise ConfigError(f"device is cuda, and the cluster at {self._address!r} has no GPU")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for actor in (*self._idle, *(actor for _, actor, _ in self._busy.values())):
             self._ray.kill(actor)
         self._idle, self._busy = [], {}
@@ -177,7 +167,6 @@ class RayCluster:
                 actor.pass_on.remote(note)
 
     def ask_to_stop(self) -> None:
-        """Ask all tasks to save and stop."""
         for _, actor, _ in self._busy.values():
             actor.stop.remote()
 
@@ -275,7 +264,6 @@ class _Away:
     plugins: Mapping[str, bytes]
 
     def on(self, problem: Problem) -> Task:
-        """Return the task with its problem."""
 
         def run(contact: Contact) -> Any:
             with tempfile.TemporaryDirectory(prefix="aqg-run-") as temporary:

@@ -6,76 +6,28 @@ everything here that is called ``L``, ``μ`` or ``V`` belongs to the sum. The Ly
 
     V^k = f(θ^k) - f* + Σ_{d=1..D} β_d ‖θ^{k+1-d} - θ^{k-d}‖²   with β_d = (1/α) Σ_{j≥d} ξ_j,
 
-where steps before the first round count as zero.
-
-**Smoothness and strong convexity.** For the built-in convex models both are exact, as a supremum
-and an infimum over all models:
-
-- logistic: a sample's second derivative along its score is ``σ'(s) ≤ 1/4``, with equality at
-  ``θ = 0``;
-- softmax: ``diag(p) - p pᵀ`` has no eigenvalue above ``1/2``, and comes as close as one likes for
-  all samples at once when two classes share all of the probability, which biases alone can do;
-- both: far out every sample's curvature vanishes and the regularizer's, ``λ`` per client, remains.
-
-So ``L = c·λ_max(Σ_m w_m s_m X_mᵀX_m) + λ Σ_m w_m`` with ``c`` as above, ``s_m = 1/n_m`` for mean
-losses and 1 for sums, and a column of ones in ``X_m`` where the model has a bias; and
-``μ = λ Σ_m w_m``.
-
-**Which step sizes ``α`` and weights ``ξ`` are guaranteed to make V fall.** With ``S = Σ_d ξ_d`` and
-``β_1 = S/α``, Lemma 1 of the paper asks for ``ρ1, ρ2 > 0`` such that
-
-    -α/2 + α ρ1/2 + (L + 2β_1)(1 + ρ2) α² ≤ 0             ⇔  S + αL/2 ≤ (1 - ρ1) / (4 (1 + ρ2))
-    [α/2 + (L/2 + β_1)(1 + 1/ρ2) α²] ξ_d/α² ≤ β_d - β_{d+1}  ⇔  S + αL/2 ≤ 1 / (2 (1 + 1/ρ2)).
-
-The first bound falls in ``ρ2`` and the second rises; they meet at ``ρ2 = (1 - ρ1)/2`` in
-``(1 - ρ1)/(6 - 2ρ1)``, which is largest, ``1/6``, as ``ρ1 → 0``. Hence the region of Lemma 1 is
-
-    S + αL/2 < 1/6:   no α at all where S ≥ 1/6, and α < 1/(3L) where S is small.
-
-**A wider region where the server's error is within the tolerance.** Let
-``e = Σ_m w_m ref_m - ∇f``. Rules that skip only while ``‖Δ_m‖² ≤ t`` and otherwise send
-enough bits for that (``lag`` always, ``lean`` unless ``b_max`` runs out) have
-``‖e‖² ≤ Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖² / α²``. With
-``-⟨∇f, ∇f + e⟩ = -(‖∇f‖² + ‖∇f + e‖² - ‖e‖²)/2`` in place of Young's inequality, and half of the
-paper's ``β_d``, the change of ``V`` is at most
-``-α/2 ‖∇f‖² - (1 - αL - S)/(2α) ‖θ^{k+1} - θ^k‖²``, so
-
-    S + αL ≤ 1
-
-is enough. The paper's ``S = 1`` is the very edge of it.
-
-**The first rounds.** ``lean`` counts steps before the first round as the mean of those there are,
-so in round ``k ≤ D`` the weights are ``ξ_d S / Σ_{i<k} ξ_i`` in place of ``ξ_d``. The bound above
-is for ``ξ_d`` and so holds from round ``D + 1`` on. Before that, a step counts for more: added up
-over all rounds that look back at it, the first one counts for ``S_1 = Σ_d ξ_d S / Σ_{i≤d} ξ_i``,
-which is ``S (1 + 1/2 + … + 1/D)`` for equal weights, and later ones for less. Charging each step
-with what later tolerances make of it, as ``V`` does with ``β_d``, shows that from the second round
-on
-
-    S_1 + αL ≤ 1
-
-is enough. In the first round nothing has moved, the tolerance is zero, and what ``b_max`` bits
-leave over is within no tolerance.
+where steps before the first round count as zero. ``docs/explanation/theory.md`` derives what the
+functions return: ``L`` and ``μ``, the region ``S + αL/2 < 1/6`` of Lemma 1, ``S = Σ_d ξ_d``, the
+wider one ``S + αL ≤ 1`` of rules that keep the server's error within their tolerance, and how the
+first rounds differ where missing steps count as the mean of the others.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError
 from aqg.objectives.closed_form import Logistic, Softmax
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.types import Float64Array, FloatArray
-    from aqg.sim.problem import Problem
-    from aqg.sim.record import RoundRecord
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem
+from aqg.sim.reference import ReferenceSimulation
 
 LARGEST_WEIGHT_SUM = 1 / 6
 """``Σξ`` has to be below this for Lemma 1 to leave room for any ``α``."""
@@ -229,7 +181,7 @@ def inequalities_hold(
     False
     """
     _check(alpha, smoothness)
-    beta = np.append(np.cumsum(weights[::-1])[::-1] / alpha, 0.0)
+    beta = np.append(step_weights(weights, alpha), 0.0)
     first = -alpha / 2 + alpha * rho1 / 2 + (smoothness + 2 * beta[0]) * (1 + rho2) * alpha**2
     bracket = alpha / 2 + (smoothness / 2 + beta[0]) * (1 + 1 / rho2) * alpha**2
     others = bracket * np.asarray(weights) / alpha**2 + beta[1:] - beta[:-1]
@@ -455,17 +407,6 @@ def _check(alpha: float, smoothness: float) -> None:
         raise ConfigError(f"the smoothness constant is {smoothness}; it must be above 0")
 
 
-class Simulation(Protocol):
-    """What a simulator offers to be watched."""
-
-    @property
-    def parameters(self) -> FloatArray:
-        """The current model."""
-
-    def run_round(self, evaluate: bool = True) -> RoundRecord:
-        """Run one round."""
-
-
 @dataclass(frozen=True)
 class LyapunovTrace:
     """``V^k`` and ``f(θ^k) - f*`` for ``k = 1, 2, …``, both of the sum over clients."""
@@ -504,7 +445,7 @@ def step_weights(weights: Sequence[float], alpha: float) -> Float64Array:
 
 
 def watch_run(
-    simulation: Simulation,
+    simulation: FastSimulation | ReferenceSimulation,
     num_rounds: int,
     num_clients: int,
     minimum: float,

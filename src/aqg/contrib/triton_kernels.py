@@ -8,16 +8,12 @@ order, so that a result can be repeated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from aqg.core.grids import MIN_STEP, Grid
-
-if TYPE_CHECKING:
-    from aqg.sim.torch_backend import Tensor
+from aqg.sim.torch_backend import Tensor
 
 _BLOCK = 1024
 _SAMPLES_PER_BLOCK = 128
@@ -147,7 +143,7 @@ def _add_errors(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _inverse_below(step, like):  # type: ignore[no-untyped-def]
-    """Compute `aqg.core.kernels.inverses_below` in the precision of ``like``."""
+    """Compute `aqg.core.kernels._inverse_below` in the precision of ``like``."""
     inverse = tl.where(step > 0, 1.0 / step, 0.0).to(like.dtype)
     # The number before a positive one has the bits before its bits.
     if like.dtype == tl.float64:

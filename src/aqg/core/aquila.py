@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,12 +22,9 @@ from aqg.core.grids import MAX_WIDTH, Grid, grid_step, value_table
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import quantize
 from aqg.core.messages import Upload
-from aqg.core.policies import Decision
-
-if TYPE_CHECKING:
-    from aqg.core.policies import Case
-    from aqg.core.quantizers import Request
-    from aqg.core.types import FloatArray
+from aqg.core.policies import Case, Decision
+from aqg.core.quantizers import Request
+from aqg.core.types import FloatArray
 
 
 def choose_width(radius: float, norm: float, num_params: int) -> int:
@@ -49,7 +45,6 @@ class AquilaQuantizer:
 
     @property
     def num_errors(self) -> int:
-        """One per width."""
         return MAX_WIDTH
 
     def measure(self, delta: FloatArray) -> Innovation:
@@ -79,7 +74,6 @@ class AquilaQuantizer:
         )
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate to the nearest level."""
         width, step = request.width, request.step
         return Upload(quantize(vector, Grid.MIDRISE, width, step), step, width, Grid.MIDRISE)
 

@@ -12,17 +12,13 @@ of ``‖v‖₂/s`` of the block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP
+from aqg.core.types import ByValue, Float64Array, FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, FloatArray
 
 BLOCK = 256
 """Coordinates in a block, unless a message says otherwise."""
@@ -87,7 +83,7 @@ def _rounded_up(raw: Float64Array) -> Float64Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockUpload:
+class BlockUpload(ByValue):
     """A vector as a level per coordinate, of one byte, and a step per block of coordinates."""
 
     levels: NDArray[np.uint8]
@@ -110,21 +106,10 @@ class BlockUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 8
 
     def __len__(self) -> int:
         return len(self.levels)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BlockUpload)
-            and self.block == other.block
-            and np.array_equal(self.levels, other.levels)
-            and self.steps.tobytes() == other.steps.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
         """Raise `MessageError` if a level or a step is none that a client sends."""

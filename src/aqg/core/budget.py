@@ -22,23 +22,16 @@ from typing import NamedTuple
 
 from aqg.core.grids import round_up_to_bfloat16
 
-_MEMORY = 0.5
-"""What a round counts for against all before it: one says little where few coordinates are sent."""
-
 
 class Budget(NamedTuple):
     """What uploads may add.
 
     Attributes:
-        noise: ``b`` of this round, a bfloat16 number.
-        signal: mean of ``‖Σ_m w_m g_m‖²`` over the last rounds.
-        energy: mean of ``Σ_m ‖w_m g_m‖²`` over the last rounds.
+        noise: ``b`` of the next round, a bfloat16 number.
 
     """
 
     noise: float = 0.0
-    signal: float = 0.0
-    energy: float = 0.0
 
     def after(self, nu: float, of_sum: float, of_parts: float, most: float) -> Budget:
         """Return the budget after a round.
@@ -59,13 +52,10 @@ class Budget(NamedTuple):
             return self
         b = self.noise
         signal, energy = of_sum - of_parts * b / (1.0 + b), of_parts / (1.0 + b)
-        if self.energy:
-            signal = _MEMORY * self.signal + (1.0 - _MEMORY) * signal
-            energy = _MEMORY * self.energy + (1.0 - _MEMORY) * energy
         if not energy:  # too small a number
             return self
         agreement = min(max(signal / energy, 0.0), max(1.0, most))
-        return Budget(round_up_to_bfloat16(nu * agreement), signal, energy)
+        return Budget(round_up_to_bfloat16(nu * agreement))
 
 
 def first_budget(nu: float) -> Budget:

@@ -18,8 +18,7 @@ from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.policies import Always, Tolerance
 from aqg.core.quantizers import GridQuantizer, NormOnly, Request
 from aqg.core.recipe import Recipe
-from aqg.core.selection import largest, num_kept
-from aqg.core.sparsifiers import TERNARY_WIDTH, ternary
+from aqg.core.sparsifiers import TERNARY_WIDTH, largest, num_kept, ternary
 from aqg.errors import ConfigError
 from aqg.spec import make_named
 

@@ -7,14 +7,12 @@ reused. Every schedule is a pure function of the round.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from aqg.core.types import BoolArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.types import BoolArray
 
 _STREAM = 0xD209
 """Keeps dropouts apart from other random numbers of the same seed."""

@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
-from aqg.core.dense_quantizers import Blockwise, Half, Rotated
 from aqg.core.grids import MAX_WIDTH
 from aqg.core.movement import Movement
-from aqg.core.policies import Always, LazyOwn
-from aqg.core.quantizers import Stochastic
+from aqg.core.policies import Always, LazyOwn, StageWidth
+from aqg.core.quantizers import Blockwise, Half, QsgdAtWidth, Rotated, Stochastic
 from aqg.core.recipe import Recipe
 from aqg.core.rotation import WIDTHS
 from aqg.core.sparsifiers import SparseTernary, TopK
-from aqg.core.stage_width import QsgdAtWidth, StageWidth
 from aqg.core.stages import (
     DoublingLevels,
+    ErrorControl,
     ErrorFeedback,
     LossSchedule,
     OwnMovement,
@@ -58,6 +57,16 @@ def topk(*, keep: float = 0.01) -> Recipe:
 def ef21(*, keep: float = 0.01) -> Recipe:
     """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""
     return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep))
+
+
+def ef21_both(*, keep: float = 0.01) -> Recipe:
+    """Fatkhullin et al., EF21 with Bells & Whistles: EF21-BC, compressed in both directions."""
+    return replace(ef21(keep=keep), downlink=f"condensed:keep={keep}")
+
+
+def econtrol(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
+    """Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control."""
+    return replace(ef21(keep=keep), stages=(ErrorControl(eta),))
 
 
 def ef21_momentum(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
@@ -124,6 +133,8 @@ FIELD = (
     ("stc-both", "STC, and the server sends the same share of its sum, as published", stc_both),
     ("topk", "the largest coordinates in half precision, with error feedback", topk),
     ("ef21", "EF21: the largest coordinates of every innovation", ef21),
+    ("ef21-both", "EF21-BC: EF21, and the server condenses its sum to the same share", ef21_both),
+    ("econtrol", "EControl: EF21 with a share of the error added, for noisy updates", econtrol),
     ("ef21-m", "EF21 on a running average of the client's gradients", ef21_momentum),
     ("clag", "CLAG: EF21, skips while the gap is small against its own movement", clag),
     ("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory", fedpaq),

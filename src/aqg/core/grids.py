@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
 
 MAX_WIDTH = 16
 MIN_STEP = 2.0**-126
 """Smallest positive step: the smallest normal bfloat16, so that its inverse is finite too."""
 MAX_RADIUS = 2.0**100
 """Largest coordinate a grid accepts: steps, their inverses and sums of a block stay in float32."""
+
+
+_FIRST_STEPS = 1 << 6
+"""A model that begins at zero has room for twice as many of its first steps."""
 
 
 class Grid(enum.StrEnum):
@@ -87,6 +90,42 @@ def round_up_to_bfloat16(value: float) -> float:
         return MIN_STEP
     mantissa, exponent = math.frexp(value)  # value = mantissa · 2^exponent, mantissa in [1/2, 1)
     return math.ldexp(math.ceil(math.ldexp(mantissa, 8)), exponent - 8)
+
+
+def nearest_power_of_two(value: float) -> float:
+    """Return the power of two nearest to a positive number, within what a step can be.
+
+    >>> [nearest_power_of_two(value) for value in (1.0, 1.4, 1.5, 0.0)]
+    [1.0, 1.0, 2.0, 1.1754943508222875e-38]
+    """
+    mantissa, exponent = math.frexp(value)
+    power = math.ldexp(1.0, exponent - (mantissa < 0.75))
+    return min(max(power, MIN_STEP), 2 * MAX_RADIUS)
+
+
+def largest_multiple(dtype: np.dtype[Any]) -> float:
+    """Return how many quanta a coordinate can be for every smaller multiple to be exact."""
+    return math.ldexp(1.0, np.finfo(dtype).nmant + 1)
+
+
+def choose_quantum(radius: float, step: float, dtype: np.dtype[Any]) -> float:
+    """Return the finest quantum for vectors within ``radius``, with room to grow.
+
+    >>> choose_quantum(1.0, 2.0**-10, np.dtype("float32")) == 2.0**-23
+    True
+    """
+    exponent = math.frexp(max(radius, _FIRST_STEPS * step))[1]
+    quantum = 2 * math.ldexp(1.0, exponent) / largest_multiple(dtype)
+    return min(max(quantum, MIN_STEP), 2 * MAX_RADIUS)
+
+
+def snap(vector: Any, quantum: float) -> Any:
+    """Return the nearest multiples of a quantum, none of them a negative zero; also of torch.
+
+    >>> snap(np.array([0.3, 0.75, -0.1]), 0.5)
+    array([0.5, 1. , 0. ])
+    """
+    return (vector / quantum).round() * quantum + 0.0
 
 
 def is_valid_step(step: float) -> bool:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import ByValue, FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
 
 MAX_EXPONENT = 100
 """Exponents go from minus this to this: products stay normal float32 numbers."""
@@ -54,7 +50,7 @@ def from_halves(halves: NDArray[np.float16], exponent: int, dtype: type[np.float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HalfUpload:
+class HalfUpload(ByValue):
     """A vector with every coordinate in half precision."""
 
     halves: NDArray[np.float16]
@@ -65,33 +61,21 @@ class HalfUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 16
 
     def __len__(self) -> int:
         return len(self.halves)
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, HalfUpload)
-            and self.exponent == other.exponent
-            and self.halves.tobytes() == other.halves.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
-
     def validate(self) -> None:
-        """Raise `MessageError` if a value is NaN or infinite."""
         if not np.isfinite(self.halves).all():
             raise MessageError("an upload of halves holds NaN or infinity")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector in ``dtype``, exactly."""
         return from_halves(self.halves, self.exponent, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SparseUpload:
+class SparseUpload(ByValue):
     """A vector that is zero but for a few coordinates, which are halves.
 
     Attributes:
@@ -120,21 +104,10 @@ class SparseUpload:
 
     @property
     def width(self) -> int:
-        """Bits per coordinate that is sent."""
         return 16
 
     def __len__(self) -> int:
         return self.length
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SparseUpload)
-            and (self.exponent, self.length) == (other.exponent, other.length)
-            and np.array_equal(self.indices, other.indices)
-            and self.halves.tobytes() == other.halves.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
         """Raise `MessageError` if indices do not increase, or a value is zero or not finite."""
@@ -150,7 +123,6 @@ class SparseUpload:
             raise MessageError("a sparse upload holds NaN, infinity or zero")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the whole vector in ``dtype``, exactly."""
         values: FloatArray = np.zeros(self.length, dtype)
         values[self.indices] = from_halves(self.halves, self.exponent, dtype)
         return values

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS, Grid
 from aqg.core.kernels import measure_rows
-
-if TYPE_CHECKING:
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 
 class Innovation(NamedTuple):

@@ -1,4 +1,4 @@
-"""The client's hot loops, once for numba and once for plain NumPy.
+"""The client's hot loops, compiled.
 
 Each public function takes rows ``(num_rows, n)`` so that a simulator can hand in many clients at
 once. The compiled loops work in blocks that fit the first-level cache; sums run in the array's own
@@ -11,40 +11,18 @@ the mirrors, allow nothing: their products are exact and their additions round o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from aqg.core.grids import (
-    MAX_RADIUS,
-    MIN_STEP,
-    Grid,
-    grid_step,
-    level_dtype,
-    value_table,
-)
-from aqg.jit import HAVE_NUMBA, njit, part
-
-if TYPE_CHECKING:
-    from aqg.core.grids import Affine
-    from aqg.core.types import Float64Array, FloatArray, Levels
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Affine, Grid, level_dtype
+from aqg.core.types import Float64Array, FloatArray, Levels
+from aqg.jit import njit, part
 
 _BLOCK = 1024
 _SUMS = {"reassoc", "contract", "nsz"}
 _SAFE_EXPONENT = 40
 _BIT_TYPES = {4: np.uint32, 8: np.uint64}
-
-
-def inverses_below(steps: Float64Array | np.float64, dtype: np.dtype[Any]) -> FloatArray:
-    """Return ``1/steps`` in ``dtype``, never above the true inverse; zero for a step of zero.
-
-    With it, a coordinate below half a step never rounds up to a whole one, which is what makes
-    ``midtread`` a contraction to the last bit.
-    """
-    with np.errstate(divide="ignore"):
-        inverse = np.where(steps > 0, 1.0 / steps, 0.0).astype(dtype)
-    below: FloatArray = np.nextafter(inverse, dtype.type(0.0))
-    return below
 
 
 def measure_rows(
@@ -56,8 +34,6 @@ def measure_rows(
     ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``. For a row with NaN, infinity or a value above `MAX_RADIUS` the
     radius is not at most `MAX_RADIUS`, the steps are zero and the sums NaN.
     """
-    if not HAVE_NUMBA:
-        return _measure_rows_numpy(rows, grid, max_width)
     sums = np.empty((len(rows), 3 + 2 * max_width))
     bits = rows.view(_BIT_TYPES[rows.itemsize])
     scratch = np.empty(_BLOCK + 2 * max_width + 1, rows.dtype)
@@ -75,12 +51,9 @@ def measure_rows(
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
     """Return the level nearest to every coordinate, for coordinates within the grid's radius."""
-    if HAVE_NUMBA:
-        levels: Levels = np.empty(len(vector), level_dtype(width))
-        _quantize(vector, grid is Grid.MIDRISE, width, float(step), levels)
-        return levels
-    inverse = inverses_below(np.float64(step), vector.dtype)[()]
-    return _quantize_numpy(vector, grid, width, inverse)
+    levels: Levels = np.empty(len(vector), level_dtype(width))
+    _quantize(vector, grid is Grid.MIDRISE, width, float(step), levels)
+    return levels
 
 
 def add_levels(base: FloatArray, levels: Levels, values: FloatArray) -> FloatArray:
@@ -89,12 +62,9 @@ def add_levels(base: FloatArray, levels: Levels, values: FloatArray) -> FloatArr
     ``values`` has an entry for everything the dtype of ``levels`` can hold (`grids.value_table`),
     so that no level, however wrong, reads outside it.
     """
-    if HAVE_NUMBA:
-        out = np.empty_like(base)
-        _add_levels(base, levels, values, out)
-        return out
-    total: FloatArray = base + values[levels]
-    return total
+    out = np.empty_like(base)
+    _add_levels(base, levels, values, out)
+    return out
 
 
 def move_mirror(
@@ -105,13 +75,7 @@ def move_mirror(
     ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
     Values come from the grid's formula, where they are exact too, and not from a table.
     """
-    if HAVE_NUMBA:
-        _move_mirror(mirror, levels, *values, total, weight)
-        return
-    scale, offset, unit = values
-    new = mirror + ((scale * levels.astype(np.int64) - offset) * unit).astype(mirror.dtype)
-    total += weight * (new.astype(np.float64) - mirror)
-    mirror[:] = new
+    _move_mirror(mirror, levels, *values, total, weight)
 
 
 @njit(fastmath=_SUMS)
@@ -206,7 +170,11 @@ def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
 
 @part()
 def _inverse_below(step: Any, zero: Any) -> Any:
-    """Compute `inverses_below` in the precision of ``zero``."""
+    """Return ``1/step`` in the precision of ``zero``, never above it; zero for a step of zero.
+
+    With it, a coordinate below half a step never rounds up to a whole one, which is what makes
+    ``midtread`` a contraction to the last bit.
+    """
     if step == 0.0:
         return zero
     return np.nextafter(type(zero)(1.0 / step), zero)
@@ -306,42 +274,3 @@ def _move_mirror(
         new = old + mirror.dtype.type(np.float64(levels[i]) * factor - base)
         mirror[i] = new
         total[i] += weight * (np.float64(new) - np.float64(old))
-
-
-def _measure_rows_numpy(
-    rows: FloatArray, grid: Grid, max_width: int
-) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
-    """Compute `measure_rows` by the plain formulas, in float64."""
-    magnitude = np.abs(rows)
-    radius = magnitude.max(axis=1, initial=0).astype(np.float64)
-    in_range = radius <= MAX_RADIUS
-    with np.errstate(invalid="ignore", over="ignore"):
-        mean_abs = magnitude.sum(axis=1, dtype=np.float64) / max(rows.shape[1], 1)
-    steps = np.zeros((len(rows), max_width))
-    errors = np.full(steps.shape, np.nan)
-    quantized = np.full(len(rows), np.nan)
-    squared = np.full(len(rows), np.nan)
-    for r in np.flatnonzero(in_range):
-        exact = rows[r].astype(np.float64)
-        squared[r] = np.square(exact).sum()
-        quantized[r] = 0.0
-        for b in range(max_width):
-            step = grid_step(grid, b + 1, float(radius[r]), float(mean_abs[r]))
-            levels = quantize(rows[r], grid, b + 1, step)
-            values = value_table(grid, b + 1, step, np.float64)[levels]
-            steps[r, b] = step
-            errors[r, b] = np.square(values - exact).sum()
-            quantized[r] = np.square(values).sum()
-    return radius, steps, errors, quantized, squared
-
-
-def _quantize_numpy(vector: FloatArray, grid: Grid, width: int, inverse: FloatArray) -> Levels:
-    half_count = 1 << (width - 1)
-    if grid is Grid.MIDRISE:
-        levels = np.floor(vector * inverse).astype(np.int32) + half_count
-    elif width == 1:
-        levels = (vector >= 0).astype(np.int32)
-    else:
-        levels = np.rint(vector * inverse).astype(np.int32) + (half_count - 1)
-    result: Levels = levels.astype(level_dtype(width))
-    return result

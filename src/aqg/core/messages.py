@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.blockwise import BlockUpload as BlockUpload
 from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
 from aqg.core.halves import HalfUpload as HalfUpload
 from aqg.core.halves import SparseUpload as SparseUpload
 from aqg.core.rotation import RotatedUpload as RotatedUpload
+from aqg.core.types import ByValue, FloatArray, Levels
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray, Levels
-
 
 _PIECE = 1 << 20
 
@@ -53,12 +48,11 @@ class Skip:
 
     @property
     def width(self) -> int:
-        """Bits per parameter: none."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Upload:
+class Upload(ByValue):
     """A vector quantized on a grid, one level per coordinate.
 
     >>> import numpy as np
@@ -86,15 +80,6 @@ class Upload:
     def __len__(self) -> int:
         return len(self.levels)
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Upload)
-            and (self.step, self.width, self.grid) == (other.step, other.width, other.grid)
-            and np.array_equal(self.levels, other.levels)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
-
     def validate(self) -> None:
         """Raise `MessageError` if a level is not on the grid."""
         bound = num_levels(self.grid, self.width)
@@ -112,7 +97,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseUpload:
+class DenseUpload(ByValue):
     """A vector sent as it is, in float32."""
 
     dense: NDArray[np.float32]
@@ -125,25 +110,16 @@ class DenseUpload:
 
     @property
     def width(self) -> int:
-        """Bits per parameter."""
         return 32
 
     def __len__(self) -> int:
         return len(self.dense)
 
-    def __eq__(self, other: object) -> bool:
-        # Compared as bits: what went in must come out, signed zeros and NaN payloads included.
-        return isinstance(other, DenseUpload) and self.dense.tobytes() == other.dense.tobytes()
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
-
     def validate(self) -> None:
-        """Raise `MessageError` if a value is NaN or infinite."""
         if not np.isfinite(self.dense).all():
             raise MessageError("a dense upload holds NaN or infinity")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector in ``dtype``."""
         return self.dense.astype(dtype)
 
 

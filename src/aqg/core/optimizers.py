@@ -8,18 +8,15 @@ that NumPy and torch spell alike; roots, which they round differently, come from
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
 from aqg.spec import make_named
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aqg.core.types import Float64Array
 
 
 class OptimizerState(NamedTuple):
@@ -65,17 +62,14 @@ class SGD:
 
     @property
     def fresh_share(self) -> float:
-        """All of it."""
         return 1.0
 
     def init(self, num_params: int) -> OptimizerState:  # noqa: ARG002
-        """Remember nothing."""
         return OptimizerState(np.zeros(0), np.zeros(0))
 
     def step(
         self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
-        """Pass the direction on."""
         return state, direction
 
 
@@ -97,11 +91,9 @@ class Momentum:
 
     @property
     def fresh_share(self) -> float:
-        """``1 - beta``."""
         return 1.0 - self.beta
 
     def init(self, num_params: int) -> OptimizerState:
-        """Start at rest."""
         return OptimizerState(np.zeros(num_params), np.zeros(0))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
@@ -135,7 +127,6 @@ class Adam:
 
     @property
     def fresh_share(self) -> float:
-        """``1 - b1``."""
         return 1.0 - self.b1
 
     def init(self, num_params: int) -> OptimizerState:

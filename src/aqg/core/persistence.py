@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.budget import Budget
 from aqg.core.optimizers import OptimizerState
@@ -13,12 +15,7 @@ from aqg.core.server import Model
 from aqg.core.step_sizes import StepState
 from aqg.core.track import Track
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 _STAGE = "stage/"
 """What the names of stages' arrays begin with: ``stage/NAME/FIELD``."""
@@ -65,6 +62,7 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
         "velocity": model.velocity,
         "velocity_direction": model.direction,
         "rest": model.rest,
+        "quantum": np.array(model.quantum),
         "gap": np.array(model.gap),
         "is_moved": np.array(model.is_moved),
         "num_sent": np.array(model.num_sent, np.int64),
@@ -85,6 +83,7 @@ def model_from_arrays(arrays: Arrays) -> Model:
         history=tuple(arrays["history"].tolist()),
         optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
         rest=np.array(arrays["rest"]),
+        quantum=float(arrays["quantum"]),
         gap=float(arrays["gap"]),
         is_moved=bool(arrays["is_moved"]),
         step=_step_from_arrays(arrays) if "step_start" in arrays else None,

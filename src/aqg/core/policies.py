@@ -12,16 +12,14 @@ upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from aqg.core.innovation import Innovation
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError
 from aqg.jit import njit
-
-if TYPE_CHECKING:
-    from aqg.core.innovation import Innovation
-    from aqg.core.types import BoolArray, Float64Array, IntArray
 
 
 class Decision(NamedTuple):
@@ -66,31 +64,8 @@ def thresholds(case: Case) -> Float64Array:
 
 def _passes(case: Case) -> BoolArray:
     """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
-    innovation = case.innovation
-    if innovation.errors.ndim == 2 and case.stored_errors is not None:
-        passes = np.empty(innovation.errors.shape, np.bool_)
-        movements = np.array(case.movement, ndmin=1, copy=None)
-        _compare(
-            np.ascontiguousarray(innovation.quantized_norm),
-            movements,
-            case.stored_errors,
-            np.ascontiguousarray(innovation.errors),
-            passes,
-        )
-        return passes
-    result: BoolArray = innovation.quantized_norm[..., None] >= thresholds(case)
+    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
     return result
-
-
-@njit()
-def _compare(norms: Any, movements: Any, stored: Any, errors: Any, passes: Any) -> None:
-    """Write `_passes` for a row of clients: `thresholds`, one operation after the other."""
-    last = errors.shape[1] - 1
-    for m in range(len(norms)):
-        movement = movements[m % len(movements)]
-        for b in range(last + 1):
-            limit = movement + 3.0 * (stored[m, last - b] + errors[m, last - b])
-            passes[m, b] = norms[m] >= limit
 
 
 @dataclass(frozen=True)
@@ -100,7 +75,6 @@ class Always:
     width: int
 
     def decide(self, case: Case) -> Decision:
-        """Send."""
         shape = case.innovation.squared_norm.shape
         return Decision(np.ones(shape, np.bool_), np.full(shape, self.width))
 
@@ -112,7 +86,6 @@ class LazyExact:
     width: int = 32
 
     def decide(self, case: Case) -> Decision:
-        """Send what moved more than the model did."""
         send = np.asarray(case.innovation.squared_norm >= case.movement)
         return Decision(send, np.full(send.shape, self.width))
 
@@ -142,7 +115,6 @@ class Lazy:
     """LAQ: send ``b_max`` bits when ``‖Q_bmax(Δ)‖² ≥ T_1`` (equation 4 of the paper)."""
 
     def decide(self, case: Case) -> Decision:
-        """Send all bits or nothing."""
         passes = _passes(case)
         max_width = passes.shape[-1]
         return Decision(passes[..., 0], np.full(passes.shape[:-1], max_width))
@@ -212,3 +184,12 @@ def _tolerate(
             if errors[m, b - 1] <= eta * tolerance:
                 width = b
         widths[m] = width
+
+
+@dataclass(frozen=True)
+class StageWidth:
+    """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
+
+    def decide(self, case: Case) -> Decision:
+        shape = case.innovation.squared_norm.shape
+        return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))

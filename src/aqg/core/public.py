@@ -5,6 +5,14 @@ keeps mirrors a velocity. Whoever holds ``P^k`` and gets entry ``k`` has ``P^{k+
 How the server came to what an entry says is its own affair: optimizers, step sizes and averages are
 not public.
 
+Where there is no velocity, entries are quantized vectors and their steps powers of two, the
+position lies on an exact grid: all coordinates are multiples of a quantum, a power of two, and
+within what the mantissa holds of these. Then additions are exact, in whatever order: what a client
+missed is one sum. An entry names the quantum, at first and when coordinates outgrow it, and both
+ends round the position to it. Exact entries hold any values, and a velocity shrinks with the
+gradients until single precision could not hold its multiples: these models are on no grid, and
+their entries are followed one by one.
+
 An entry is made from the sum of the round's uploads, whoever sent them. No client learns more of
 another than that sum, which it would see in the model, too.
 """
@@ -15,16 +23,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.downlink import Condensed
+from aqg.core.grids import affine, snap
+from aqg.core.linear import PRIME, linear_digest
+from aqg.core.messages import Upload
 from aqg.core.space import NumpySpace
-from aqg.core.track import Correction, Part, Track, follow, init_track
+from aqg.core.track import Change, Correction, Part, Track, follow, init_track
 from aqg.errors import MessageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aqg.core.downlink import Downlink
     from aqg.core.movement import Movement
     from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
+    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
@@ -40,6 +53,7 @@ class Entry(NamedTuple):
         movement: the newest number of the history. None where it is the last one again.
         is_step: False in a round without a step, which only counts.
         is_rounded: whether the movement is a bfloat16 number.
+        quantum: what the position is rounded to multiples of, first of all; None: as before.
 
     """
 
@@ -49,6 +63,24 @@ class Entry(NamedTuple):
     movement: float | None = None
     is_step: bool = True
     is_rounded: bool = False
+    quantum: float | None = None
+
+
+class Merged(NamedTuple):
+    """Entries of consecutive rounds added up.
+
+    Attributes:
+        rounds: how many.
+        position: their sum, ``(n,)`` in float64.
+        movements: the newest numbers of the history that they brought, newest first.
+        quantum: what the position is rounded to multiples of, first of all.
+
+    """
+
+    rounds: int
+    position: Float64Array
+    movements: tuple[float, ...]
+    quantum: float | None = None
 
 
 class Public(NamedTuple):
@@ -58,12 +90,16 @@ class Public(NamedTuple):
         round: ``k``, counted from 1.
         track: one track; its position is the model.
         history: the newest numbers of `Entry.movement`, newest first.
+        quantum: of which the position has multiples; 0 where it is on no grid.
+        mark: the linear digest of these multiples; None where it is not known.
 
     """
 
     round: int
     track: Track
     history: tuple[float, ...] = ()
+    quantum: float = 0.0
+    mark: int | None = None
 
     @property
     def parameters(self) -> FloatArray:
@@ -82,6 +118,12 @@ class Public(NamedTuple):
         """All that both ends must hold alike, coordinate by coordinate."""
         return self.parameters, self.velocity, self.track.direction[0]
 
+    def marked(self, mark: int | None = None) -> Public:
+        """Return the same with its mark, which is taken of all coordinates where none is given."""
+        if self.quantum and mark is None:
+            mark = linear_digest(_multiples(self.parameters, self.quantum))
+        return self._replace(mark=mark)
+
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
     """Return the public model before the first round: the starting model, at rest."""
@@ -95,6 +137,11 @@ def public_track(recipe: Recipe, parameters: FloatArray) -> Track:
     return track._replace(position=parameters[None])
 
 
+def lies_on_grid(recipe: Recipe, downlink: Downlink) -> bool:
+    """Tell whether entries add up exactly."""
+    return isinstance(downlink, Condensed) and not recipe.memory.keeps_mirror
+
+
 def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     """Return the public model after an entry; the old one is left as it was."""
     if entry.round != public.round:
@@ -106,8 +153,54 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     position = () if entry.position is None else (entry.position,)
     velocity = () if entry.velocity is None else (entry.velocity,)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
-        track = follow(_SPACE, public.track, Correction(_FIRST, position, velocity))
+        track, quantum = public.track, public.quantum
+        if entry.quantum is not None:
+            quantum = entry.quantum
+            track = track._replace(position=snap(track.position, quantum))
+        track = follow(_SPACE, track, Correction(_FIRST, position, velocity))
     newest = entry.movement
     if newest is None:
         newest = public.history[0] if public.history else 0.0
-    return Public(public.round + 1, track, movement.extend(public.history, newest))
+    history = movement.extend(public.history, newest)
+    after = Public(public.round + 1, track, history, quantum)
+    return after.marked(mark_after(public.mark, entry, after))
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def follow_merged(public: Public, merged: Merged, movement: Movement) -> Public:
+    """Return what `advance` does after all of the entries, to the bit where they lie on a grid."""
+    quantum, params = merged.quantum, public.parameters
+    if quantum is not None:
+        params = snap(params, quantum)
+    params = params + merged.position.astype(params.dtype)
+    history = public.history
+    for number in reversed(merged.movements):
+        history = movement.extend(history, number)
+    track = public.track._replace(position=params[None])
+    new_quantum = public.quantum if quantum is None else quantum
+    return Public(public.round + merged.rounds, track, history, new_quantum).marked()
+
+
+def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
+    """Return the mark after an entry that led to a model; None where it must be taken anew."""
+    part, quantum = entry.position, public.quantum
+    if not quantum or mark is None or entry.quantum is not None or isinstance(part, Change):
+        return None
+    if part is None:
+        return mark
+    if not isinstance(part, Upload):
+        return None
+    scale, offset, unit = affine(part.grid, part.width, part.step)
+    if unit < quantum:  # of someone who is on no grid
+        return None
+    places = np.flatnonzero(part.levels * np.int64(scale) != offset)
+    levels = part.levels[places].astype(np.int64) * scale - offset
+    return (mark + int(unit / quantum) * linear_digest(levels, places)) % PRIME
+
+
+def _multiples(vector: FloatArray, quantum: float) -> IntArray:
+    """Return a vector over its quantum; what someone else may send is cut to what a mark takes."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        multiples = np.nan_to_num(vector.astype(np.float64) / quantum)
+    found: IntArray = multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
+    return found

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from aqg.core.grids import Grid, round_up_to_bfloat16
+from aqg.core.blockwise import LONGEST_BLOCK, BlockUpload, quantize_blocks, quantize_buckets
+from aqg.core.grids import Grid, level_dtype, round_up_to_bfloat16
+from aqg.core.halves import HalfUpload, to_halves
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import quantize
 from aqg.core.messages import AnyUpload, DenseUpload, Upload
+from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.core.types import FloatArray
+from aqg.errors import ConfigError
 
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+MAX_BUCKET_BITS = 8
+"""Levels of buckets are bytes."""
 
 
 class Request(NamedTuple):
@@ -65,15 +70,12 @@ class GridQuantizer:
 
     @property
     def num_errors(self) -> int:
-        """One error per width."""
         return self.max_width
 
     def measure(self, delta: FloatArray) -> Innovation:
-        """Measure the errors of every width."""
         return measure(delta, self.grid, self.max_width)
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate to the nearest level."""
         width, step = request.width, request.step
         return Upload(quantize(vector, self.grid, width, step), step, width, self.grid)
 
@@ -83,11 +85,9 @@ class NormOnly:
 
     @property
     def num_errors(self) -> int:
-        """None."""
         return 0
 
     def measure(self, delta: FloatArray) -> Innovation:
-        """Measure range and norm."""
         return measure(delta, Grid.MIDTREAD, max_width=0)
 
 
@@ -96,7 +96,6 @@ class Verbatim(NormOnly):
     """The vector itself, in float32 (GD, LAG)."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> DenseUpload:
-        """Round to float32."""
         return DenseUpload(vector.astype(np.float32))
 
 
@@ -120,8 +119,7 @@ class Stochastic(NormOnly):
         scaled = vector.astype(np.float64) / step if step else np.zeros(len(vector))
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
         integers = np.clip(np.floor(scaled + uniform), -top, top).astype(np.int32) + top
-        dtype = np.uint8 if width <= 8 else np.uint16
-        return Upload(integers.astype(dtype), step, width, Grid.MIDTREAD)
+        return Upload(integers.astype(level_dtype(width)), step, width, Grid.MIDTREAD)
 
 
 @dataclass(frozen=True)
@@ -131,3 +129,60 @@ class Sign(NormOnly):
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         """Keep the signs; zero counts as positive."""
         return Upload((vector >= 0).astype(np.uint8), 1.0, request.width, Grid.MIDTREAD)
+
+
+@dataclass(frozen=True)
+class QsgdAtWidth(NormOnly):
+    """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        """Round every coordinate up or down at random, by its distance."""
+        num_levels = int(request.advice[0]) if request.advice else 1 << (request.width - 2)
+        return Stochastic(num_levels).quantize(vector, request)
+
+
+@dataclass(frozen=True)
+class Half(NormOnly):
+    """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
+
+    def quantize(self, vector: FloatArray, _request: Request) -> HalfUpload:
+        return HalfUpload(*to_halves(vector))
+
+
+@dataclass(frozen=True)
+class Blockwise(NormOnly):
+    """Eight bits and a step for every 256 coordinates: `aqg.core.blockwise`."""
+
+    def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
+        return BlockUpload(*quantize_blocks(vector))
+
+
+@dataclass(frozen=True)
+class Buckets(NormOnly):
+    """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
+
+    bucket: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bucket <= LONGEST_BLOCK:
+            raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
+
+    def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
+        """Round every coordinate up or down at random, by its distance."""
+        uniform = np.random.default_rng(list(request.key)).random(len(vector))
+        num_levels = (1 << (request.width - 1)) - 1
+        found = quantize_buckets(vector, self.bucket, num_levels, uniform)
+        return BlockUpload(*found, self.bucket)
+
+
+@dataclass(frozen=True)
+class Rotated(NormOnly):
+    """A few bits per coordinate after a random rotation: `aqg.core.rotation`."""
+
+    unbiased: bool = True
+
+    def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
+        """Rotate by a seed drawn from ``key``, which the message carries."""
+        seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
+        codes, scales = quantize_rotated(vector, seed, self.unbiased, request.width)
+        return RotatedUpload(codes, scales, seed, len(vector), request.width)

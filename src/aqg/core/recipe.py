@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from aqg.core.movement import Movement
-from aqg.core.quantizers import Verbatim
+from aqg.core.policies import Policy
+from aqg.core.quantizers import Quantizer, Verbatim
+from aqg.core.stage import Stage
 from aqg.core.track import Memory
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.policies import Policy
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.stage import Stage
-    from aqg.core.types import Float64Array, IntArray
 
 DEPTH = 10
 """``D``: how many past steps the criteria look at."""

@@ -8,28 +8,22 @@ to the table.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from aqg.core.auto import NOISE, WIDEST, make_auto
-from aqg.core.dense_quantizers import MAX_BUCKET_BITS, Buckets
 from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.movement import Movement
-from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
-from aqg.core.quantizers import GridQuantizer, Sign, Stochastic, Verbatim
+from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Policy, Tolerance, TwoLevel
+from aqg.core.quantizers import MAX_BUCKET_BITS, Buckets, GridQuantizer, Sign, Stochastic, Verbatim
 from aqg.core.recipe import DEPTH, Recipe
 from aqg.core.stages import ErrorFeedback, StoredErrors, WiderTolerance
 from aqg.core.track import Memory
 from aqg.errors import ConfigError
 from aqg.spec import make_named
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aqg.core.policies import Policy
-
-    Maker = Callable[..., Recipe]
+Maker = Callable[..., Recipe]
 
 
 @dataclass(frozen=True)

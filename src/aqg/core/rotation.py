@@ -19,16 +19,13 @@ coordinates, fewer than 64, are filled up with zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import ByValue, Float64Array, FloatArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, FloatArray
 
 LEAST_BLOCK = 64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -142,7 +139,7 @@ def _round_block(block: Float64Array, squared_norm: float, unbiased: bool, width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RotatedUpload:
+class RotatedUpload(ByValue):
     """The signs of a rotated vector, or codes of two or four bits.
 
     Attributes:
@@ -179,17 +176,6 @@ class RotatedUpload:
 
     def __len__(self) -> int:
         return self.length
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RotatedUpload)
-            and (self.seed, self.length) == (other.seed, other.length)
-            and self.width == other.width
-            and np.array_equal(self.signs, other.signs)
-            and self.scales.tobytes() == other.scales.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
     def validate(self) -> None:
         """Raise `MessageError` if a sign is no bit, or a scale is negative or not finite."""

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.core import stage_state
 from aqg.core.grids import MAX_RADIUS
 from aqg.core.space import with_rows
-from aqg.core.stage import Flow, Outcome
+from aqg.core.stage import (
+    Flow,
+    Outcome,
+    call_after,
+    call_before,
+    store_rows,
+    take_rows,
+    undo_faults,
+)
 from aqg.core.track import Memory, Terms, Track, correct, init_mirrors
 
 if TYPE_CHECKING:
@@ -157,8 +164,8 @@ def compress(
     )
     stages: dict[str, tuple[StageState, StageState]] = {}
     for stage in recipe.stages:
-        old = stage_state.take(space, stage, state.stages, clients)
-        new, flow = stage_state.before(space, stage, old, flow)
+        old = take_rows(space, stage, state.stages, clients)
+        new, flow = call_before(space, stage, old, flow)
         stages[stage.name] = old, new
     positions = state.track.position if recipe.memory is Memory.INNOVATION else None
     terms = Terms(
@@ -201,9 +208,9 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     stages = dict(state.stages)
     for stage in recipe.stages:
         old, new = sent.stages[stage.name]
-        after = stage_state.after(space, stage, new, outcome)
-        after = stage_state.undo(space, stage, old, after, gaps.faulty)
-        stage_state.store(space, stage, stages, sent.clients, old, after)
+        after = call_after(space, stage, new, outcome)
+        after = undo_faults(space, stage, old, after, gaps.faulty)
+        store_rows(space, stage, stages, sent.clients, old, after)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
 
 

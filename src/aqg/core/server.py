@@ -19,7 +19,13 @@ import numpy as np
 from aqg.core.budget import Budget, first_budget
 from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
-from aqg.core.grids import MAX_RADIUS, round_up_to_bfloat16
+from aqg.core.grids import (
+    choose_quantum,
+    largest_multiple,
+    nearest_power_of_two,
+    num_levels,
+    snap,
+)
 from aqg.core.messages import (
     Broadcast,
     Message,
@@ -33,6 +39,7 @@ from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
 from aqg.core.space import NumpySpace
+from aqg.core.sparsifiers import TERNARY_WIDTH
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
     Change,
@@ -120,6 +127,7 @@ class Model(NamedTuple):
         optimizer: what the server optimizer remembers.
         rest: what clients have not learned of the updates, ``(n,)`` in float64; ``(0,)`` where
             nothing is left out, or what is left out is forgotten.
+        quantum: of which the parameters are multiples; 0 before the first, and on no grid.
         gap: ``‖wanted velocity - velocity‖²`` when it was last looked at.
         is_moved: whether the sum of mirrors has changed since the last step.
         step: what the rule for step sizes remembers; None where it needs nothing.
@@ -138,6 +146,7 @@ class Model(NamedTuple):
     history: tuple[float, ...]
     optimizer: OptimizerState
     rest: Array
+    quantum: float = 0.0
     gap: float = 0.0
     is_moved: bool = False
     step: StepState | None = None
@@ -156,7 +165,7 @@ class Model(NamedTuple):
         """Return what clients hold, in NumPy."""
         position, velocity = space.get(self.parameters), space.get(self.velocity)
         track = Track(position[None], velocity[None], self.direction[None], np.ones(1, np.bool_))
-        return Public(self.round, track, self.history)
+        return Public(self.round, track, self.history, self.quantum)
 
 
 def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
@@ -352,15 +361,56 @@ def _catch_up(
     assert isinstance(upload, Upload)
     shown = space.put(upload.values(np.float64))
     rule, size = step.rule.next(space, model.step, params, shown, step.size)
-    longest = min(upload.step * abs(size), 2 * MAX_RADIUS)
-    upload = replace(upload, step=round_up_to_bfloat16(longest))
+    moved = _on_grid(space, model, upload, vector, abs(size))
+    if moved is None:
+        return model._replace(rest=rest, step=rule), Entry(model.round), None
+    upload, quantum, base = moved
     values = space.put(upload.values(np.float64))
-    if size:
-        rest = rest + values / size
-    stepped, squared_norm = space.take_step(params, values, direction, -1.0)
-    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    stepped, squared_norm = space.take_step(base, values, direction, -1.0)
+    rest = rest + values / size
     entry = Entry(model.round, position=upload)
-    return model._replace(parameters=stepped, rest=rest, step=rule), entry, length
+    if quantum != model.quantum:
+        rest, entry = rest + (base - params) / size, entry._replace(quantum=quantum)
+    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
+    model = model._replace(parameters=stepped, rest=rest, step=rule, quantum=quantum)
+    return model, entry, length
+
+
+def _on_grid(
+    space: Space, model: Model, upload: Upload, vector: Array, size: float
+) -> tuple[Upload, float, Array] | None:
+    """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
+
+    The step is the nearest power of two, or the next one above for uploads of many levels, which
+    are chosen anew; as they are where the quantum is longer. None where nothing is left.
+
+    Args:
+        space: where vectors live.
+        model: before the step.
+        upload: of the vector.
+        vector: what is to be said.
+        size: in units of this.
+
+    """
+    base, quantum = model.parameters, model.quantum
+    dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
+    if not upload.step * size:
+        return None
+    power = nearest_power_of_two(upload.step * size)
+    if upload.width > TERNARY_WIDTH and power < upload.step * size:
+        power *= 2  # the largest coordinate has a level
+    reach = float(abs(base).max()) + middle * power
+    if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
+        quantum = choose_quantum(reach, power, dtype)
+        base = snap(base, quantum)
+    if upload.width > TERNARY_WIDTH or power < quantum:
+        power = max(power, quantum)
+        levels = np.rint(space.get(vector) * (size / power)).clip(-middle, middle)
+        levels = np.where(upload.levels == middle, 0, levels)
+        if not levels.any():
+            return None
+        upload = replace(upload, levels=(levels + middle).astype(upload.levels.dtype))
+    return replace(upload, step=power), quantum, base
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
@@ -561,6 +611,15 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
         raise ConfigError(f"the server's state was not made for the step {step.rule.name!r}")
     model, entry = take_step(_SPACE, recipe, state.model, step, state.num_clients)
     return ServerState(model, state.peers), entry
+
+
+def age_weight(age: int) -> float:
+    """Return what an update counts for whose client began so many rounds ago: FedBuff's weight.
+
+    >>> [age_weight(age) for age in (0, 3)]
+    [1.0, 0.5]
+    """
+    return 1.0 / math.sqrt(1.0 + age)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,34 +1,28 @@
 """Where the vectors of clients live, and the arithmetic that is done on them there.
 
 The round of a client and of a server (`aqg.core.round`, `aqg.core.server`) is written once, over a
-leading axis of clients, in terms of these operations. `NumpySpace` is the one for a single client
-and for the simulator on a CPU; the simulator's torch backends bring their own, and a parity test
-holds each operation to the one here. No operation decides anything.
+leading axis of clients, in terms of these operations. `NumpySpace` says what they are, for a single
+client and for the simulator on a CPU; the simulator's torch backends replace each, and a parity
+test holds them to the ones here. No operation decides anything.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, Grid, affine
 from aqg.core.innovation import Innovation, measure
 from aqg.core.kernels import move_mirror
-from aqg.core.messages import Upload
-from aqg.core.track import Memory, advance
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.core.messages import AnyUpload, Upload
+from aqg.core.quantizers import Quantizer
+from aqg.core.track import Memory, Part, advance
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.jit import njit
 from aqg.parallel import map_threads, num_threads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.track import Part
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 Array = Any
 """An array of the space's own kind."""
@@ -44,39 +38,65 @@ _THREAD_LENGTH = 1 << 15
 """Messages with fewer coordinates are made before a thread has started."""
 
 
-class Space(Protocol):
-    """Vectors on one device. ``clients`` are always increasing indices of rows."""
+class NumpySpace:
+    """Vectors as NumPy arrays, numba for the loops.
 
-    @property
-    def host(self) -> NumpySpace:
-        """Return the space of the small numbers that stay with Python."""
+    ``clients`` are always increasing indices of rows.
+
+    Args:
+        in_place: whether the arrays that come in belong to the space, to be written to. Otherwise
+            every input is left as it is.
+
+    Attributes:
+        host: the space of the small numbers that stay with Python.
+
+    """
+
+    host: NumpySpace
+
+    def __init__(self, in_place: bool = False) -> None:
+        self.in_place = in_place
+        self.host = self
 
     def get(self, array: Array) -> Any:
         """Return an array as a NumPy array."""
+        return array
 
     def put(self, array: Any) -> Array:
         """Return a NumPy array as one of this space."""
+        return np.array(array)
 
     def own(self, array: Array) -> Array:
         """Return an array that may be written to: the same one, or a copy of the caller's."""
+        return array if self.in_place else array.copy()
 
     def zeros_like(self, array: Array) -> Array:
-        """Return zeros."""
+        return np.zeros_like(array)
 
     def take(self, table: Array, clients: IntArray) -> Array:
         """Return some rows; consecutive ones without a copy."""
+        return table if len(clients) == len(table) else table[as_index(clients)]
 
     def rows(self, table: Array, clients: IntArray) -> Sequence[FloatArray]:
         """Return some rows as NumPy vectors."""
+        return [table[client] for client in clients]
 
     def store(self, table: Array, clients: IntArray, rows: Any) -> Array:
-        """Return the table with ``table[clients] = rows``."""
+        """Return the table with ``table[clients] = rows``; one replaced whole is not copied."""
+        if len(clients) == len(table):
+            return np.asarray(rows, table.dtype)
+        table = self.own(table)
+        table[clients] = rows
+        return table
 
     def apart(self, rows: Array, vectors: Array) -> Array:
         """Return ``rows``, or a copy where they lie in the memory of ``vectors``."""
+        return rows.copy() if np.may_share_memory(rows, vectors) else rows
 
     def usable(self, vectors: Array) -> BoolArray:
         """Tell of each row whether its values are finite and within what a grid accepts."""
+        largest = np.abs(vectors).max(axis=1, initial=0)
+        return np.asarray(largest <= MAX_RADIUS)
 
     def measure(
         self, quantizer: Quantizer, vectors: Array, mirrors: Array | None, clients: IntArray
@@ -84,135 +104,9 @@ class Space(Protocol):
         """Return the vectors to quantize and their statistics in NumPy.
 
         With ``mirrors``, a row for every client, these are the innovations ``g - ref_m``;
-        ``vectors`` may be overwritten by them if they are the space's own.
+        ``vectors`` may be overwritten by them if they are the space's own. Large blocks are worked
+        on piece by piece, on all cores.
         """
-
-    def add(self, vectors: Array, rows: Array) -> Array:
-        """Return ``vectors + rows``; may overwrite ``vectors`` if they are the space's own."""
-
-    def blend(self, averages: Array, vectors: Array, weight: float) -> Array:
-        """Return ``(1 - weight)·average + weight·vector``, row by row.
-
-        Where an average is zero everywhere, or a vector is not `usable`, it is the vector itself.
-        """
-
-    def distances(self, vectors: Array, earlier: Array) -> Float64Array:
-        """Return ``‖vector - earlier‖²`` of each row; zero where ``earlier`` is zero everywhere."""
-
-    def move(
-        self,
-        memory: Memory,
-        mirrors: Array,
-        total: Array,
-        clients: IntArray,
-        uploads: Sequence[AnyUpload],
-        weights: Float64Array,
-    ) -> None:
-        """Move mirrors by their uploads, and the weighted sum with them, in place."""
-
-    def forget(
-        self, mirrors: Array, total: Array, clients: IntArray, weights: Float64Array
-    ) -> None:
-        """Set mirrors to zero, and take them out of the weighted sum, in place."""
-
-    def add_values(self, total: Array, uploads: Sequence[AnyUpload], weights: Float64Array) -> None:
-        """Add the uploads to a weighted sum, in place."""
-
-    def moved(self, memory: Memory, table: Array, rows: IntArray, parts: Sequence[Part]) -> Array:
-        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`)."""
-
-    def cast(self, vector: Array, like: Array) -> Array:
-        """Return a vector in the precision of another."""
-
-    def any(self, vector: Array) -> bool:
-        """Tell whether some coordinate is not zero."""
-
-    def take_step(
-        self, params: Array, update: Array, direction: Array, step_size: float
-    ) -> tuple[Array, Array]:
-        """Return the parameters after the step, and ``‖direction‖²``, maybe still on its way."""
-
-    def number(self, scalar: Array) -> float:
-        """Wait for the scalar that `take_step` returned."""
-
-    def squared_norm(self, vector: Array) -> float:
-        """Return ``‖vector‖²``, summed in double precision."""
-
-    def root(self, vector: Array) -> Array:
-        """Return the root of every coordinate, rounded to the nearest number."""
-
-    def map(
-        self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
-    ) -> list[Result]:
-        """Apply a function to items of so many values in all, on several threads where it pays."""
-
-
-class NumpySpace:
-    """NumPy arrays, numba for the loops.
-
-    Args:
-        in_place: whether the arrays that come in belong to the space, to be written to. Otherwise
-            every input is left as it is.
-
-    """
-
-    def __init__(self, in_place: bool = False) -> None:
-        self.in_place = in_place
-
-    @property
-    def host(self) -> NumpySpace:
-        """Return this space."""
-        return self
-
-    def get(self, array: FloatArray) -> Any:
-        """Return the array itself."""
-        return array
-
-    def put(self, array: Any) -> FloatArray:
-        """Copy."""
-        return np.array(array)
-
-    def own(self, array: FloatArray) -> FloatArray:
-        """Return it, or a copy."""
-        return array if self.in_place else array.copy()
-
-    def zeros_like(self, array: FloatArray) -> FloatArray:
-        """Return zeros."""
-        return np.zeros_like(array)
-
-    def take(self, table: Any, clients: IntArray) -> Any:
-        """Return the table, a view of consecutive rows, or a copy of others."""
-        return table if len(clients) == len(table) else table[as_index(clients)]
-
-    def rows(self, table: FloatArray, clients: IntArray) -> Sequence[FloatArray]:
-        """Return views."""
-        return [table[client] for client in clients]
-
-    def store(self, table: FloatArray, clients: IntArray, rows: Any) -> FloatArray:
-        """Write into the table, or into a copy; a table that is replaced whole is not copied."""
-        if len(clients) == len(table):
-            return np.asarray(rows, table.dtype)
-        table = self.own(table)
-        table[clients] = rows
-        return table
-
-    def apart(self, rows: FloatArray, vectors: FloatArray) -> FloatArray:
-        """Compare the bounds of both."""
-        return rows.copy() if np.may_share_memory(rows, vectors) else rows
-
-    def usable(self, vectors: FloatArray) -> BoolArray:
-        """Look at the largest magnitude."""
-        largest = np.abs(vectors).max(axis=1, initial=0)
-        return np.asarray(largest <= MAX_RADIUS)
-
-    def measure(
-        self,
-        quantizer: Quantizer,
-        vectors: FloatArray,
-        mirrors: FloatArray | None,
-        clients: IntArray,
-    ) -> tuple[FloatArray, Innovation]:
-        """Work on large blocks piece by piece, on all cores."""
         num_rows = len(vectors)
         if vectors.nbytes < _THREAD_BYTES or num_rows == 1:
             if mirrors is not None:
@@ -233,26 +127,27 @@ class NumpySpace:
         parts = map_threads(innovate, pieces, num_threads())
         return deltas, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def add(self, vectors: FloatArray, rows: FloatArray) -> FloatArray:
-        """Add in place where that is allowed."""
-        out = vectors if self.in_place else None
-        total: FloatArray = np.add(vectors, rows, out=out)
-        return total
+    def add(self, vectors: Array, rows: Array) -> Array:
+        """Return ``vectors + rows``; may overwrite ``vectors`` if they are the space's own."""
+        return np.add(vectors, rows, out=vectors if self.in_place else None)
 
-    def blend(self, averages: FloatArray, vectors: FloatArray, weight: float) -> FloatArray:
-        """Multiply, multiply, add: the order of rounding is part of what engines agree on."""
+    def blend(self, averages: Array, vectors: Array, weight: float) -> Array:
+        """Return ``(1 - weight)·average + weight·vector``, row by row, rounded in this order.
+
+        Where an average is zero everywhere, or a vector is not `usable`, it is the vector itself.
+        """
         if weight == 1.0:
             return vectors.copy()
         kind = averages.dtype.type
-        blended: FloatArray = averages * kind(1.0 - weight)
+        blended = averages * kind(1.0 - weight)
         is_blended = averages.any(axis=1) & self.usable(vectors)
         with np.errstate(over="ignore", invalid="ignore"):  # such rows are replaced below
             blended += vectors * kind(weight)
         blended[~is_blended] = vectors[~is_blended]
         return blended
 
-    def distances(self, vectors: FloatArray, earlier: FloatArray) -> Float64Array:
-        """Measure the differences."""
+    def distances(self, vectors: Array, earlier: Array) -> Float64Array:
+        """Return ``‖vector - earlier‖²`` of each row; zero where ``earlier`` is zero everywhere."""
         with np.errstate(over="ignore", invalid="ignore"):  # such vectors are refused later
             moved = energies(vectors - earlier)
         return np.where(earlier.any(axis=1), moved, 0.0)
@@ -260,13 +155,13 @@ class NumpySpace:
     def move(
         self,
         memory: Memory,
-        mirrors: FloatArray,
-        total: Float64Array,
+        mirrors: Array,
+        total: Array,
         clients: IntArray,
         uploads: Sequence[AnyUpload],
         weights: Float64Array,
     ) -> None:
-        """Take one upload after the other, in one pass over its mirror where it is quantized."""
+        """Move mirrors by their uploads, and the weighted sum with them, in place."""
         for client, upload, weight in zip(clients, uploads, weights.tolist(), strict=True):
             old = mirrors[client]
             if memory is Memory.INNOVATION and isinstance(upload, Upload):
@@ -278,24 +173,20 @@ class NumpySpace:
             mirrors[client] = new
 
     def forget(
-        self, mirrors: FloatArray, total: Float64Array, clients: IntArray, weights: Float64Array
+        self, mirrors: Array, total: Array, clients: IntArray, weights: Float64Array
     ) -> None:
-        """Subtract one mirror after the other."""
+        """Set mirrors to zero, and take them out of the weighted sum, in place."""
         for client, weight in zip(clients.tolist(), weights.tolist(), strict=True):
             total += weight * (0.0 - mirrors[client].astype(np.float64))
             mirrors[client] = 0.0
 
-    def add_values(
-        self, total: Float64Array, uploads: Sequence[AnyUpload], weights: Float64Array
-    ) -> None:
-        """Add one upload after the other."""
+    def add_values(self, total: Array, uploads: Sequence[AnyUpload], weights: Float64Array) -> None:
+        """Add the uploads to a weighted sum, in place."""
         for upload, weight in zip(uploads, weights.tolist(), strict=True):
             total += weight * upload.values(np.float64)
 
-    def moved(
-        self, memory: Memory, table: FloatArray, rows: IntArray, parts: Sequence[Part]
-    ) -> FloatArray:
-        """Move a copy; a single row is not copied twice."""
+    def moved(self, memory: Memory, table: Array, rows: IntArray, parts: Sequence[Part]) -> Array:
+        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`)."""
         if len(table) == len(rows) == 1:
             return advance(memory, table[0], parts[0])[None]
         table = table.copy()
@@ -303,44 +194,45 @@ class NumpySpace:
             table[row] = advance(memory, table[row], part)
         return table
 
-    def cast(self, vector: FloatArray, like: FloatArray) -> FloatArray:
-        """Round, where precisions differ."""
+    def cast(self, vector: Array, like: Array) -> Array:
+        """Return a vector in the precision of another."""
         return vector.astype(like.dtype, copy=False)
 
-    def any(self, vector: FloatArray) -> bool:
-        """Look."""
+    def any(self, vector: Array) -> bool:
+        """Tell whether some coordinate is not zero."""
         return bool(vector.any())
 
     def take_step(
-        self, params: FloatArray, update: Float64Array, direction: Float64Array, step_size: float
-    ) -> tuple[FloatArray, Any]:
-        """Take the step in the precision of the parameters; a diverging run is a result."""
+        self, params: Array, update: Array, direction: Array, step_size: float
+    ) -> tuple[Array, Array]:
+        """Return the parameters after the step, and ``‖direction‖²``, maybe still on its way."""
         squared_norm = np.vdot(direction, direction)  # unlike `@`, silent where it overflows
-        if HAVE_NUMBA:
-            stepped = np.empty_like(params)
-            _take_step(params, update, step_size, stepped)
-            return stepped, squared_norm
-        with np.errstate(over="ignore", invalid="ignore"):
-            return params - (step_size * update).astype(params.dtype), squared_norm
+        stepped = np.empty_like(params)
+        _take_step(params, update, step_size, stepped)
+        return stepped, squared_norm
 
-    def number(self, scalar: Any) -> float:
-        """Return a Python number."""
+    def number(self, scalar: Array) -> float:
+        """Wait for the scalar that `take_step` returned."""
         return float(scalar)
 
-    def squared_norm(self, vector: FloatArray) -> float:
-        """Multiply the vector by itself."""
+    def squared_norm(self, vector: Array) -> float:
+        """Return ``‖vector‖²``, summed in double precision."""
         wide = vector.astype(np.float64, copy=False)
         return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
 
-    def root(self, vector: FloatArray) -> Any:
-        """Take the root."""
+    def root(self, vector: Array) -> Array:
+        """Return the root of every coordinate, rounded to the nearest number."""
         return np.sqrt(vector)
 
     def map(
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
-        """Start threads for large messages only."""
+        """Apply a function to items of so many values in all, on several threads where it pays."""
         return map_messages(function, items, num_values)
+
+
+Space = NumpySpace
+"""A space of any kind: all are made from this one."""
 
 
 def map_messages(

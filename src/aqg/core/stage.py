@@ -3,24 +3,26 @@
 A round takes the clients' vectors through the stages in order (`Stage.before`), measures and
 quantizes what comes out, and tells every stage what became of it (`Stage.after`). All arrays have a
 leading axis of clients: a stage is written once for one client and for thousands.
+
+Stages see rows of the clients at hand only, and return new ones; the functions below take these
+rows out of the tables of all clients and put them back. A stage written for NumPy runs on vectors
+that live elsewhere, too: they are brought over.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-    import numpy as np
-    from numpy.typing import NDArray
+from aqg.core.innovation import Innovation
+from aqg.core.messages import AnyUpload
+from aqg.core.space import Space
+from aqg.core.types import Float64Array, FloatArray, IntArray
 
-    from aqg.core.innovation import Innovation
-    from aqg.core.messages import AnyUpload
-    from aqg.core.space import Space
-    from aqg.core.types import Float64Array, FloatArray, IntArray
-
-StageState: TypeAlias = "Mapping[str, Any]"
+StageState: TypeAlias = Mapping[str, Any]
 """Named arrays, a row per client."""
 
 
@@ -130,3 +132,85 @@ class Plain:
     def after(self, state: StageState, _outcome: Outcome) -> StageState:
         """Leave the state as it is."""
         return state
+
+
+def lives_on_device(stage: Stage) -> bool:
+    """Tell whether a stage keeps its state where the vectors are, and works on them there."""
+    return getattr(stage, "vectors", "host") == "device"
+
+
+def take_rows(
+    space: Space, stage: Stage, tables: Mapping[str, StageState], clients: IntArray
+) -> dict[str, Any]:
+    """Return the rows of some clients."""
+    home = space if lives_on_device(stage) else space.host
+    return {field: home.take(column, clients) for field, column in tables[stage.name].items()}
+
+
+def call_before(
+    space: Space, stage: Stage, rows: StageState, flow: Flow
+) -> tuple[StageState, Flow]:
+    """Call `Stage.before`, with the vectors in NumPy if that is what the stage is written for.
+
+    What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
+    """
+    kind = getattr(stage, "vectors", "host")
+    if kind in ("unused", "read"):
+        return stage.before(rows, flow)
+    if kind == "device" or space is space.host:
+        new, changed = stage.before(rows, flow)
+        vectors = changed.vectors
+        return {f: v if v is rows[f] else space.apart(v, vectors) for f, v in new.items()}, changed
+    brought = flow._replace(vectors=space.get(flow.vectors), space=space.host)
+    new, changed = stage.before(rows, brought)
+    vectors = flow.vectors
+    if changed.vectors is not brought.vectors:
+        vectors = space.put(changed.vectors)
+    return new, changed._replace(vectors=vectors, space=space)
+
+
+def call_after(space: Space, stage: Stage, rows: StageState, outcome: Outcome) -> StageState:
+    """Call `Stage.after`, likewise."""
+    if getattr(stage, "vectors", "host") != "host" or space is space.host:
+        return stage.after(rows, outcome)
+    brought = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
+    return stage.after(rows, brought)
+
+
+def undo_faults(
+    space: Space, stage: Stage, old: StageState, new: StageState, faulty: IntArray
+) -> StageState:
+    """Return the new rows, but the old ones of those whose vectors were faulty."""
+    if not len(faulty) or getattr(stage, "notes_faults", False):
+        return new
+    home = space if lives_on_device(stage) else space.host
+    kept = {}
+    for field, rows in new.items():
+        changed = rows
+        if rows is not old[field]:
+            changed = home.own(rows)
+            changed[faulty] = old[field][faulty]
+        kept[field] = changed
+    return kept
+
+
+def store_rows(
+    space: Space,
+    stage: Stage,
+    tables: dict[str, StageState],
+    clients: IntArray,
+    old: StageState,
+    new: StageState,
+) -> None:
+    """Put the rows that changed back into the tables of all clients."""
+    if new is old:
+        return
+    home = space if lives_on_device(stage) else space.host
+    table = tables[stage.name]
+    changed = {
+        field: home.store(table[field], clients, rows)
+        for field, rows in new.items()
+        if rows is not old[field]
+    }
+    if changed:
+        tables[stage.name] = {**table, **changed}

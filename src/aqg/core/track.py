@@ -23,7 +23,7 @@ from aqg.core.kernels import add_levels
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.jit import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -311,12 +311,9 @@ def direction_of(levels: NDArray[np.unsignedinteger], num_symbols: int) -> NDArr
     >>> direction_of(np.array([0, 6, 7, 8], np.uint8), num_symbols=15)
     array([-3, -2,  0,  2], dtype=int8)
     """
-    if HAVE_NUMBA:
-        direction = np.empty(len(levels), np.int8)
-        _write_direction(levels, num_symbols, direction)
-        return direction
-    v = 2 * levels.astype(np.int32) - (num_symbols - 1)
-    return v.clip(-MAX_DIRECTION, MAX_DIRECTION).astype(np.int8)
+    direction = np.empty(len(levels), np.int8)
+    _write_direction(levels, num_symbols, direction)
+    return direction
 
 
 @njit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,3 +20,39 @@ Levels = NDArray[np.unsignedinteger[Any]]
 def is_whole(value: object) -> bool:
     """Tell whether this is a whole number; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+class ByValue:
+    """Equality of dataclasses that hold arrays: of one type, with all fields the same to the bit.
+
+    What went in must come out, signed zeros and NaN payloads included.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return type(self) is type(other) and all(
+            _is_same(getattr(self, name), getattr(other, name)) for name in names
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays do not hash
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, np.ndarray):
+        return bool(one == other)
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return bool(is_alike and one.tobytes() == other.tobytes())
+
+
+def to_numpy(value: Any) -> NDArray[Any]:
+    """Return an array, or a torch tensor; half precision of torch is float32, which holds it."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if value.is_floating_point() and value.dtype.itemsize < 4:
+            value = value.float()
+        value = value.numpy()
+    return np.asarray(value)

@@ -25,23 +25,6 @@ from numpy.typing import NDArray
 from aqg.data.cache import RemoteFile, data_directory, read_content
 from aqg.errors import ConfigError, DataError
 
-__all__ = [
-    "DATASETS",
-    "HETEROGENEOUS_SOURCES",
-    "MNIST_FILES",
-    "Dataset",
-    "DatasetInfo",
-    "MnistFiles",
-    "SourceFiles",
-    "data_directory",
-    "is_dataset_file",
-    "load_dataset",
-    "load_digits",
-    "load_heterogeneous",
-    "load_mnist",
-    "parse_idx",
-]
-
 NUM_SHARED_FEATURES = 34
 """Features kept of each heterogeneous set: as many as the smallest has."""
 
@@ -98,7 +81,6 @@ class Dataset:
 
     @property
     def num_features(self) -> int:
-        """Return how many numbers a sample has."""
         return math.prod(self.sample_shape)
 
     @property

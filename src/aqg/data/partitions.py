@@ -18,10 +18,9 @@ empty, and all but ``source`` use every sample. The same seed gives the same par
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NotRequired, TypedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +34,16 @@ MAX_CONCENTRATION = 1e9
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
 _MAX_DRAWS = 100
 
+Parts: TypeAlias = Sequence[NDArray[np.int64]]
+Split: TypeAlias = Callable[[Dataset, int, np.random.Generator], Parts]
 
-class Partition(ABC):
-    """A way to split a training set among clients."""
 
-    @property
-    @abstractmethod
-    def spec(self) -> str:
-        """Return the text that `parse_partition` turns back into this partition."""
+@dataclass(frozen=True)
+class Partition:
+    """A way to split a training set among clients; ``spec`` names it."""
+
+    spec: str
+    _split: Split = field(compare=False, repr=False)
 
     def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
         """Return the sorted sample indices of each of ``num_clients`` clients."""
@@ -59,42 +60,23 @@ class Partition(ABC):
         parts = self._split(dataset, num_clients, generator)
         return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
 
-    @abstractmethod
-    def _split(
-        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
-    ) -> Sequence[NDArray[np.int64]]:
-        """Return the parts in any order within; arguments have been checked."""
+
+def _iid() -> Split:
+    """Cut a random permutation of the samples into parts whose sizes differ by at most one."""
+    return lambda dataset, num_clients, generator: np.array_split(
+        generator.permutation(len(dataset)), num_clients
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class IidPartition(Partition):
-    """A random permutation of the samples, cut into parts whose sizes differ by at most one."""
-
-    spec: ClassVar[str] = "iid"
-
-    def _split(
-        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
-    ) -> Sequence[NDArray[np.int64]]:
-        return np.array_split(generator.permutation(len(dataset)), num_clients)
-
-
-@dataclass(frozen=True, slots=True)
-class LabelPartition(Partition):
-    """One label per client: client ``m`` holds label ``m mod num_classes``.
+def _label() -> Split:
+    """Give client ``m`` label ``m mod num_classes``; the seed plays no part.
 
     Clients with the same label share its samples in consecutive slices whose sizes differ by at
-    most one. The seed plays no part.
+    most one.
     """
 
-    spec: ClassVar[str] = "label"
-
-    def _split(
-        self,
-        dataset: Dataset,
-        num_clients: int,
-        generator: np.random.Generator,  # noqa: ARG002
-    ) -> Sequence[NDArray[np.int64]]:
-        _require_classes(dataset, self.spec)
+    def split(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
+        _require_classes(dataset, "label")
         num_classes = dataset.num_classes
         if num_clients < num_classes:
             raise DataError(
@@ -113,26 +95,18 @@ class LabelPartition(Partition):
             parts[label::num_classes] = np.array_split(samples, num_holders)
         return parts
 
+    return split
 
-@dataclass(frozen=True, slots=True)
-class SourcePartition(Partition):
-    """Each original set cut into equal slices, as in the paper's 18 clients.
+
+def _source(*, shuffled: bool = False) -> Split:
+    """Cut each original set into equal slices, as in the paper's 18 clients.
 
     With ``S`` sets and ``M`` clients, the first ``M/S`` clients share set 0, the next ``M/S`` set
     1, and so on. What is left of a set after equal slices is dropped. Slices are consecutive, and
     the seed plays no part, unless the sets are ``shuffled`` first.
     """
 
-    shuffled: bool = False
-
-    @property
-    def spec(self) -> str:
-        """Return ``source`` or ``source:shuffled``."""
-        return "source:shuffled" if self.shuffled else "source"
-
-    def _split(
-        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
-    ) -> Sequence[NDArray[np.int64]]:
+    def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
         if dataset.sources is None:
             raise DataError(
                 f"dataset {dataset.name!r} has a single source; partition 'source' needs one made "
@@ -148,7 +122,7 @@ class SourcePartition(Partition):
         parts = []
         for source in sources:
             samples = np.flatnonzero(dataset.sources == source)
-            if self.shuffled:
+            if shuffled:
                 samples = generator.permutation(samples)
             size = len(samples) // clients_per_source
             if size == 0:
@@ -159,19 +133,13 @@ class SourcePartition(Partition):
             parts += [samples[i * size : (i + 1) * size] for i in range(clients_per_source)]
         return parts
 
+    return split
 
-@dataclass(frozen=True, slots=True)
-class NaturalPartition(Partition):
-    """Client ``m`` holds the samples that `Dataset.clients` gives it. The seed plays no part."""
 
-    spec: ClassVar[str] = "natural"
+def _natural() -> Split:
+    """Give client ``m`` the samples that `Dataset.clients` says; the seed plays no part."""
 
-    def _split(
-        self,
-        dataset: Dataset,
-        num_clients: int,
-        generator: np.random.Generator,  # noqa: ARG002
-    ) -> Sequence[NDArray[np.int64]]:
+    def split(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
         if dataset.clients is None:
             raise DataError(
                 f"dataset {dataset.name!r} does not say which client a sample belongs to; "
@@ -186,43 +154,30 @@ class NaturalPartition(Partition):
         order = np.argsort(dataset.clients, kind="stable")
         return np.split(order, np.cumsum(sizes)[:-1])
 
-
-def _require_classes(dataset: Dataset, spec: str) -> None:
-    if not dataset.num_classes:
-        raise DataError(
-            f"partition {spec!r} needs one class per sample, and dataset {dataset.name!r} has "
-            f"{dataset.labels.dtype} targets of shape {dataset.labels.shape}; use iid or natural"
-        )
+    return split
 
 
-@dataclass(frozen=True, slots=True)
-class DirichletPartition(Partition):
-    """Of each label, client ``m`` holds the share ``p_m``, with ``p ~ Dirichlet(a, ..., a)``.
+def _dirichlet(concentration: float) -> Split:
+    """Give client ``m`` of each label the share ``p_m``, with ``p ~ Dirichlet(a, ..., a)``.
 
     Shares are drawn anew, up to 100 times, until every client has a sample. If one still has none,
     it gets a sample of the client that holds most, from that client's most frequent label.
     """
+    if not 0 < concentration <= MAX_CONCENTRATION:
+        raise ConfigError(
+            f"partition is 'dirichlet:{concentration}'; the number must be above 0 and at most "
+            f"{MAX_CONCENTRATION:g}"
+        )
 
-    concentration: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.concentration <= MAX_CONCENTRATION:
-            raise ConfigError(
-                f"partition is {self.spec!r}; the number must be above 0 and at most "
-                f"{MAX_CONCENTRATION:g}"
-            )
-
-    @property
-    def spec(self) -> str:
-        return f"dirichlet:{self.concentration}"
-
-    def _split(
-        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
-    ) -> Sequence[NDArray[np.int64]]:
-        _require_classes(dataset, self.spec)
+    def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
+        _require_classes(dataset, f"dirichlet:{concentration}")
         label_sizes = np.bincount(dataset.labels, minlength=dataset.num_classes)
         for _ in range(_MAX_DRAWS):
-            counts = self._draw_counts(label_sizes, num_clients, generator)
+            shares = generator.dirichlet(np.full(num_clients, concentration), size=len(label_sizes))
+            ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis])
+            ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
+            ends = np.pad(ends, ((0, 0), (1, 0))).astype(np.int64)
+            counts = ends[:, 1:] - ends[:, :-1]  # labels × clients
             if counts.sum(axis=0).all():
                 break
         else:
@@ -236,16 +191,7 @@ class DirichletPartition(Partition):
         ]
         return [np.concatenate(pieces) for pieces in zip(*by_label, strict=True)]
 
-    def _draw_counts(
-        self, label_sizes: NDArray[np.int64], num_clients: int, generator: np.random.Generator
-    ) -> NDArray[np.int64]:
-        """Return how many samples of each label each client gets: ``(num_classes, M)``."""
-        shares = generator.dirichlet(
-            np.full(num_clients, self.concentration), size=len(label_sizes)
-        )
-        ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis]).astype(np.int64)
-        ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
-        return np.diff(ends, axis=1, prepend=0)
+    return split
 
 
 def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
@@ -259,43 +205,43 @@ def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
         totals[client] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class ShardsPartition(Partition):
-    """Samples sorted by label, cut into ``M·K`` near-equal shards, ``K`` dealt to each client."""
+def _shards(shards_per_client: int) -> Split:
+    """Cut samples sorted by label into ``M·K`` near-equal shards, and deal ``K`` to each client."""
+    if shards_per_client < 1:
+        raise ConfigError(
+            f"partition is 'shards:{shards_per_client}'; the number must be at least 1"
+        )
 
-    shards_per_client: int
-
-    def __post_init__(self) -> None:
-        if self.shards_per_client < 1:
-            raise ConfigError(f"partition is {self.spec!r}; the number must be at least 1")
-
-    @property
-    def spec(self) -> str:
-        """Return ``shards:K``."""
-        return f"shards:{self.shards_per_client}"
-
-    def _split(
-        self, dataset: Dataset, num_clients: int, generator: np.random.Generator
-    ) -> Sequence[NDArray[np.int64]]:
-        _require_classes(dataset, self.spec)
-        num_shards = num_clients * self.shards_per_client
+    def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
+        _require_classes(dataset, f"shards:{shards_per_client}")
+        num_shards = num_clients * shards_per_client
         if num_shards > len(dataset):
             raise DataError(
                 f"cannot cut {len(dataset)} samples of {dataset.name!r} into {num_shards} shards "
-                f"({self.shards_per_client} for each of {num_clients} clients)"
+                f"({shards_per_client} for each of {num_clients} clients)"
             )
         shards = np.array_split(np.argsort(dataset.labels, kind="stable"), num_shards)
         dealt = generator.permutation(num_shards).reshape(num_clients, -1)
         return [np.concatenate([shards[shard] for shard in hand]) for hand in dealt]
 
+    return split
 
-PARTITIONS: dict[str, type[Partition]] = {
-    "iid": IidPartition,
-    "label": LabelPartition,
-    "source": SourcePartition,
-    "natural": NaturalPartition,
-    "dirichlet": DirichletPartition,
-    "shards": ShardsPartition,
+
+def _require_classes(dataset: Dataset, spec: str) -> None:
+    if not dataset.num_classes:
+        raise DataError(
+            f"partition {spec!r} needs one class per sample, and dataset {dataset.name!r} has "
+            f"{dataset.labels.dtype} targets of shape {dataset.labels.shape}; use iid or natural"
+        )
+
+
+PARTITIONS: dict[str, Callable[..., Split]] = {
+    "iid": _iid,
+    "label": _label,
+    "source": _source,
+    "natural": _natural,
+    "dirichlet": _dirichlet,
+    "shards": _shards,
 }
 
 
@@ -303,12 +249,9 @@ def parse_partition(spec: str) -> Partition:
     """Return the partition that ``spec`` names.
 
     >>> parse_partition("dirichlet:0.3")
-    DirichletPartition(concentration=0.3)
-    >>> parse_partition("shards:2").spec
-    'shards:2'
+    Partition(spec='dirichlet:0.3')
     """
-    made: Partition = make_named("partition", spec, PARTITIONS)
-    return made
+    return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
 class PartitionRow(TypedDict):
@@ -336,8 +279,8 @@ def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> lis
     return rows
 
 
-def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> str:
-    """Return the table as plain text; a dot stands for no sample, long tables are cut.
+def format_partition_table(rows: Sequence[PartitionRow]) -> str:
+    """Return the table as plain text; a dot stands for no sample.
 
     >>> rows = [{"client": 0, "samples": 12, "labels": [12, 0]},
     ...         {"client": 1, "samples": 9, "labels": [0, 9]}]
@@ -346,20 +289,16 @@ def format_partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> 
          0       12       12        .
          1        9        .        9
     """
-    if not rows:
-        return "no clients"
     header = ["client", "samples"]
     header += [f"label {label}" for label in range(len(rows[0]["labels"]))]
     header += [f"source {source}" for source in range(len(rows[0].get("sources", [])))]
     header += ["name"] if "name" in rows[0] else []
     lines = ["  ".join(header)]
-    for row in rows[:max_rows]:
+    for row in rows:
         counts = [str(count or ".") for count in (*row["labels"], *row.get("sources", []))]
         cells = [str(row["client"]), str(row["samples"]), *counts]
         cells += [row["name"]] if "name" in row else []
         lines.append(
             "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, header, strict=True))
         )
-    if len(rows) > max_rows:
-        lines.append(f"and {len(rows) - max_rows} more clients")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aqg.flower.client_app import make_client_app
     from aqg.flower.compressed import Compressed
+    from aqg.flower.late import Buffered
     from aqg.flower.mod import aqg_mod, make_mod
     from aqg.flower.server_app import make_server_app
     from aqg.flower.strategy import AQG
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AQG": "aqg.flower.strategy",
+    "Buffered": "aqg.flower.late",
     "Compressed": "aqg.flower.compressed",
     "FlowerTask": "aqg.flower.task",
     "aqg_mod": "aqg.flower.mod",
@@ -27,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "AQG",
+    "Buffered",
     "Compressed",
     "FlowerTask",
     "aqg_mod",

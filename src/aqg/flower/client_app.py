@@ -115,8 +115,8 @@ def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
         loss, evaluated = loss_and_metrics(task.evaluate(params))
         metrics |= {EVALUATED + n.removeprefix(EVALUATED): v for n, v in evaluated.items()}
     record = record_of(update.items())
-    marks = {"metrics": _metrics(loss, metrics, task), UPDATE: ConfigRecord({"is": True})}
-    return RecordDict({"arrays": record, **marks})
+    marks = {UPDATE: ConfigRecord({"is": True})}
+    return RecordDict({"arrays": record, "metrics": _metrics(loss, metrics, task), **marks})
 
 
 def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:

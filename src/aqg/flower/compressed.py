@@ -7,25 +7,21 @@ Flower's.
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.channel.server import Settings
-from aqg.core.downlink import Condensed, make_downlink
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.channel.settings import make_settings
 from aqg.errors import ConfigError
 from aqg.flower.grid import CompressedGrid, Counts
+from aqg.flower.late import Buffered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
     from flwr.serverapp import Grid
-
-    from aqg.core.recipe import Recipe
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -82,17 +78,14 @@ class Compressed(Strategy):
         _require_strategy(strategy)
         self.counts = Counts()
         self._is_running = False
-        if recipe is None:
-            recipe = own_recipe(strategy)
-        made = _made(recipe, bits, max_staleness)
-        self.settings = Settings(
-            recipe=recipe,
+        self.settings = make_settings(
+            own_recipe(strategy) if recipe is None else recipe,
             bits=bits,
             max_staleness=max_staleness,
+            include=include,
+            exclude=exclude,
+            downlink=downlink,
             seed=seed,
-            include=_patterns(include),
-            exclude=_patterns(exclude),
-            downlink=_condensed(downlink or _own(made)),
             clip=self._clipping_norm,
         )
         self.strategy = strategy  # what is set from here on may be the strategy's own
@@ -163,9 +156,10 @@ class Compressed(Strategy):
 
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
-        if not isinstance(self.strategy, _CLIENTS_CLIP):
-            return None
-        return float(self.strategy.clipping_norm)
+        strategy = self.strategy
+        if isinstance(strategy, Buffered):
+            strategy = strategy.strategy
+        return float(strategy.clipping_norm) if isinstance(strategy, _CLIENTS_CLIP) else None
 
 
 def own_recipe(strategy: Strategy) -> str:
@@ -174,6 +168,8 @@ def own_recipe(strategy: Strategy) -> str:
     Where a step is divided by the root of past squares, noise makes coordinates that hardly move
     as fast as all others: it must be less than where the mean itself is the step.
     """
+    if isinstance(strategy, Buffered):
+        strategy = strategy.strategy
     if not averages(strategy):
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
@@ -187,11 +183,6 @@ def averages(strategy: Strategy) -> bool:
     them must then be near the node's model.
     """
     return type(strategy).aggregate_train in {kind.aggregate_train for kind in _AVERAGING}
-
-
-def _own(recipe: Recipe) -> str:
-    """Return the recipe's downlink; one that sends whole models has none that fits here."""
-    return "condensed" if recipe.downlink == "full" else recipe.downlink
 
 
 def weighted_by(strategy: Strategy) -> str | None:
@@ -221,31 +212,3 @@ def _require_strategy(strategy: object) -> None:
     raise ConfigError(
         f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
     )
-
-
-def _made(recipe: str, bits: int, max_staleness: int) -> Recipe:
-    name = recipe.partition(":")[0]
-    if name not in RECIPES:
-        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
-        raise ConfigError(
-            f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
-            f"lean, for all others; there are also {others}"
-        )
-    return make_recipe(recipe, bits, max_staleness)
-
-
-def _condensed(spec: str) -> Condensed:
-    name = spec.partition(":")[0]
-    if name != Condensed.name:
-        known = ", ".join(f"{f.name}={f.default}" for f in fields(Condensed))
-        raise ConfigError(
-            f"downlink is {spec!r}; here it is {Condensed.name!r}, alone or with options, as in "
-            f"'condensed:ratio=0.5'; they are, with their defaults, {known}"
-        )
-    downlink = make_downlink(spec)
-    assert isinstance(downlink, Condensed)
-    return downlink
-
-
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)

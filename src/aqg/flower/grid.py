@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from aqg.channel.server import Channel, LostError, Settings
+from aqg.channel.server import Channel, LostError
 from aqg.channel.tensors import is_finite
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.arrays import is_readable, record_of, tensor_of, values_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
     from aqg.channel.server import Phase, Taken
+    from aqg.channel.settings import Settings
     from aqg.channel.tensors import Values
 
 _logger = logging.getLogger("flwr.aqg")

@@ -20,8 +20,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.channel.server import Settings as ChannelSettings
 from aqg.channel.server import agreement
+from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
@@ -295,7 +295,7 @@ class AQG(Strategy):
         if not have_diverged(losses, len(clients)):
             for client in leave_out_absurd(losses):
                 _logger.warning("the loss of client %d is beyond all use, and left out", client)
-        self._loss = mean_loss(losses, run.channel.book.weights)
+        self._loss: float | None = mean_loss(losses, run.channel.book.weights)
         shares = zip(weights.tolist(), (found[client] for client in clients), strict=True)
         return _metric_record(mean_metrics(list(shares)))
 
@@ -424,7 +424,7 @@ class AQG(Strategy):
         self, run: _Run, measure: Measure | None, config: ConfigRecord, result: Result
     ) -> None:
         """Let clients and server measure the final model, and write the results."""
-        self._loss: float | None = None
+        self._loss = None
         evaluated = self._evaluate_on_clients(run, config, result)
         metrics = self._measured(run, measure, result)
         averaged = run.channel.averaged()

@@ -13,7 +13,6 @@ from aqg.spec import Code, make_named, seeded
 if TYPE_CHECKING:
     from torch import nn
 
-
 MODULES: dict[str, str] = {
     "cnn": "two convolutions and a linear layer, for images [width=8]",
     "resnet8": "three residual blocks, for images [norm=group, width=16]",

@@ -112,7 +112,6 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return images with ``outputs`` channels."""
         inner = functional.relu(self.norm1(self.conv1(images)))
         return functional.relu(self.norm2(self.conv2(inner)) + self.shortcut(images))
 
@@ -175,7 +174,6 @@ class AttentionBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``(n, length, width)`` like the input."""
         parts = self.attention(self.norm1(hidden)).chunk(3, dim=-1)
         query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for p in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -18,7 +18,6 @@ from aqg.spec import make_named
 if TYPE_CHECKING:
     import torch
 
-
 Array: TypeAlias = Any
 """A NumPy array, or a torch tensor on any device; results are of the kind that came in."""
 
@@ -74,21 +73,14 @@ class Objective(ABC):
     def from_module(
         module: torch.nn.Module,
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        *,
-        input_shape: tuple[int, ...] | None = None,
-        l2: float = 0.0,
-        scaling: Scaling = "mean",
-        name: str = "module",
-        reset: bool = False,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        statistics: str = "average",
+        **options: Any,
     ) -> Objective:
         """Make an objective of any torch module; the module is copied and never changed.
 
         Args:
             module: takes a batch of samples, returns one row of outputs for each.
             loss: the mean loss of a batch, from outputs and labels; by default cross-entropy.
+            options: any of the following.
             input_shape: the shape of a sample as the module sees it, such as ``(1, 28, 28)``;
                 by default a sample is its row of features.
             l2: the weight λ of the regularizer.
@@ -106,18 +98,7 @@ class Objective(ABC):
         """
         from aqg.objectives.module import ModuleObjective  # needs torch
 
-        return ModuleObjective(
-            module,
-            loss,
-            input_shape=input_shape,
-            l2=l2,
-            scaling=scaling,
-            name=name,
-            reset=reset,
-            include=include,
-            exclude=exclude,
-            statistics=statistics,
-        )
+        return ModuleObjective(module, loss, **options)
 
     @abstractmethod
     def init_params(self, seed: int) -> NDArray[np.float64]:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, DataError
-from aqg.jit import HAVE_NUMBA
 from aqg.objectives import logistic_kernels
 from aqg.objectives.base import Array, Layout, Objective, Scaling
 
@@ -79,9 +78,7 @@ class ClosedForm(Objective):
     # Overflow is how divergence looks, and shows in the results: no warning is due.
     @np.errstate(over="ignore", invalid="ignore")
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
-        self._check(params, features)
-        self._check_labels(features, labels)
+        self._check(params, features, labels)
         samples = self._sample_losses(self._tensors(params), features, labels)
         return self._client_losses(params, samples)
 
@@ -89,19 +86,9 @@ class ClosedForm(Objective):
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
-        """Return the loss of each client, ``(...)``, and its gradient, ``(..., num_params)``."""
-        self._check(params, features)
-        self._check_labels(features, labels)
-        gradients = namespace(features).empty(
-            (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device
-        )
-        samples = self._backpropagate(
-            self._tensors(params),
-            features,
-            labels,
-            weight=self.sample_weight(features.shape[-2]),
-            gradients=self._tensors(gradients),
-        )
+        self._check(params, features, labels)
+        weight = self.sample_weight(features.shape[-2])
+        samples, gradients = self._samples_and_gradients(params, features, labels, weight)
         if self.l2:
             gradients += self.l2 * params
         return self._client_losses(params, samples), gradients
@@ -117,28 +104,28 @@ class ClosedForm(Objective):
         num_params)``.
         """
         one = params if params.ndim == 1 else params[(0,) * (params.ndim - 1)]
-        self._check(one, features)
+        self._check(one, features, labels)
         if params.ndim > 1 and params.shape[:-1] != features.shape[:-2]:
             raise ConfigError(
                 f"parameters have shape {tuple(params.shape)}; features of shape "
                 f"{tuple(features.shape)} need ({self.num_params},) or one such row per client"
             )
-        self._check_labels(features, labels)
-        gradients = namespace(features).empty(
-            (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device
-        )
-        samples = self._backpropagate(
-            self._tensors(params),
-            features,
-            labels,
-            weight=weights[..., None, :],
-            gradients=self._tensors(gradients),
+        samples, gradients = self._samples_and_gradients(
+            params, features, labels, weights[..., None, :]
         )
         return (weights * samples).sum(axis=-1), gradients
 
+    def _samples_and_gradients(
+        self, params: Array, features: Array, labels: Array, weight: Array
+    ) -> tuple[Array, Array]:
+        gradients = namespace(features).empty(
+            (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device
+        )
+        tensors, slots = self._tensors(params), self._tensors(gradients)
+        return self._backpropagate(tensors, features, labels, weight, slots), gradients
+
     @np.errstate(over="ignore", invalid="ignore")
     def predict(self, params: Array, features: Array) -> Array:
-        """Return the most likely label of each sample, shape ``(..., n)``."""
         self._check(params, features)
         return self._predict(self._tensors(params), features)
 
@@ -152,7 +139,6 @@ class ClosedForm(Objective):
         tensors: list[Array],
         features: Array,
         labels: Array,
-        *,
         weight: Array,
         gradients: list[Array],
     ) -> Array:
@@ -187,7 +173,7 @@ class ClosedForm(Objective):
             raise DataError("a client has 0 samples; a mean loss needs at least 1")
         return 1 / num_samples
 
-    def _check(self, params: Array, features: Array) -> None:
+    def _check(self, params: Array, features: Array, labels: Array = None) -> None:
         if params.shape != (self.num_params,):
             raise ConfigError(
                 f"parameters have shape {tuple(params.shape)}; {self.name} on "
@@ -202,9 +188,7 @@ class ClosedForm(Objective):
             raise ConfigError(
                 f"parameters are {params.dtype} and features {features.dtype}; they must agree"
             )
-
-    def _check_labels(self, features: Array, labels: Array) -> None:
-        if labels.shape != features.shape[:-1]:
+        if labels is not None and labels.shape != features.shape[:-1]:
             raise ConfigError(
                 f"labels have shape {tuple(labels.shape)}; features of shape "
                 f"{tuple(features.shape)} need {tuple(features.shape[:-1])}"
@@ -314,7 +298,45 @@ _PIECE_LENGTH = 512
 """On CUDA, few outputs keep few cores busy: clients are cut into pieces of this many samples."""
 
 
-class Softmax(ClosedForm):
+class _Classes(ClosedForm):
+    """The cross-entropy of a linear layer, on the features or on one hidden layer of them."""
+
+    def _logits(self, tensors: list[Array], features: Array) -> tuple[Array, Array]:
+        """Return what goes into the last layer, and what comes out of it, ``(..., C, n)``."""
+        inputs = features
+        if len(tensors) > 2:
+            inputs = features @ tensors[0]
+            inputs += tensors[1][..., None, :]
+            inputs = namespace(inputs).clip(inputs, 0, None, out=inputs)
+        return inputs, class_logits(inputs, *tensors[-2:])
+
+    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
+        return cross_entropy(self._logits(tensors, features)[1], labels)[0]
+
+    def _backpropagate(
+        self,
+        tensors: list[Array],
+        features: Array,
+        labels: Array,
+        weight: Array,
+        gradients: list[Array],
+    ) -> Array:
+        inputs, logits = self._logits(tensors, features)
+        losses, class_slopes = cross_entropy(logits, labels)
+        class_slopes *= weight
+        slopes = transpose(class_slopes)
+        write_layer_gradients(inputs, slopes, *gradients[-2:])
+        if len(tensors) > 2:
+            hidden_slopes = slopes @ transpose(tensors[2])
+            hidden_slopes *= inputs > 0
+            write_layer_gradients(features, hidden_slopes, *gradients[:2])
+        return losses
+
+    def _predict(self, tensors: list[Array], features: Array) -> Array:
+        return self._logits(tensors, features)[1].argmax(axis=-2)
+
+
+class Softmax(_Classes):
     """``loss(W, b; x, y) = log Σ_c exp(z_c) - z_y`` with the logits ``z = x W + b``.
 
     >>> objective = Softmax(num_features=784, num_classes=10, l2=0.01, scaling="mean")
@@ -326,26 +348,24 @@ class Softmax(ClosedForm):
         layout = (("weight", (num_features, num_classes)), ("bias", (num_classes,)))
         super().__init__("softmax", layout, num_features, l2, scaling, convex=True)
 
-    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
-        losses, _ = cross_entropy(class_logits(features, *tensors), labels)
-        return losses
 
-    def _backpropagate(
-        self,
-        tensors: list[Array],
-        features: Array,
-        labels: Array,
-        *,
-        weight: Array,
-        gradients: list[Array],
-    ) -> Array:
-        losses, slopes = cross_entropy(class_logits(features, *tensors), labels)
-        slopes *= weight
-        write_layer_gradients(features, transpose(slopes), *gradients)
-        return losses
+class Perceptron(_Classes):
+    """The cross-entropy of the logits ``max(x W₁ + b₁, 0) W₂ + b₂``.
 
-    def _predict(self, tensors: list[Array], features: Array) -> Array:
-        return class_logits(features, *tensors).argmax(axis=-2)
+    >>> Perceptron(num_features=784, num_hidden=200, num_classes=10, l2=0.01, scaling="mean")
+    <Perceptron 'mlp:200', 159010 parameters, l2=0.01>
+    """
+
+    def __init__(
+        self, num_features: int, num_hidden: int, num_classes: int, l2: float, scaling: Scaling
+    ) -> None:
+        layout = (
+            ("weight1", (num_features, num_hidden)),
+            ("bias1", (num_hidden,)),
+            ("weight2", (num_hidden, num_classes)),
+            ("bias2", (num_classes,)),
+        )
+        super().__init__(f"mlp:{num_hidden}", layout, num_features, l2, scaling, convex=False)
 
 
 def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
@@ -446,7 +466,6 @@ class Logistic(ClosedForm):
         super().__init__("logistic", layout, num_features, l2, scaling, convex=True)
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``."""
         if not _is_compiled(features):
             return super().losses(params, features, labels)
         return self.losses_and_gradients(params, features, labels)[0]
@@ -454,11 +473,9 @@ class Logistic(ClosedForm):
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
-        """Return the loss of each client, ``(...)``, and its gradient, ``(..., num_params)``."""
         if not _is_compiled(features):
             return super().losses_and_gradients(params, features, labels)
-        self._check(params, features)
-        self._check_labels(features, labels)
+        self._check(params, features, labels)
         weight = self.sample_weight(features.shape[-2])
         return logistic_kernels.losses_and_gradients(params, features, labels, weight, self.l2)
 
@@ -471,7 +488,6 @@ class Logistic(ClosedForm):
         tensors: list[Array],
         features: Array,
         labels: Array,
-        *,
         weight: Array,
         gradients: list[Array],
     ) -> Array:
@@ -488,7 +504,7 @@ class Logistic(ClosedForm):
 
 def _is_compiled(features: Array) -> bool:
     """Tell by the kind and size of a single client, so that stacking clients changes nothing."""
-    if not (HAVE_NUMBA and isinstance(features, np.ndarray) and features.ndim >= 2):
+    if not (isinstance(features, np.ndarray) and features.ndim >= 2):
         return False
     client_bytes: int = features.shape[-2] * features.shape[-1] * features.itemsize
     return client_bytes <= _COMPILED_BYTES
@@ -504,59 +520,3 @@ def _losses_and_slopes(scores: Array, labels: Array) -> tuple[Array, Array]:
     losses += (-margins).clip(min=0)
     wrongness = xp.where(margins < 0, 1.0, decay) / (1 + decay)  # 1 / (1 + exp(margin))
     return losses, xp.where(positive, -wrongness, wrongness)
-
-
-class Perceptron(ClosedForm):
-    """The cross-entropy of the logits ``max(x W₁ + b₁, 0) W₂ + b₂``.
-
-    >>> Perceptron(num_features=784, num_hidden=200, num_classes=10, l2=0.01, scaling="mean")
-    <Perceptron 'mlp:200', 159010 parameters, l2=0.01>
-    """
-
-    def __init__(
-        self, num_features: int, num_hidden: int, num_classes: int, l2: float, scaling: Scaling
-    ) -> None:
-        layout = (
-            ("weight1", (num_features, num_hidden)),
-            ("bias1", (num_hidden,)),
-            ("weight2", (num_hidden, num_classes)),
-            ("bias2", (num_classes,)),
-        )
-        super().__init__(f"mlp:{num_hidden}", layout, num_features, l2, scaling, convex=False)
-
-    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
-        weight1, bias1, weight2, bias2 = tensors
-        hidden = _hidden_layer(features, weight1, bias1)
-        losses, _ = cross_entropy(class_logits(hidden, weight2, bias2), labels)
-        return losses
-
-    def _backpropagate(
-        self,
-        tensors: list[Array],
-        features: Array,
-        labels: Array,
-        *,
-        weight: Array,
-        gradients: list[Array],
-    ) -> Array:
-        weight1, bias1, weight2, bias2 = tensors
-        hidden = _hidden_layer(features, weight1, bias1)
-        losses, class_slopes = cross_entropy(class_logits(hidden, weight2, bias2), labels)
-        class_slopes *= weight
-        slopes = transpose(class_slopes)
-        write_layer_gradients(hidden, slopes, *gradients[2:])
-        hidden_slopes = slopes @ transpose(weight2)
-        hidden_slopes *= hidden > 0
-        write_layer_gradients(features, hidden_slopes, *gradients[:2])
-        return losses
-
-    def _predict(self, tensors: list[Array], features: Array) -> Array:
-        weight1, bias1, weight2, bias2 = tensors
-        hidden = _hidden_layer(features, weight1, bias1)
-        return class_logits(hidden, weight2, bias2).argmax(axis=-2)
-
-
-def _hidden_layer(features: Array, weight: Array, bias: Array) -> Array:
-    hidden = features @ weight
-    hidden += bias[..., None, :]
-    return namespace(hidden).clip(hidden, 0, None, out=hidden)

@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.types import Float64Array, FloatArray, IntArray, to_numpy
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
 
 POLICIES = ("average", "local", "frozen")
 """What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
@@ -121,8 +120,9 @@ class ModelLayout:
         state = module.state_dict(keep_vars=True)
         buffers = [(name, value) for name, value in module.named_buffers() if name in state]
         wanted, unwanted = _patterns(include), _patterns(exclude)
-        _check_patterns("include", wanted, trainable)
-        _check_patterns("exclude", unwanted, [*trainable, *buffers])
+        names = [name for name, _ in trainable]
+        _check_patterns("include", wanted, names, "tensors")
+        _check_patterns("exclude", unwanted, names + [name for name, _ in buffers], "tensors")
         chosen = [
             (name, value)
             for name, value in trainable
@@ -168,12 +168,9 @@ class ModelLayout:
             raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
         wanted, unwanted = _patterns(include), _patterns(exclude)
         rows = list(rows)
-        for option, patterns in (("include", wanted), ("exclude", unwanted)):
-            for pattern in patterns:
-                if not any(_matches(name, [pattern]) for name, _, _ in rows):
-                    raise ConfigError(
-                        f"{option} pattern {pattern!r} matches none of the {len(rows)} arrays"
-                    )
+        every = [name for name, _, _ in rows]
+        _check_patterns("include", wanted, every, "arrays")
+        _check_patterns("exclude", unwanted, every, "arrays")
         theta, values, counts = [], [], []
         for row in rows:
             name, _, dtype = row
@@ -241,7 +238,6 @@ class ModelLayout:
         return hashlib.blake2b(alike.to_json().encode(), digest_size=DIGEST_BYTES).digest()
 
     def to_json(self) -> str:
-        """Return the layout as text that `from_json` reads."""
         groups = {
             group: [[spec.name, list(spec.shape), spec.dtype] for spec in getattr(self, group)]
             for group in ("parameters", "statistics", "counters")
@@ -258,7 +254,6 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
         try:
             row = json.loads(text)
             return cls(
@@ -368,7 +363,6 @@ class ModelLayout:
         return digest.digest()
 
     def read_buffers(self, module: nn.Module) -> Buffers:
-        """Return the values of the module's buffers."""
         tensors = tensors_of(module)
         values = np.empty(self.num_statistics)
         counts = np.empty(self.num_counters, np.int64)
@@ -400,15 +394,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(
-    option: str, patterns: Iterable[str], tensors: Sequence[tuple[str, Tensor]]
-) -> None:
+def _check_patterns(option: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in tensors):
-            names = ", ".join(name for name, _ in tensors[:3])
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{option} pattern {pattern!r} matches none of the {len(tensors)} tensors, "
-                f"such as {names}"
+                f"{option} pattern {pattern!r} matches none of the {len(names)} {kind}, "
+                f"such as {', '.join(names[:3])}"
             )
 
 
@@ -466,12 +457,10 @@ class TensorSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many values it has."""
         return math.prod(self.shape)
 
     @property
     def place(self) -> slice:
-        """Where its values lie in the flat vector."""
         return slice(self.offset, self.offset + self.size)
 
     def __str__(self) -> str:
@@ -480,16 +469,11 @@ class TensorSpec(NamedTuple):
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
     """Give tensors their places in the flat vector, one after the other."""
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, tensor in tensors:
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor), offset))
-        offset += specs[-1].size
-    return tuple(specs)
+    return read_specs((name, tuple(value.shape), dtype_name(value)) for name, value in tensors)
 
 
 def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    """Do what `lay_out` does from names, shapes and dtypes as they were stored."""
+    """Do the same from names, shapes and dtypes."""
     specs: list[TensorSpec] = []
     offset = 0
     for name, shape, dtype in rows:
@@ -508,15 +492,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def dtype_name(tensor: Tensor) -> str:
     """Return a tensor's dtype without the name of its library."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's values; half precision becomes float32, which holds them all."""
-    found = tensor.detach().cpu()
-    if dtype_name(found) in ("float16", "bfloat16"):
-        found = found.float()
-    values: NDArray[Any] = found.numpy()
-    return values
 
 
 def write_tensors(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:

@@ -9,14 +9,12 @@ Logarithms are taken of whole products: ``Σ log(1 + d_i) = log Π (1 + d_i)``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from aqg.core.types import FloatArray, IntArray
 from aqg.jit import njit
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray, IntArray
 
 _SUMS = {"reassoc", "contract", "nsz"}
 _LOG2_E = 1.4426950408889634

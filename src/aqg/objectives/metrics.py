@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.types import Float64Array
+from aqg.core.types import Float64Array, to_numpy
 from aqg.errors import AqgError, ConfigError
 
 Function = Callable[[Any, Any], float]
@@ -96,8 +96,6 @@ def make_metrics(
     >>> [metric.name for metric in make_metrics({"bias": lambda o, t: float((o - t).mean())})]
     ['bias']
     """
-    from collections.abc import Mapping
-
     if isinstance(given, Mapping):
         chosen = [Metric(name, whole=function) for name, function in given.items()]
     elif isinstance(given, str):
@@ -137,7 +135,7 @@ def default_metrics(targets: Any) -> tuple[Metric, ...]:
     >>> [metric.name for metric in default_metrics(np.array([0.3, 1.7]))]
     ['mse', 'r2']
     """
-    array = _array(targets)
+    array = to_numpy(targets)
     is_binary = bool(np.isin(array, (0, 1)).all())
     if not np.issubdtype(array.dtype, np.floating) or is_binary:
         return (METRICS["accuracy"],)
@@ -233,22 +231,12 @@ def main_output(outputs: Any) -> NDArray[Any]:
         outputs = outputs[0]
     if not isinstance(outputs, np.ndarray) and not hasattr(outputs, "detach"):
         raise DoesNotApply(f"the output is a {type(outputs).__name__}; give your own metric")
-    return _array(outputs)
-
-
-def _array(tensor: Any) -> NDArray[Any]:
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    found = tensor.detach().cpu()
-    if found.is_floating_point() and found.dtype.itemsize < 4:
-        found = found.float()
-    array: NDArray[Any] = found.numpy()
-    return array
+    return to_numpy(outputs)
 
 
 def _scores(outputs: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return class scores ``(N, C)`` and targets ``(N,)``, without those that do not count."""
-    scores, labels = main_output(outputs), _array(targets)
+    scores, labels = main_output(outputs), to_numpy(targets)
     last = scores.shape[:-1] == labels.shape
     second = scores.ndim > 2 and (scores.shape[0], *scores.shape[2:]) == labels.shape
     if scores.ndim != labels.ndim + 1 or not (last or second):
@@ -270,7 +258,7 @@ def _scores(outputs: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _accuracy(outputs: Any, targets: Any) -> Float64Array:
     """Return how many are right, and of how many."""
-    scores, labels = main_output(outputs), _array(targets)
+    scores, labels = main_output(outputs), to_numpy(targets)
     if scores.shape == (*labels.shape, 1):
         scores = scores[..., 0]
     if scores.shape == labels.shape:
@@ -293,7 +281,7 @@ def _mean_of(sums: Float64Array) -> float:
 
 
 def _errors(outputs: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    found, wanted = main_output(outputs), _array(targets)
+    found, wanted = main_output(outputs), to_numpy(targets)
     if found.shape != wanted.shape:
         raise DoesNotApply(
             f"outputs have shape {found.shape} and targets {wanted.shape}; they must be equal"
@@ -317,8 +305,8 @@ def _explained(outputs: Any, targets: Any) -> float:
 
 def _surprise(outputs: Any, targets: Any) -> Float64Array:
     """Return the sum of the cross-entropies, and how many there are."""
-    if np.issubdtype(_array(targets).dtype, np.floating):
-        raise DoesNotApply(f"perplexity needs classes; the targets are {_array(targets).dtype}")
+    if np.issubdtype(to_numpy(targets).dtype, np.floating):
+        raise DoesNotApply(f"perplexity needs classes; the targets are {to_numpy(targets).dtype}")
     scores, labels = _scores(outputs, targets)
     shifted = scores.astype(np.float64) - scores.max(-1, keepdims=True)
     log_sums = np.log(np.exp(shifted).sum(-1))

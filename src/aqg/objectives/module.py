@@ -119,12 +119,12 @@ class ModuleObjective(Objective):
         """Return the same objective with another module of the same layout to start from."""
         self.model_layout.check(module)
         bound = copy.copy(self)
-        bound._calls = self._calls.with_module(module)
+        calls = self._calls
+        bound._calls = ModuleCalls(module, calls.layout, calls.loss_function, calls.name)
         bound._reset = False
         return bound
 
     def constants_digest(self) -> bytes:
-        """Return a digest of the tensors that never travel."""
         return self.model_layout.constants_digest(self._calls.module)
 
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
@@ -149,26 +149,25 @@ class ModuleObjective(Objective):
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
         """Return the loss of each client, shape ``(...)``, with the module in evaluation mode."""
-        flat, inputs, targets, leading = self._tensors(params, features, labels)
-        run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
-        with LOCK:
-            losses, _ = run(flat, inputs, targets, False)
-        if self.l2:
-            losses = losses + self.l2 / 2 * (flat @ flat)
-        return _like(features, losses.reshape(leading))
+        return self._run(params, features, labels, differentiate=False)[0]
 
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
-        """Return the loss of each client, ``(...)``, and its gradient, ``(..., num_params)``."""
         self.require_repeatable()
+        losses, gradients = self._run(params, features, labels, differentiate=True)
+        return losses, gradients
+
+    def _run(
+        self, params: Array, features: Array, labels: Array, *, differentiate: bool
+    ) -> tuple[Array, Array]:
         flat, inputs, targets, leading = self._tensors(params, features, labels)
         run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
         with LOCK:
-            losses, gradients = run(flat, inputs, targets, True)
+            losses, gradients = run(flat, inputs, targets, differentiate)
         if self.l2:
             losses = losses + self.l2 / 2 * (flat @ flat)
-            gradients = gradients + self.l2 * flat
+            gradients = gradients + self.l2 * flat if differentiate else gradients
         shaped = gradients.reshape(*leading, gradients.shape[-1])
         return _like(features, losses.reshape(leading)), _like(features, shaped)
 
@@ -267,7 +266,6 @@ class ModuleObjective(Objective):
     def _each(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
     ) -> tuple[Tensor, Tensor]:
-        """Differentiate one client after the other."""
         params = flat.detach().requires_grad_(differentiate)
         losses = flat.new_empty(len(inputs))
         gradients = flat.new_empty(len(inputs), self.num_params if differentiate else 0)
@@ -369,9 +367,9 @@ class ModuleObjective(Objective):
         if self._draws_nothing:
             yield
             return
-        before = _random_state(device)
+        before = _generators(device)
         yield
-        if not torch.equal(before, _random_state(device)):
+        if not all(map(torch.equal, before, _generators(device))):
             raise ConfigError(
                 f"{self.name} draws random numbers in its forward pass; gradients on all samples "
                 "must be repeatable: train on minibatches, call eval() on the module, or leave "
@@ -390,13 +388,6 @@ def _tensor(array: Array) -> Tensor:
 def _like(array: Array, result: Tensor) -> Array:
     """Return ``result`` as NumPy or torch, whichever ``array`` is."""
     return result if isinstance(array, Tensor) else result.numpy()[()]
-
-
-def _random_state(device: torch.device) -> Tensor:
-    state = torch.get_rng_state()
-    if device.type == "cuda":
-        state = torch.cat([state, torch.cuda.get_rng_state(device)])
-    return state
 
 
 def _private_copy(module: nn.Module) -> nn.Module:
@@ -467,32 +458,29 @@ class Session:
     @contextmanager
     def drawing(self, device: torch.device) -> Iterator[None]:
         """Let torch's generators go on where this session left them, and put them back after."""
-        before = _get(device)
+        before = _generators(device)
         try:
             if self._random:
-                _set(self._random, device)
+                _set_generators(self._random, device)
             else:
-                _seed(self._seed, device)
+                torch.default_generator.manual_seed(self._seed)
+                if device.type == "cuda":
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(self._seed)
             yield
-            self._random = _get(device)
+            self._random = _generators(device)
         finally:
-            _set(before, device)
+            _set_generators(before, device)
 
 
-def _get(device: torch.device) -> tuple[Tensor, ...]:
+def _generators(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators that computing on a device advances."""
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),)
 
 
-def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def _set(states: Sequence[Tensor], device: torch.device) -> None:
+def _set_generators(states: Sequence[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)
@@ -535,14 +523,10 @@ class ModuleCalls:
         self.name = name
         shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
         self.evaluated = copy.deepcopy(module, shared).eval()
-        self._loss = loss
+        self.loss_function = loss
         self._shapes_were_checked = False
         self._sizes = [spec.size for spec in layout.parameters]
         self._cache: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
-
-    def with_module(self, module: nn.Module) -> ModuleCalls:
-        """Return the same with another module of the same layout."""
-        return ModuleCalls(module, self.layout, self._loss, self.name)
 
     def state(self, flat: Tensor, buffers: Buffers | None = None) -> dict[str, Tensor]:
         """Return buffers, fresh copies that a call may change, and frozen parameters.
@@ -551,9 +535,7 @@ class ModuleCalls:
         """
         constants = self._constants(flat)
         names = dict(self.module.named_buffers())
-        state = {
-            name: value.clone() if name in names else value for name, value in constants.items()
-        }
+        state = {k: value.clone() if k in names else value for k, value in constants.items()}
         if buffers is not None:
             groups = (self.layout.statistics, self.layout.counters)
             for specs, values in zip(groups, buffers, strict=True):
@@ -575,11 +557,10 @@ class ModuleCalls:
         return outputs
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean loss over a batch."""
         if self._shapes_were_checked or len(targets) < 2:
-            loss = self._loss(outputs, targets)
+            loss = self.loss_function(outputs, targets)
         else:
-            loss = watched_loss(self._loss, outputs, targets, self.name)
+            loss = watched_loss(self.loss_function, outputs, targets, self.name)
             self._shapes_were_checked = True
         if loss.shape != ():
             raise ConfigError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Skip
-from aqg.core.public import Entry
+from aqg.core.public import Entry, lies_on_grid
 from aqg.core.server import ServerState, Step, forget, init_server, publish_round, take_message
 from aqg.core.step_sizes import Fixed
 from aqg.errors import MessageError, WireError
@@ -101,7 +101,7 @@ class MirrorBook:
         publisher = None
         if not isinstance(downlink, Full):
             log = initial_state(state.public, len(weights))
-            publisher = Publisher(parameters, log)
+            publisher = Publisher(parameters, log, lies_on_grid(recipe, downlink))
         zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
         entry = Held(zero.stamp, zero.lineage)
         entries = [entry] * len(weights)

@@ -10,6 +10,7 @@ import numpy as np
 from aqg.core.downlink import Downlink, Full
 from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
+from aqg.core.public import lies_on_grid
 from aqg.core.server import Peer, ServerState
 from aqg.core.step_sizes import Fixed
 from aqg.core.track import Track, init_mirrors
@@ -112,7 +113,8 @@ def book_from_arrays(
     publisher = None
     start = None if directory is None else _load_start(directory)
     if not isinstance(downlink, Full) and "log_first" in arrays:
-        publisher = Publisher(start, LogState.from_arrays(arrays))
+        merges = lies_on_grid(recipe, downlink)
+        publisher = Publisher(start, LogState.from_arrays(arrays), merges)
     state = ServerState(model, peers)
     return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
 

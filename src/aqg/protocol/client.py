@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.core.recipes import make_recipe
-from aqg.errors import ConfigError, GradientError, MessageError
-from aqg.protocol.coding import order_from_bytes, to_bytes
+from aqg.errors import ConfigError, GradientError, MessageError, WireError
+from aqg.protocol.coding import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
+from aqg.protocol.digests import start_digest
+from aqg.protocol.files import write_atomically
 from aqg.protocol.follower import LostError, Terms, follow, holding_of
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
@@ -32,7 +34,7 @@ from aqg.protocol.mirrors import (
 from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from aqg.core.public import Public
     from aqg.core.recipe import Recipe
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
 
 _logger = logging.getLogger("aqg.protocol")
+_TERMS = "terms"
 
 
 class ClientSession:
@@ -79,6 +82,7 @@ class ClientSession:
         self._memory = MemoryVault()
         self._start = None if start is None else start.copy()
         self._recipe = recipe
+        self._terms: dict[str, Order] = {}
 
     def answer(self, order: bytes, train: Train) -> bytes:
         """Return the reply to an order.
@@ -93,32 +97,72 @@ class ClientSession:
                 that was answered already, or that this client cannot follow.
 
         """
-        read = order_from_bytes(order)
+        try:
+            read = order_from_bytes(order, self._terms.values() or self._read_terms())
+        except UnknownTermsError as unknown:
+            held = b"" if self._start is None else start_digest(self._start)
+            return to_bytes(unknown.reply(held))
         agreed = agree(read, self._recipe)
+        self._keep_terms(read)
         store = ClientStore(self._vault(read), key_of(read))
         if read.serial <= store.answered:
             if read.serial == store.answered and store.last_reply():
                 return store.last_reply()  # the same once more: the server takes one of them
-            return to_bytes(stale_reply(read))
+            return to_bytes(stale_reply(read), read.stamp)
         parcel = read.parcel
         if parcel is None:
             raise MessageError("the order has no model and nothing that leads to one")
         try:
-            params = follow_log(terms_of(read, agreed), parcel, store, lambda: self._start)
+            public = follow_public(terms_of(read, agreed), parcel, store, lambda: self._start)
         except OutOfReachError as lost:
-            return to_bytes(lost.reply(read))
+            return to_bytes(lost.reply(read), read.stamp)
+        read = replace(read, movement=agreed.movement.of(public.history))
         started = time.perf_counter()
         base = intact_base(agreed, store, read)
-        loss, update = _updated(train, params, read)
+        loss, update = _updated(train, public.parameters, read)
         mirror, reply = answer(agreed, base, read, update, loss)
         seconds = time.perf_counter() - started
-        frame = to_bytes(replace(reply, loss=loss, work_seconds=seconds))
+        frame = to_bytes(
+            replace(reply, loss=_single(loss), work_seconds=_short(seconds)), read.stamp
+        )
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
         return frame
 
+    def _keep_terms(self, order: Order) -> None:
+        """Remember an order's terms, which later ones leave out."""
+        key = key_of(order)
+        if key not in self._terms:
+            self._terms[key] = terms_of_run(order)
+            if self._path is not None:
+                self._vault(order)
+                write_atomically(self._path / key / _TERMS, to_bytes(self._terms[key]))
+
+    def _read_terms(self) -> Iterable[Order]:
+        """Return the terms of the runs that are remembered on disk."""
+        for file in [] if self._path is None else sorted(self._path.glob(f"*/{_TERMS}")):
+            try:
+                order = order_from_bytes(file.read_bytes())
+            except (OSError, WireError, MessageError) as error:
+                _logger.warning("%s cannot be read, the server will say it again: %s", file, error)
+                continue
+            self._terms[key_of(order)] = order
+            yield order
+
     def _vault(self, order: Order) -> Vault:
         return self._memory if self._path is None else DirectoryVault(self._path / key_of(order))
+
+
+def _single(number: float) -> float:
+    """Round a number that is only reported, to half the bytes."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
+
+
+def _short(number: float) -> float:
+    """Cut a number that is only reported to the three digits of a bfloat16 number."""
+    bits = np.float32(number).view(np.uint32) & np.uint32(0xFFFF0000)
+    return float(bits.view(np.float32))
 
 
 def _updated(train: Train, params: FloatArray, order: Order) -> tuple[float, FloatArray]:
@@ -170,13 +214,18 @@ class OutOfReachError(Exception):
 
 
 def follow_log(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> FloatArray:
+    """Follow the log from what is in the store; return the model that it leads to."""
+    return follow_public(terms, parcel, store, start).parameters
+
+
+def follow_public(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> Public:
     """Follow the log from what is in the store, and put what it leads to there."""
     try:
         public = follow(terms, parcel, _held(terms, store), start)
     except LostError as error:
         raise OutOfReachError(str(error), holding_of(terms, _held(terms, store), start)) from error
     store.put_public(public)  # counts when the mirror is saved as well
-    return public.parameters
+    return public
 
 
 def _held(terms: Terms, store: ClientStore) -> Public | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_type_hints
 
 from aqg.errors import MessageError
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.follower import Holding, Parcel
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ class Order(_Fields):
     exact: bool = False
 
     def __post_init__(self) -> None:
-        _require_digest("digest", self.digest)
+        _require_state("digest", self.digest)
         _require_digest("fingerprint", self.fingerprint)
         if not 0 <= self.noise <= _MAX_NOISE:
             raise MessageError(f"noise is {self.noise}; it must be in 0..{_MAX_NOISE:g}")
         if self.public:
-            _require_digest("public", self.public)
+            _require_state("public", self.public)
         for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):
             _require_range(name, getattr(self, name))
         if not self.run or not self.run.isalnum() or len(self.run) > 64:
@@ -199,14 +199,14 @@ class Reply(_Fields):
     work_seconds: float
     statistics: bytes = b""
     held_round: int = 0
-    held_digest: bytes = bytes(DIGEST_BYTES)
+    held_digest: bytes = bytes(STATE_DIGEST_BYTES)
     held_start: bytes = b""
     lost: str = ""
 
     def __post_init__(self) -> None:
-        _require_digest("base_digest", self.base_digest)
-        _require_digest("digest", self.digest)
-        _require_digest("held_digest", self.held_digest)
+        _require_state("base_digest", self.base_digest)
+        _require_state("digest", self.digest)
+        _require_state("held_digest", self.held_digest)
         if self.held_start:
             _require_digest("held_start", self.held_start)
         for name in ("incarnation", "round", "epoch", "uploads", "num_samples", "held_round"):
@@ -231,9 +231,13 @@ class Reply(_Fields):
         return Holding(self.held_round, self.held_digest, self.held_start)
 
 
-def _require_digest(name: str, value: bytes) -> None:
-    if len(value) != DIGEST_BYTES:
-        raise MessageError(f"{name} has {len(value)} bytes; it must have {DIGEST_BYTES}")
+def _require_digest(name: str, value: bytes, length: int = DIGEST_BYTES) -> None:
+    if len(value) != length:
+        raise MessageError(f"{name} has {len(value)} bytes; it must have {length}")
+
+
+def _require_state(name: str, value: bytes) -> None:
+    _require_digest(name, value, STATE_DIGEST_BYTES)
 
 
 def _require_range(name: str, value: int) -> None:

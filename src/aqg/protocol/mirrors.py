@@ -23,7 +23,7 @@ import numpy as np
 
 from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Skip
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
 from aqg.wire import encode, known
 
@@ -63,7 +63,7 @@ def next_lineage(digest: bytes, frame: bytes) -> bytes:
 
 def content_digest(lineage: bytes, track: Track) -> bytes:
     """Return the digest of a link: of how it came to be, and of every bit it consists of."""
-    digest = hashlib.blake2b(key=lineage, digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(key=lineage, digest_size=STATE_DIGEST_BYTES)
     mirror = track.position
     digest.update(np.ascontiguousarray(mirror, mirror.dtype.newbyteorder("<")).data)
     digest.update(np.ascontiguousarray(track.direction).data)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.public import mark_after
 from aqg.errors import RunError
-from aqg.protocol.digests import DIGEST_BYTES, public_digest, start_digest
+from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import Parcel
-from aqg.protocol.log import ModelLog
-from aqg.wire.entry import encode_entry, known_velocity, log_overhead
+from aqg.protocol.log import Delivery, ModelLog
+from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.snapshot import encode_snapshot
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class LogState(NamedTuple):
             first=int(arrays["log_first"]),
             entries=tuple(joined[a:b] for a, b in zip([0, *ends], ends, strict=False)),
             digests=tuple(
-                digests[start : start + DIGEST_BYTES]
-                for start in range(0, len(digests), DIGEST_BYTES)
+                digests[start : start + STATE_DIGEST_BYTES]
+                for start in range(0, len(digests), STATE_DIGEST_BYTES)
             ),
             snapshot_round=int(arrays["snapshot_round"]),
             snapshot=arrays["snapshot"].tobytes(),
@@ -110,19 +111,21 @@ class Publisher:
     Args:
         start: the starting model; None where it is not known any more, and snapshots stand alone.
         state: to go on from.
+        merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
 
     """
 
-    def __init__(self, start: FloatArray | None, state: LogState) -> None:
+    def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
         self.start = start
         self._start_digest = b"" if start is None else start_digest(start)
         self._log = ModelLog(
-            state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING
+            state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING, merges
         )
         self._digests = list(state.digests)
         self.positions = state.positions.copy()
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
+        self._mark: int | None = None
 
     @property
     def round(self) -> int:
@@ -150,6 +153,8 @@ class Publisher:
     def publish(self, entry: Entry, before: Public, public: Public) -> None:
         """Add a round's entry, which leads from the public model before to that after it."""
         self._log.append(encode_entry(entry, known_velocity(before)))
+        public = public.marked(mark_after(self._mark, entry, public))
+        self._mark = public.mark
         self._digests.append(public_digest(public))
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
@@ -165,12 +170,12 @@ class Publisher:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
-            first, snapshot = self._deliver_without_start(position, public)
+            delivery = self._deliver_without_start(position, public)
         else:
-            delivery = log.deliver(position, lambda: self._snapshot(public))
-            first = delivery.first
-            snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
-        return Parcel(self.round, self.digest, log.frame(first), snapshot)
+            delivery = log.deliver(position, lambda: self._snapshot(public), lambda: public)
+        snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
+        entries = delivery.merged or log.frame(delivery.first)
+        return Parcel(self.round, self.digest, entries, snapshot)
 
     def is_new(self, client: int) -> bool:
         """Tell whether a client has said nothing so far."""
@@ -210,19 +215,19 @@ class Publisher:
             return log.snapshot  # another client wanted it in this round
         return encode_snapshot(public, self.start)
 
-    def _deliver_without_start(self, position: int, public: Public) -> tuple[int, bytes]:
-        """Return the first round and the snapshot for a client without the starting model."""
+    def _deliver_without_start(self, position: int, public: Public) -> Delivery:
+        """Return what a client without the starting model needs."""
         log = self._log
         number, snapshot = self._absolute
         if log.first <= position <= log.round:
-            size = log_overhead(position, log.round - position) + log.bytes_since(position)
+            by_entries = log.entries_since(position, lambda: public)
             limit = len(snapshot) if snapshot else _longest_snapshot(public)
-            if position >= log.round - 1 or size <= limit:
-                return position, b""
+            if position >= log.round - 1 or by_entries.num_bytes <= limit:
+                return by_entries
         if number != log.round:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot
-        return log.round, snapshot
+        return Delivery(log.round, snapshot, len(snapshot))
 
     def _bound(self, most_bytes: int) -> None:
         """Drop entries that together are longer than any snapshot."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
+from aqg.core.public import lies_on_grid
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
@@ -27,7 +29,7 @@ from aqg.protocol.checkpoint import (
     check_book,
     save_start,
 )
-from aqg.protocol.coding import reply_from_bytes, to_bytes
+from aqg.protocol.coding import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.files import read_arrays, write_arrays
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.publisher import Publisher
@@ -145,6 +147,7 @@ class ServerSession:
         self._run, self._incarnation = secrets.token_hex(8), 1
         self._book = self._restored() or self._first(start, given)
         self._answered: set[int] = set()
+        self._informed: set[int] = set()  # clients that have answered to the terms of this process
         self._save()  # the new incarnation: orders of the one before are older
 
     @property
@@ -188,7 +191,8 @@ class ServerSession:
             evaluate=False,
             exact=self._exact,
         )
-        return to_bytes(order)
+        order = replace(order, movement=0.0)  # clients have it from the log
+        return to_bytes(order, order if client in self._informed else None)
 
     def take(self, client: int, reply: object) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
@@ -204,12 +208,16 @@ class ServerSession:
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
         try:
-            read = reply_from_bytes(reply)
+            read = reply_from_bytes(reply, self._book.entry(client).stamp)
         except (WireError, MessageError) as error:
             return Receipt(False, problem=str(error))
         if read.stale:
             return Receipt(False, problem="the client has answered a later order already")
+        if read.lost == NO_TERMS:
+            self._informed.discard(client)
         if (read.incarnation, read.round) == (self._incarnation, self.round):
+            if read.lost != NO_TERMS:
+                self._informed.add(client)
             if client in self._answered:
                 problem = f"client {client} was taken in round {self.round} already"
                 return Receipt(False, problem=problem)
@@ -250,7 +258,8 @@ class ServerSession:
         assert book.publisher is not None
         if not self._shares_start:
             nowhere = np.zeros(len(weights), np.int64)
-            book.publisher = Publisher(None, book.publisher.state()._replace(positions=nowhere))
+            log = book.publisher.state()._replace(positions=nowhere)
+            book.publisher = Publisher(None, log, lies_on_grid(self.recipe, self._downlink))
         return book
 
     def _save(self) -> None:

@@ -164,7 +164,8 @@ class ClientStore:
                 self._arrays.read(row["arrays"][name])[None] for name in _PUBLIC
             )
             track = Track(position, velocity, direction, np.ones(1, np.bool_))
-            return Public(int(row["round"]), track, tuple(map(float, row["history"])))
+            history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
+            return Public(int(row["round"]), track, history, quantum, row["mark"])
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
             _logger.warning("the client's saved model cannot be used: %r", error)
@@ -176,6 +177,8 @@ class ClientStore:
         row = {
             "round": public.round,
             "history": list(public.history),
+            "quantum": public.quantum,
+            "mark": public.mark,
             "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
         }
         self._index = {**self._index, "public": row}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.objectives.metrics import named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import add_bytes
 from aqg.runs.table import write_csv
@@ -24,6 +25,8 @@ Floats = NDArray[np.float64]
 
 AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 LOSSES = ("residual", "loss")
+TIME = "simulated_seconds"
+"""An axis of pictures where time is simulated."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
     """Return a run's curve; rounds without a value are left out, as are values beyond numbers.
 
     A round reports the model that it starts from, so its value belongs to the cost of the rounds
-    before it; the summary holds the value after the last. There are no points against bytes that
-    are not on record.
+    before it; the summary holds the value after the last.
     """
     values = _metric(run, metric)
     if axis == "rounds":
-        costs = np.append(run.rounds - 1, run.rounds[-1] if len(run.rounds) else 0).astype(
-            np.float64
-        )
+        last = run.rounds[-1] if len(run.rounds) else 0
+        costs = np.append(run.rounds - 1, last).astype(np.float64)
+    elif axis == TIME:
+        costs = np.concatenate(([0.0], run.extras[TIME]))
     else:
         spent = {
             "uploads": run.uploads,
@@ -67,9 +70,7 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
             "upload_bytes": run.upload_bytes,
         }[axis]
         costs = np.concatenate(([0.0], np.cumsum(spent, dtype=np.float64)))
-        if np.isnan(costs[-1]):  # a start is no curve
-            costs[:] = np.nan
-    known = np.isfinite(values) & np.isfinite(costs)
+    known = np.isfinite(values)
     return Points(costs[known], values[known], ended=run.summary is not None)
 
 
@@ -291,8 +292,8 @@ class Result:
     uploads: int
     bits_per_param: int
     upload_bytes: int
-    download_bytes: int | None
-    total_bytes: int | None
+    download_bytes: int
+    total_bytes: int
     final_loss: float | None
     residual: float | None
     metrics: dict[str, float | None]
@@ -308,6 +309,7 @@ def result_of(run: Run) -> Result:
     """Sum up a run; one that is not finished counts as far as it came."""
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
+    kind = run.config.get("target_kind", "residual")
     return Result(
         finished=run.summary is not None,
         diverged=run.diverged,
@@ -315,12 +317,12 @@ def result_of(run: Run) -> Result:
         uploads=int(run.uploads.sum()),
         bits_per_param=int(run.bits.sum()),
         upload_bytes=int(run.upload_bytes.sum()),
-        download_bytes=_whole(run.download_bytes.sum()),
-        total_bytes=_whole(run.total_bytes.sum()),
+        download_bytes=int(run.download_bytes.sum()),
+        total_bytes=int(run.total_bytes.sum()),
         final_loss=_last(run, "loss"),
         residual=_last(run, "residual"),
         metrics={name: _last(run, name) for name in run.metrics},
-        target=_finite(run.config.get("target")) if _is_residual(run) else None,
+        target=_finite(run.config.get("target")) if kind == "residual" else None,
         target_rounds=_finite(target.get("reached_round")),
         target_upload_bytes=_finite(target.get("upload_bytes")),
         target_download_bytes=_finite(target.get("download_bytes")),
@@ -329,20 +331,11 @@ def result_of(run: Run) -> Result:
     )
 
 
-def _is_residual(run: Run) -> bool:
-    """Tell whether the run's target is a distance from the minimum."""
-    return bool(run.config.get("target_kind", "residual") == "residual")
-
-
 def _last(run: Run, metric: str) -> float | None:
     if run.diverged and metric in LOSSES:
         return None
     values = run_points(run, "rounds", metric).y
     return float(values[-1]) if len(values) else None
-
-
-def _whole(total: float) -> int | None:
-    return None if math.isnan(total) else int(total)
 
 
 def _finite(value: object) -> float | None:
@@ -384,6 +377,13 @@ def metric_names(runs: Iterable[Run]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
+def describe_metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
+    """Return what the first run that says it says of a metric; of known ones, what we know."""
+    described = ((run.summary or {}).get("metrics", {}).get(name) for run in runs)
+    own = next((row for row in described if isinstance(row, dict)), None)
+    return named_metric(name).describe() if own is None else own
+
+
 def _column(name: str, taken: Iterable[str]) -> str:
     """Return the heading of a metric: its name, unless another column has it."""
     return f"test_{name}" if name in taken else name
@@ -393,7 +393,7 @@ def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
     summary = run.summary or {}
     uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
     sent = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
-    received = np.concatenate(([0.0], np.cumsum(run.download_bytes))).tolist()
+    received = np.concatenate(([0], np.cumsum(run.download_bytes))).tolist()
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
     losses = [*_known(run.losses), summary.get("final_loss")]
     unknown = np.full(len(run.rounds), np.nan)
@@ -404,7 +404,7 @@ def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
     for index, (number, count, up, down, loss) in enumerate(rows):
         residual = None if loss is None or run.minimum is None else loss - run.minimum
         values = [column[index] for column in found]
-        sizes = (up, _whole(down), _whole(up + down))
+        sizes = (up, down, up + down)
         yield run.name, run.recipe, run.seed, number, count, *sizes, loss, residual, *values
 
 

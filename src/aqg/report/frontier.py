@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.objectives.metrics import named_metric
-from aqg.report.curves import metric_names, result_of, run_points
-from aqg.report.groups import setting_text
+from aqg.report.curves import describe_metric, metric_names, result_of, run_points
+from aqg.report.runs import Comparison, Group, Run, setting_text
 from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU
 from aqg.studies.contest.table import RESULTS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from aqg.report.groups import Comparison, Group
-    from aqg.report.runs import Run
-
-    Spread = list[float]
-    """The middle, the lower and the upper end."""
-
+Spread = list[float]
+"""The middle, the lower and the upper end."""
 _PROBLEM = ("dataset", "partition", "model", "clients", "target", "problem")
 _MOST_PANELS = 12
 _SHARE = 2 / 3
@@ -115,17 +108,13 @@ class _Measure:
         return value + self.sign * step
 
     def write(self, value: float) -> str:
-        """Write the level."""
-        if self.is_percent:
-            return f"{value:.1%}"
-        return f"{value:.4g}"
+        return f"{value:.1%}" if self.is_percent else f"{value:.4g}"
 
 
 def _measures(runs: Sequence[Run]) -> list[_Measure]:
     found = []
     for name in metric_names(runs):
-        described = [(run.summary or {}).get("metrics", {}).get(name) for run in runs]
-        known = next((d for d in described if isinstance(d, dict)), named_metric(name).describe())
+        known = describe_metric(name, runs)
         is_higher = known.get("higher_is_better")
         if is_higher is not None:
             title = f"test {name.replace('_', ' ')}"
@@ -150,11 +139,9 @@ def _compare(
         name = measure.name
         side = "at least" if measure.sign < 0 else "at most"
         goal = f"{measure.title} is {side} {measure.write(level)}"
-    has_totals = all(not np.isnan(run.total_bytes).any() for g in groups.values() for run in g.runs)
-    axis = "total_bytes" if has_totals else "upload_bytes"
     points, never = [], []
     for index, group in groups.items():
-        found = [_first(run, name, axis, measure.sign, level) for run in group.runs]
+        found = [_first(run, name, measure.sign, level) for run in group.runs]
         reached = [one for one in found if one is not None]
         if not reached:
             never.append(group.label)
@@ -172,7 +159,7 @@ def _compare(
         title=problem if is_named else "",
         goal=goal,
         x="rounds",
-        y="bytes uploaded and downloaded" if has_totals else "bytes uploaded",
+        y="bytes uploaded and downloaded",
         points=tuple(points),
         never=tuple(never),
     )
@@ -200,11 +187,11 @@ def _common_level(groups: Iterable[Group], measure: _Measure) -> float | None:
     return measure.worsened(measure.sign * chosen)
 
 
-def _first(run: Run, name: str, axis: str, sign: int, level: float) -> tuple[float, float] | None:
+def _first(run: Run, name: str, sign: int, level: float) -> tuple[float, float] | None:
     """Return the rounds and bytes when the level is reached for the first time."""
-    curve, costs = run_points(run, "rounds", name), run_points(run, axis, name)
+    curve, costs = run_points(run, "rounds", name), run_points(run, "total_bytes", name)
     is_reached = sign * curve.y <= sign * level
-    if not is_reached.any() or len(costs.x) != len(curve.x):
+    if not is_reached.any():
         return None
     place = int(np.argmax(is_reached))
     return max(1.0, float(curve.x[place])), max(1.0, float(costs.x[place]))

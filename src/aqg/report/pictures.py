@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.report.curves import LOSSES, combine, count_widths, metric_names, run_points, watch_clients
-from aqg.report.groups import COLORS, Comparison, Group
-from aqg.report.runs import Run
+from aqg.report.curves import (
+    LOSSES,
+    TIME,
+    combine,
+    count_widths,
+    metric_names,
+    run_points,
+    watch_clients,
+)
+from aqg.report.runs import COLORS, Comparison, Group, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,11 +27,10 @@ if TYPE_CHECKING:
 
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
-_TITLES = {
+_AXES = {
     "rounds": "rounds",
     "uploads": "uploads",
     "total_bytes": "bytes uploaded and downloaded",
-    "upload_bytes": "bytes uploaded",
 }
 _MAX_PANELS = 12
 _BINS = 120
@@ -39,14 +45,12 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
 
     ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
-    picture for each metric that was measured, such as ``accuracy.png``. Where the downloads of some
-    run are not on record, bytes are those uploaded.
+    picture for each metric that was measured, such as ``accuracy.png``.
     """
-    has_residuals = all(run.minimum is not None for run in comparison.runs)
-    pictures = {"loss.png": _draw_curves(comparison, "residual" if has_residuals else "loss")}
+    pictures = {"loss.png": _draw_curves(comparison, [_loss_of(comparison)])}
     for name in metric_names(comparison.runs):
         file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"
-        pictures[file] = _draw_curves(comparison, name)
+        pictures[file] = _draw_curves(comparison, [name])
     shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
     if shown:
         widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
@@ -54,6 +58,15 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
         pictures["widths.png"] = _draw_widths(shown, colors)
         pictures["clients.png"] = _draw_clients(shown, colors)
     return pictures
+
+
+def draw_comparison(comparison: Comparison) -> bytes:
+    """Draw loss and metrics against rounds, uploads and bytes in one picture."""
+    return _draw_curves(comparison, [_loss_of(comparison), *metric_names(comparison.runs)])
+
+
+def _loss_of(comparison: Comparison) -> str:
+    return "residual" if all(run.minimum is not None for run in comparison.runs) else "loss"
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -71,23 +84,26 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_curves(comparison: Comparison, metric: str) -> bytes:
-    figure = _figure(13, 4.4 + 0.2 * math.ceil(len(comparison.groups) / 4))
-    axes = figure.subplots(1, 3, sharey=True)
-    is_total = all(np.isfinite(run.download_bytes).all() for run in comparison.runs)
-    shown = ("rounds", "uploads", "total_bytes" if is_total else "upload_bytes")
-    for panel, axis in zip(axes, shown, strict=True):
-        for group in comparison.groups:
-            _draw_group(panel, group, axis, metric)
-        panel.set_xlabel(_TITLES[axis])
-        if axis != "rounds":
-            panel.set_xscale("log")
-        if metric in LOSSES:
-            panel.set_yscale("log")
-        _tidy(panel)
+def _draw_curves(comparison: Comparison, metrics: Sequence[str]) -> bytes:
+    legend = 0.4 + 0.2 * math.ceil(len(comparison.groups) / 4)
+    figure = _figure(13, 4 * len(metrics) + legend)
+    is_timed = all(TIME in run.extras for run in comparison.runs)
+    shown = _AXES | ({TIME: "simulated seconds"} if is_timed else {})
+    rows = figure.subplots(len(metrics), len(shown), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
-    axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
-    handles, labels = axes[0].get_legend_handles_labels()
+    for axes, metric in zip(rows, metrics, strict=True):
+        for panel, (axis, title) in zip(axes, shown.items(), strict=True):
+            for group in comparison.groups:
+                _draw_group(panel, group, axis, metric)
+            panel.set_xlabel(title)
+            has_points = any(len(line.get_xdata()) for line in panel.lines)
+            if axis not in ("rounds", TIME) and has_points:  # else a logarithm has no limits
+                panel.set_xscale("log")
+            if metric in LOSSES and has_points:
+                panel.set_yscale("log")
+            _tidy(panel)
+        axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
+    handles, labels = rows[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return _png(figure)
 
@@ -97,7 +113,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
     if band is None:
         panel.plot([], [], label=group.label)
         return
-    seen = np.ones(len(band.x), bool) if axis == "rounds" else band.x > 0
+    seen = np.ones(len(band.x), bool) if axis in ("rounds", TIME) else band.x > 0
     if metric in LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]

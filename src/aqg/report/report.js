@@ -14,8 +14,7 @@ class Report {
     this.hiddenValues = data.telling.map(() => new Set());
     const hasResiduals = data.groups.every((group) => group.curves.residual.rounds);
     this.view = { metric: hasResiduals ? "residual" : "loss", rounds: "linear", costs: "log", losses: "log", hasResiduals };
-    const hasTotal = (group) => group.curves.loss.total_bytes || !group.curves.loss.upload_bytes;
-    this.view.bytes = data.groups.every(hasTotal) ? "total_bytes" : "upload_bytes";
+    this.view.bytes = "total_bytes";
     this.hasTotals = data.groups.some((group) => group.curves.loss.total_bytes);
     this.byteCaptions = [];
     this.charts = [];

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 import aqg
 from aqg.errors import RunError
-from aqg.objectives.metrics import named_metric
 from aqg.report.curves import (
     AXES,
     LOSSES,
@@ -34,6 +33,7 @@ from aqg.report.curves import (
     combine,
     count_widths,
     curves_csv,
+    describe_metric,
     extra_points,
     metric_names,
     result_of,
@@ -43,8 +43,17 @@ from aqg.report.curves import (
     watch_clients,
 )
 from aqg.report.frontier import Panel, find_studies, of_runs, of_study
-from aqg.report.groups import COLORS, Comparison, Group, assign_colors, compare, setting_text
-from aqg.report.runs import Run, holds_runs, read_runs
+from aqg.report.runs import (
+    COLORS,
+    Comparison,
+    Group,
+    Run,
+    assign_colors,
+    compare,
+    holds_runs,
+    read_runs,
+    setting_text,
+)
 from aqg.runs.files import write_atomically
 from aqg.runs.table import format_bytes
 
@@ -186,8 +195,7 @@ def _group(
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
     """Return what a page says of a metric: its title, and how numbers are written."""
-    described = [(run.summary or {}).get("metrics", {}).get(name) for run in runs]
-    known = next((row for row in described if isinstance(row, dict)), named_metric(name).describe())
+    known = describe_metric(name, runs)
     words = name.replace("_", " ")
     is_higher = known.get("higher_is_better")
     better = "" if is_higher is None else "higher" if is_higher else "lower"
@@ -350,18 +358,15 @@ def facts(comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison) -> str | None:
     """Say in a sentence which recipe reached the target with the fewest bytes; None without one.
 
-    Bytes are those of both directions or, where downloads are not on record, the uploaded ones.
-    Only runs with the same settings and the same target are compared: where there are several such
-    sets, the sentence gives the range over all, and there is none unless one recipe wins in each.
+    Bytes are those of both directions. Only runs with the same settings and the same target are
+    compared: where there are several such sets, the sentence gives the range over all, and there is
+    none unless one recipe wins in each.
     """
     results = {id(run): result_of(run) for run in comparison.runs}
-    reached = [r for r in results.values() if r.target_upload_bytes is not None]
-    is_total = all(result.target_total_bytes is not None for result in reached)
-    counted = "target_total_bytes" if is_total else "target_upload_bytes"
     sets: dict[str, dict[str, float]] = {}
     target = common(result.target for result in results.values())
     for group in comparison.groups:
-        found = spread_of([results[id(run)] for run in group.runs], counted)
+        found = spread_of([results[id(run)] for run in group.runs], "target_total_bytes")
         if found is not None:
             config = group.runs[0].config
             others = {
@@ -382,8 +387,7 @@ def headline(comparison: Comparison) -> str | None:
     spent = _range([costs[winner] for costs in sets.values()], format_bytes)
     saving = _range([costs[rival] / costs[winner] for costs in sets.values()], "{:.3g}".format)
     return (
-        f"{winner} came within {target:g} of the minimum after {spent} "
-        f"{'up and down' if is_total else 'of uploads'}, "
+        f"{winner} came within {target:g} of the minimum after {spent} up and down, "
         f"{saving} times less than {rival}."
     )
 
@@ -516,14 +520,6 @@ class Outputs:
     csv: Path | None = None
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written, and from how many runs."""
-
-    files: tuple[Path, ...]
-    num_runs: int
-
-
 def check_outputs(outputs: Outputs) -> None:
     """Refuse places that cannot be written to, before anything is read."""
     if outputs.html.is_dir():
@@ -543,8 +539,8 @@ def check_outputs(outputs: Outputs) -> None:
             ) from None
 
 
-def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
-    """Read all runs in ``directories`` and write what is asked for."""
+def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Path], int]:
+    """Write what is asked for; return the files, and how many runs were read."""
     studies = find_studies(directories)
     # What was published of a comparison has no runs beside it.
     with_runs = [path for path in directories if path not in studies or holds_runs(path)]
@@ -562,4 +558,4 @@ def write_report(directories: Sequence[Path], outputs: Outputs) -> Written:
         contents[outputs.csv / "clients.csv"] = clients_csv(comparison.runs).encode()
     for path, content in contents.items():
         write_atomically(path, content)
-    return Written(tuple(contents), len(comparison.runs))
+    return list(contents), len(comparison.runs)

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from typing import Any, cast
 from aqg.core.downlink import resolve_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
@@ -27,6 +28,7 @@ from aqg.errors import ConfigError
 from aqg.models import is_module
 from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
+from aqg.sim.late import check_late, make_late
 from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.training import Training
@@ -52,7 +54,8 @@ class RunConfig(RunSettings):
         if self.problem is None:
             parse_partition(self.partition)
         self.dropout_schedule()
-        self.training()
+        training = self.training()
+        check_late(training.late, self._made_recipe(), training.num_sampled(self.clients))
         if self.scaling == "sum" and self.batch_size is not None:
             raise ConfigError(
                 f"batch_size is {self.batch_size} with scaling sum: a sum over a batch does not "
@@ -96,6 +99,13 @@ class RunConfig(RunSettings):
         return Target(kind, self.target, self.hold, is_mean=self.validation > 0)
 
     @property
+    def way_to_start(self) -> str:
+        """How the first model travels (`aqg.start`); one from a file is no fresh one."""
+        if self.start != "auto":
+            return self.start
+        return "seed" if self.init is None else "rounded"
+
+    @property
     def title(self) -> str:
         """What is learned by whom, in a few words.
 
@@ -128,9 +138,8 @@ class RunConfig(RunSettings):
 
     def training(self) -> Training:
         """Return what clients compute, who is sampled, how they count, and the server's step."""
-        local = LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
-        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        recipe = recipe.for_updates(local.sees_all_samples)
+        local = self._local()
+        recipe = self._made_recipe()
         optimizer = make_optimizer(self.optimizer)
         return Training(
             local,
@@ -139,7 +148,15 @@ class RunConfig(RunSettings):
             self.participation,
             resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
+            make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
         )
+
+    def _local(self) -> LocalTraining:
+        return LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
+
+    def _made_recipe(self) -> Recipe:
+        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+        return recipe.for_updates(self._local().sees_all_samples)
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -374,6 +391,19 @@ def refuse_unnamed_code(
             )
 
 
+def guard_file(
+    file: Path,
+    named: Mapping[str, Any],
+    *,
+    allowed: bool,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse a file like that, if it is there, with some of its settings overridden."""
+    if file.is_file():  # what is missing is reported where it is read
+        settings = {**read_settings(file), **(overrides or {})}
+        refuse_unnamed_code(settings, named, allowed=allowed, where=repr(str(file)))
+
+
 def check_files(config: RunConfig) -> None:
     """Raise if a file is not the one that the run began with."""
     _compare_digests(
@@ -446,6 +476,11 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
     return key.strip(), parsed
+
+
+def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the command line names: assignments, and flags, which win."""
+    return dict(map(parse_assignment, assignments or ())) | dict(flags)
 
 
 def to_toml(configs: tuple[RunConfig, ...]) -> str:

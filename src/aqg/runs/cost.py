@@ -1,7 +1,8 @@
 """What rounds cost: uploads, bits and bytes in both directions.
 
-A `Cost` counts frames. `count_every_byte` counts what a deployment sends besides: the head of each
-order and reply, and the model that a client starts from.
+Every byte counts, for all recipes alike. Simulations measure frames; a `Meter` adds what a
+deployment sends besides: the heads of orders and replies, and the first model of a client that is
+new. What comes out of it is what progress, targets, summaries, curves and tables show.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +19,9 @@ from numpy.typing import NDArray
 from aqg.core.downlink import Downlink
 from aqg.core.types import IntArray
 from aqg.protocol.coding import to_bytes
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply
-from aqg.sim.record import DROPPED, RoundRecord
-
-_BYTES_PER_NUMBER = 4
+from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 
 
 def add_bytes(*sizes: int | None) -> int | None:
@@ -36,13 +36,17 @@ def add_bytes(*sizes: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of rounds cost; ``download_bytes`` is None where it is not on record."""
+    """What a number of rounds cost; ``download_bytes`` is None where it is not on record.
+
+    ``simulated_seconds`` is None where time is not simulated.
+    """
 
     rounds: int
     uploads: int
     bits_per_param: int
     upload_bytes: int
     download_bytes: int | None = None
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -57,22 +61,38 @@ class Cost:
             self.bits_per_param + record.bits_per_param,
             self.upload_bytes + record.upload_bytes,
             add_bytes(self.download_bytes, record.download_bytes),
+            record.simulated_seconds,
         )
 
 
+class Heads(NamedTuple):
+    """What orders and replies say besides frames, in bytes.
+
+    Attributes:
+        first_order: to a client that is new, with all that the two agree on.
+        order: any other.
+        reply: to either.
+
+    """
+
+    first_order: int
+    order: int
+    reply: int
+
+
 @cache
-def head_bytes() -> int:
-    """Return the length of an order and its reply without any frames, the same for all recipes.
+def heads() -> Heads:
+    """Return the lengths of orders and replies without any frames, the same for all recipes.
 
     Numbers that grow, such as the round, are of a middling size; they change it by a few bytes.
 
-    >>> head_bytes()
-    207
+    >>> heads()
+    Heads(first_order=79, order=21, reply=22)
     """
-    digest = bytes(DIGEST_BYTES)
+    digest, other = b"\1" * STATE_DIGEST_BYTES, b"\2" * STATE_DIGEST_BYTES
     order = Order(
         run="0" * 16,
-        fingerprint=digest,
+        fingerprint=bytes(DIGEST_BYTES),
         recipe="auto",
         bits=4,
         max_staleness=100,
@@ -87,6 +107,7 @@ def head_bytes() -> int:
         uploads=100,
         digest=digest,
         evaluate=False,
+        noise=1.5,
         public=digest,
     )
     reply = Reply(
@@ -98,46 +119,75 @@ def head_bytes() -> int:
         epoch=0,
         uploads=100,
         base_digest=digest,
-        digest=digest,
+        digest=other,
         frame=b"",
-        loss=0.0,
+        loss=float(np.float32(0.1)),
         num_samples=1000,
         fault="",
-        work_seconds=0.0,
-        held_round=99,
+        work_seconds=0.5,
+        held_round=100,
     )
-    return len(to_bytes(order)) + len(to_bytes(reply))
+    replied = len(to_bytes(reply, order.stamp))
+    return Heads(len(to_bytes(order)), len(to_bytes(order, order)), replied)
 
 
-def first_model_bytes(downlink: Downlink, num_params: int) -> int:
-    """Return what a client receives before it can follow a log: the model, with 32 bits a number.
-
-    Where whole models travel in every round, the first one is among them.
-    """
-    return 0 if downlink.name == "full" else _BYTES_PER_NUMBER * num_params
-
-
-def count_every_byte(records: Iterable[RoundRecord], first_model: int) -> list[int]:
-    """Return what all clients have sent and received after 0, 1, 2, ... rounds.
+class Meter:
+    """Adds to records of rounds what travels besides the frames that a simulation measures.
 
     Args:
-        records: of the rounds, from the first one on.
-        first_model: bytes that a client receives once, in the first round it takes part in.
+        first_model: bytes of the first model, which each client receives in the first round it
+            takes part in (`aqg.start`). Where whole models travel in every round, the first one
+            is among them.
+        downlink: how the model travels.
 
-    >>> from aqg.sim.record import RoundRecord
+    >>> from aqg.core.downlink import Exact
+    >>> meter = Meter(1000, Exact())
     >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
-    >>> [size - k * head_bytes() for k, size in enumerate(count_every_byte(rounds, 1000))]
-    [0, 1020, 1040]
+    >>> [meter.charge(record).total_bytes for record in rounds]
+    [1121, 63]
 
     """
-    totals, begun = [0], set[int]()
-    for record in records:
-        present = {client for client, width in enumerate(record.widths) if width != DROPPED}
-        frames = record.upload_bytes + (record.download_bytes or 0)
-        first = first_model * len(present - begun)
-        begun |= present
-        totals.append(totals[-1] + frames + first + head_bytes() * len(present))
-    return totals
+
+    def __init__(self, first_model: int, downlink: Downlink) -> None:
+        self._first_model = 0 if downlink.name == "full" else first_model
+        self._known: set[int] = set()
+        self._at_work: set[int] = set()
+
+    def replay(self, record: RoundRecord) -> None:
+        """Take note of who took part in a round that was charged before."""
+        self._known |= _present(record)
+        self._at_work = {m for m, width in enumerate(record.widths) if width == AT_WORK}
+
+    def charge(self, record: RoundRecord) -> RoundRecord:
+        """Return the record with all that was sent and received in the round."""
+        present, head = _present(record), heads()
+        ordered, new = present - self._at_work, present - self._known
+        self.replay(record)
+        up = dict.fromkeys(present - self._at_work, head.reply)
+        first = head.first_order + self._first_model
+        down = {client: first if client in new else head.order for client in ordered}
+        return record._replace(
+            upload_bytes=record.upload_bytes + sum(up.values()),
+            download_bytes=add_bytes(record.download_bytes, sum(down.values())),
+            client_upload_bytes=_added(record.client_upload_bytes, up),
+            client_download_bytes=_added(record.client_download_bytes, down),
+        )
+
+
+def _present(record: RoundRecord) -> set[int]:
+    return {client for client, width in enumerate(record.widths) if width != DROPPED}
+
+
+def _added(sizes: tuple[int, ...], more: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(size + more.get(client, 0) for client, size in enumerate(sizes))
+
+
+def running_totals(records: Iterable[RoundRecord]) -> list[int]:
+    """Return what all clients have sent and received after 0, 1, 2, ... rounds."""
+    return [
+        0,
+        *accumulate(record.upload_bytes + (record.download_bytes or 0) for record in records),
+    ]
 
 
 UPLOADS, DOWNLOADS = "client_upload_bytes", "client_download_bytes"

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from aqg.errors import RunError
 from aqg.runs.files import (
-    parse_json,
     parse_lines,
     read_arrays,
     read_json,
@@ -74,6 +73,8 @@ class Line:
             "total_bytes": record.total_bytes,
             "widths": list(record.widths),
         }
+        if record.simulated_seconds is not None:
+            row["simulated_seconds"] = record.simulated_seconds
         row |= metric_fields(self.metrics)
         if record.statistics_upload_bytes or record.statistics_download_bytes:
             row["statistics_upload_bytes"] = record.statistics_upload_bytes
@@ -83,40 +84,38 @@ class Line:
         return json.dumps(row, allow_nan=False)
 
     @staticmethod
-    def from_json(text: str) -> Line:
-        """Read a line that `to_json` wrote."""
-        return Line.of(parse_json(text.encode()))
-
-    @staticmethod
     def of(row: Mapping[str, Any]) -> Line:
         """Make a line of an object; raise `ValueError` where a field is missing or no number."""
+        if "widths" not in row:
+            raise ValueError("it has no widths")
         record = RoundRecord(
             _count(row, "round"),
             None if row.get("loss") is None else _number(row, "loss"),
-            _widths(row),
+            _counts(row, "widths"),
             _count(row, "upload_bytes"),
             _faults(row),
             _count(row, "statistics_upload_bytes", 0),
             _count(row, "statistics_download_bytes", 0),
             None if row.get("download_bytes") is None else _count(row, "download_bytes"),
-            _counts(row, "client_upload_bytes") or _counts(row, "client_bytes"),  # the older name
+            _counts(row, "client_upload_bytes"),
             _counts(row, "client_download_bytes"),
+            _number(row, "simulated_seconds") if "simulated_seconds" in row else None,
         )
         return Line(record, read_metrics(row))
 
 
 def _count(row: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
     value = row.get(name, otherwise)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 0")
     return value
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
     value = row[name]
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if type(value) not in (int, float):
         raise ValueError(f"{name} is {value!r}; it must be a number or null")
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def _counts(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -124,12 +123,6 @@ def _counts(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise ValueError(f"{name} is {values!r}; it must be a list of whole numbers")
     return tuple(values)
-
-
-def _widths(row: Mapping[str, Any]) -> tuple[int, ...]:
-    if "widths" not in row:
-        raise ValueError("it has no widths")
-    return _counts(row, "widths")
 
 
 def _faults(row: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
@@ -232,11 +225,14 @@ _START_AGAIN = f"delete {CHECKPOINT} to start this run again"
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the settings in a run's directory as they are stored; no file they name is opened."""
-    file = path / CONFIG
+    if not (path / CONFIG).exists():
+        raise RunError(f"{str(path)!r} is not a run directory: it has no {CONFIG}")
+    return read_toml(path / CONFIG)
+
+
+def read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_bytes().decode())
-    except FileNotFoundError:
-        raise RunError(f"{str(path)!r} is not a run directory: it has no {CONFIG}") from None
     except OSError as error:
         raise RunError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -372,11 +368,9 @@ class RunFiles:
         write_arrays(self.path / CHECKPOINT, arrays, about)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the results: the run is complete."""
         write_atomically(self.path / SUMMARY, to_json(summary).encode())
 
     def drop_checkpoint(self) -> None:
-        """Remove the checkpoint of a run that is complete."""
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def close(self) -> None:

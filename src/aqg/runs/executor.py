@@ -6,16 +6,14 @@ every study needs is here: what happens is told to a display; the first Ctrl-C l
 their round and save, the second stops at once; a run that fails costs only itself, and one whose
 worker died is tried again where the place says so.
 
-`ThisProcess` and `Processes` are the places on this machine. A task that fails, or takes its
-process down with it, costs nothing but itself: every process has a pipe of its own, so a killed one
-leaves no lock behind, and the next task gets a new process. Processes do not hear Ctrl-C: a
-terminal sends it to all, and only the executor shall decide what it means. They are asked to stop
-through their pipes.
+`Processes` are the place on this machine. A task that fails, or takes its process down with it,
+costs nothing but itself: every process has a pipe of its own, so a killed one leaves no lock
+behind, and the next task gets a new process. Processes do not hear Ctrl-C: a terminal sends it to
+all, and only the executor shall decide what it means. They are asked to stop through their pipes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -25,12 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, ConfigError, RunError
-
-Handle: TypeAlias = "Callable[[Event], None]"
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -42,8 +37,7 @@ class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for i
 class Contact:
     """What a task says to the executor while it runs, and what it hears; this one is alone."""
 
-    def tell(self, value: Any) -> None:
-        """Report something."""
+    def tell(self, value: Any) -> None: ...
 
     def is_stop_asked(self) -> bool:
         """Tell whether the task should save and raise `Interrupted`."""
@@ -57,14 +51,12 @@ class Contact:
         """Say that the files of a run are such that it can go on from them."""
 
 
-class Task(Protocol):
-    """Work that can be pickled; what it tells and returns can be, too.
+Task: TypeAlias = Callable[[Contact], Any]
+"""Work that can be pickled; what it tells and returns can be, too.
 
-    One that saves what it did when it is asked to stop has an attribute ``saves = True``; others
-    are simply ended.
-    """
-
-    def __call__(self, contact: Contact) -> Any: ...
+One that saves what it did when it is asked to stop has an attribute ``saves = True``; others are
+simply ended.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,10 +104,11 @@ class Stopping:
 
 
 Event = Started | Reported | Done | Failed | Stopped | Stopping
+Handle: TypeAlias = Callable[[Event], None]
 
 
 class Place(Protocol):
-    """Where tasks run.
+    """Where tasks run; on leaving it, all workers are gone.
 
     Attributes:
         retries: how often a task is started again whose worker died.
@@ -144,13 +137,7 @@ class Place(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End all workers at once."""
+    def __exit__(self, *_: object) -> None: ...
 
 
 JobType = TypeVar("JobType")
@@ -210,7 +197,7 @@ def carry_out(
             handle(job, event)
 
     num_started = 0
-    with _stop_requests(place.stop):
+    with stop_requests(place.stop):
         while True:
             if place.stop.is_set() and not is_stopping:
                 is_stopping = True
@@ -238,29 +225,21 @@ def carry_out(
 
 
 class InOrder:
-    """A plan of tasks that do not depend on each other; the first failure is raised.
-
-    Attributes:
-        results: of the tasks, in their order.
-
-    """
+    """A plan of tasks that do not depend on each other; the first failure is raised."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._waiting = iter(range(len(tasks)))
         self.results: list[Any] = [None] * len(tasks)
 
     def next(self) -> int | None:
-        """Return the position of the next task."""
         return next(self._waiting, None)
 
     def take(self, job: int, result: Any) -> None:
-        """Keep a result."""
         if isinstance(result, AqgError):
             raise result
         self.results[job] = result
 
-    def note(self, job: int) -> Any:  # noqa: ARG002
-        return None
+    def note(self, job: int) -> None: ...
 
 
 def run_tasks(
@@ -273,7 +252,7 @@ def run_tasks(
 
 
 @contextmanager
-def _stop_requests(stop: threading.Event) -> Iterator[None]:
+def stop_requests(stop: threading.Event) -> Iterator[None]:
     """Turn the first Ctrl-C into a request to stop; the second raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -312,54 +291,6 @@ def in_our_terms(error: Exception) -> AqgError:
     if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
         return error
     return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-class ThisProcess:
-    """Does tasks right here, one after the other, with all threads."""
-
-    jobs = 1
-    retries = 0
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._waiting: tuple[int, Task] | None = None
-
-    def __enter__(self) -> ThisProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-    def start(self, index: int, task: Task) -> None:
-        """Keep the task until `wait`."""
-        self._waiting = index, task
-
-    def wait(self, seconds: float, receive: Handle) -> None:  # noqa: ARG002
-        """Do the task."""
-        assert self._waiting is not None
-        index, task = self._waiting
-        receive(attempt(index, task, _DirectContact(index, receive, self.stop)))
-
-    def pass_on(self, index: int, note: Any) -> None: ...
-
-    def ask_to_stop(self) -> None: ...
-
-
-class _DirectContact(Contact):
-    def __init__(self, index: int, receive: Handle, stop: threading.Event) -> None:
-        self._index = index
-        self._receive = receive
-        self._stop = stop
-
-    def tell(self, value: Any) -> None:
-        self._receive(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
-        return self._stop.is_set()
 
 
 _THREAD_VARIABLES = (
@@ -417,12 +348,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -589,7 +515,7 @@ class _PipeContact(Contact):
                 self._note = value
 
 
-@contextlib.contextmanager
+@contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Let processes started here have these variables."""
     before = {name: os.environ.get(name) for name in changes}
@@ -604,7 +530,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextlib.contextmanager
+@contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Start a process deaf to Ctrl-C until it is in a group of its own."""
     resource_tracker.ensure_running()  # starting it would lift the block

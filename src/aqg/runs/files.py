@@ -65,16 +65,10 @@ def to_json(row: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any] | None:
-    """Read an object, whose checksum is left out; None where there is no such file.
-
-    One without a checksum, from before there were any, is read as it is.
-    """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    """Read an object, whose checksum is left out; None where there is no such file."""
+    content = _read(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     try:
         is_sealed(content)
         row = parse_json(content)
@@ -86,32 +80,39 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
     return row
 
 
-def parse_json(content: bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and infinity are none."""
-    return json.loads(content, parse_constant=_refuse_constant)
+def _read(path: Path) -> bytes | None:
+    """Return a file's content; None where there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON as the standard has it: NaN and infinity are none."""
+    return _DECODER.decode(content.decode())
+
+
 def whole_lines(path: Path) -> list[bytes]:
     """Return the lines of a file; a last one that is still being written is left out."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    return content.split(b"\n")[:-1]
+    return (_read(path) or b"").split(b"\n")[:-1]
 
 
 def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """Parse lines of a file, an object each; the first damaged one is named.
 
-    A file may begin with lines from before there were checksums.
+    Lines may be without a checksum as long as none before them has one.
     """
-    sealed = False
+    rows, sealed = [], False
     for number, line in enumerate(lines, start=1):
         try:
             before, sealed = sealed, is_sealed(line)
@@ -119,26 +120,16 @@ def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
                 raise ValueError("it has no checksum, unlike the lines before it")
         except ValueError as error:
             raise RunError(f"{str(path)!r} is damaged: line {number}: {error}") from None
-    try:
-        rows = parse_json(b"[" + b",".join(lines) + b"]")
-    except ValueError:
-        rows = None
-    if rows is None or len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
-        raise RunError(f"{str(path)!r} is damaged: {_first_damage(lines)}")
-    for row in rows:
-        row.pop("crc32", None)
-    return rows  # type: ignore[no-any-return]
-
-
-def _first_damage(lines: Sequence[bytes]) -> str:
-    for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
         except ValueError as error:
-            return f"line {number} is not valid JSON ({error})"
+            what = f"is not valid JSON ({error})"
+            raise RunError(f"{str(path)!r} is damaged: line {number} {what}") from None
         if not isinstance(row, dict):
-            return f"line {number} is not a JSON object"
-    return "its lines are not one JSON object each"
+            raise RunError(f"{str(path)!r} is damaged: line {number} is not a JSON object")
+        row.pop("crc32", None)
+        rows.append(row)
+    return rows
 
 
 class Records:
@@ -224,12 +215,9 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[
 
 def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
     """Return what `write_arrays` wrote; None where there is no such file."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    content = _read(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     start = content.rfind(_COMMENT)
     body, length = content[: max(0, start - _COMMENT_LENGTH)], len(content) - start
     checksum, _, facts = content[start + len(_COMMENT) :].partition(b" ")

@@ -26,7 +26,7 @@ from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.objectives.base import Objective
 from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
-from aqg.runs.cost import ClientBytes, add_bytes, first_model_bytes
+from aqg.runs.cost import ClientBytes, Meter, add_bytes
 from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
@@ -63,6 +63,7 @@ class Progress:
     uploads: int = 0
     upload_bytes: int = 0
     download_bytes: int | None = 0
+    seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -70,13 +71,13 @@ class Progress:
         return add_bytes(self.upload_bytes, self.download_bytes)
 
     def add(self, line: Line) -> None:
-        """Count one more round."""
         self.round = line.record.round
         if line.record.loss is not None:
             self.loss = line.record.loss
         self.uploads += line.record.num_uploads
         self.upload_bytes += line.record.upload_bytes
         self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
+        self.seconds = line.record.simulated_seconds
 
 
 def slug(recipe: str) -> str:
@@ -85,7 +86,6 @@ def slug(recipe: str) -> str:
 
 
 def create_run(directory: Path, config: RunConfig) -> None:
-    """Make a run's directory with its config, and nothing else yet."""
     create_directory(directory)
     write_atomically(directory / CONFIG, to_toml((config,)).encode())
 
@@ -183,7 +183,9 @@ def _run(
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
+    meter = Meter(problem.start_bytes, simulation.training.downlink)
     for line in lines:
+        meter.replay(line.record)
         progress.add(line)
         referee.replay(line)
     validate = Validator(simulation, config.target_kind) if config.validation else None
@@ -214,7 +216,8 @@ def _run(
             referee.look_before(number, metrics["accuracy"])
             if referee.is_over():
                 break
-        record = simulation.run_round(evaluate=(number - 1) % config.eval_every == 0)
+        is_evaluated = (number - 1) % config.eval_every == 0
+        record = meter.charge(simulation.run_round(evaluate=is_evaluated))
         if is_measured and models is not None:
             models.consider(number - 1, metrics, record.loss, model)
         referee.look_after(record)
@@ -245,7 +248,6 @@ def _run(
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
         models.finish(len(lines), model)
-    first_model = first_model_bytes(simulation.training.downlink, len(simulation.parameters))
     # A target on the validation set is not that of the test set, which a summary looks at.
     goal = None if config.validation else config.goal
     if callable(minimum):
@@ -258,13 +260,9 @@ def _run(
     files.finish(
         summary.to_json()
         | referee.to_json()
-        | {
-            "metrics": described,
-            "versions": installed_versions(),
-            "run": identity(config),
-        }
+        | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
-        | ({"curve": curve(values, lines, metrics, first_model)} if is_followed else {})
+        | ({"curve": curve(values, lines, metrics)} if is_followed else {})
     )
     if not keeps_models:
         files.drop_checkpoint()
@@ -371,7 +369,10 @@ class _Referee:
         ending: Ending = self.ending or "rounds"
         value = self._judge.value
         outcome = {"ending": ending, "value": finite_or_none(value)}
-        return {"outcome": outcome | asdict(self._judge.costs(ending))}
+        costs = asdict(self._judge.costs(ending))
+        if costs["simulated_seconds"] is None:
+            del costs["simulated_seconds"]
+        return {"outcome": outcome | costs}
 
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:

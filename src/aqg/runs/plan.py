@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from aqg.errors import AqgError, ConfigError
 from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import RunConfig, check_files, load_plugins, read_stored, to_toml
+from aqg.runs.cost import add_bytes
 from aqg.runs.directory import CONFIG, read_config, read_summary
-from aqg.runs.executor import Contact, Done, Event, Place, run_tasks
+from aqg.runs.executor import Contact, Done, Event, Place, Plan, run_tasks
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
 from aqg.runs.stopping import NO_LIMITS, Limits
@@ -33,36 +34,59 @@ class Job:
     config: RunConfig
 
 
+JobType = TypeVar("JobType", bound=Job)
+
+
+class StudyPlan(Plan[JobType], Protocol[JobType]):
+    """A plan that can be shown.
+
+    Attributes:
+        failures: what went wrong, by the job's name.
+        num_before: how many jobs were finished before.
+        bytes_before: what these sent and received; None where it is not on record.
+
+    """
+
+    failures: dict[str, AqgError]
+    num_before: int
+    bytes_before: int | None
+
+    def problems(self) -> Iterable[RunConfig]:
+        """Return configs with every problem that runs may need."""
+
+    def most_left(self) -> int:
+        """Return how many jobs have not ended yet, at most."""
+
+
 class Batch:
     """Runs that do not depend on each other, without those that are finished.
 
     Runs on the same data come one after the other, so that workers seldom load anew.
 
-    Attributes:
-        left: the jobs that are still to do, when the plan was made.
-        failures: by the job's name, what went wrong.
-
+    ``left`` are the jobs that were still to do when the plan was made.
     """
 
     def __init__(self, jobs: Iterable[Job], directory: Path) -> None:
+        jobs = list(jobs)
         groups: dict[object, list[Job]] = {}
         for job in unfinished(jobs, directory):
             groups.setdefault(problem_key(job.config), []).append(job)
         self.left: Sequence[Job] = [job for group in groups.values() for job in group]
+        left = {job.name for job in self.left}
+        done = [read_summary(directory / job.name) or {} for job in jobs if job.name not in left]
+        self.num_before = len(done)
+        self.bytes_before = add_bytes(*(summary.get("total_bytes") for summary in done))
         self._waiting = iter(self.left)
         self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
 
-    def problems(self) -> Iterator[RunConfig]:
-        """Yield the configs of all jobs."""
+    def problems(self) -> Iterable[RunConfig]:
         return (job.config for job in self.left)
 
     def next(self) -> Job | None:
-        """Return the next job; None after the last."""
         return next(self._waiting, None)
 
     def take(self, job: Job, result: Any) -> None:
-        """Count a result, and keep an error."""
         self._num_ended += 1
         if isinstance(result, AqgError):
             self.failures[job.name] = result
@@ -70,7 +94,6 @@ class Batch:
     def note(self, job: Job) -> None: ...
 
     def most_left(self) -> int:
-        """Return how many jobs have not ended yet."""
         return len(self.left) - self._num_ended
 
 
@@ -107,30 +130,13 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = frozenset(
-    {
-        "recipe",
-        "rounds",
-        "alpha",
-        "bits",
-        "max_staleness",
-        "dropout",
-        "absences",
-        "target",
-        "target_kind",
-        "hold",
-        "engine",
-        "device",
-        "eval_every",
-        "plugins",
-        "batch_size",
-        "local_steps",
-        "local_epochs",
-        "local_rate",
-        "participation",
-        "optimizer",
-        "downlink",
-        "step",
-    }
+    (
+        *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
+        *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
+        *("batch_size", "local_steps", "local_epochs", "local_rate"),
+        *("speeds", "buffer_size", "outages", "link_mbit"),
+        *("engine", "device", "plugins"),
+    )
 )
 """Settings that leave the problem as it is; a setting not listed is taken to shape it."""
 

@@ -34,11 +34,12 @@ from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.objectives.base import Scaling
 from aqg.runs.config import RunConfig, check_files, make_own_problem
-from aqg.runs.cost import count_every_byte
+from aqg.runs.cost import running_totals
 from aqg.runs.directory import Line, finite_or_none
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.start import settle
 from aqg.weights import check_names, fill_module, read_tensors
 
 if TYPE_CHECKING:
@@ -160,9 +161,16 @@ def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
 def _started(config: RunConfig, problem: Problem) -> Problem:
     """Return the problem, starting from the model that the config names."""
     problem = perturb_problem(problem, config.perturbation)
-    if config.init is None:
-        return problem
-    return start_from(problem, read_tensors(Path(config.init)), config.init)
+    if config.init is not None:
+        problem = start_from(problem, read_tensors(Path(config.init)), config.init)
+    return send_start(problem, config.way_to_start, config.seed)
+
+
+def send_start(problem: Problem, way: str, seed: int) -> Problem:
+    """Return the problem with the model that clients have once the first one was sent to them."""
+    params, shapes = problem.initial_params, problem.objective.layout
+    started, message = settle(params, shapes, way, seed=seed)
+    return replace(problem, initial_params=started, start_bytes=len(message))
 
 
 def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Problem:
@@ -255,7 +263,7 @@ def describe_clients(config: RunConfig, dataset: Dataset) -> str:
 
 
 def _table(rows: list[PartitionRow]) -> str:
-    return format_partition_table(rows, max_rows=len(rows)).rstrip() + "\n"
+    return format_partition_table(rows).rstrip() + "\n"
 
 
 def find_minimum(
@@ -405,13 +413,11 @@ def curve(
     values: Sequence[float],
     lines: Sequence[Line],
     final_metrics: Mapping[str, float],
-    first_model: int,
 ) -> dict[str, Any]:
     """Return a run's curve for its summary: entry ``k`` of each list is after ``k`` rounds.
 
-    ``values`` are what the run's target is about. ``bytes`` are frames, heads of orders and
-    replies, and ``first_model`` bytes for each client once (`aqg.runs.cost.count_every_byte`).
-    ``tests`` are the test accuracies that were measured, as pairs of rounds and accuracy.
+    ``values`` are what the run's target is about, ``bytes`` all that travelled, ``tests`` the test
+    accuracies that were measured, as pairs of rounds and accuracy.
     """
     tests = [
         [line.record.round - 1, line.metrics["accuracy"]]
@@ -422,7 +428,7 @@ def curve(
         tests.append([len(lines), final_metrics["accuracy"]])
     return {
         "values": [_shortened(value) for value in values],
-        "bytes": count_every_byte((line.record for line in lines), first_model),
+        "bytes": running_totals(line.record for line in lines),
         "tests": tests,
     }
 

@@ -1,10 +1,9 @@
-"""One kind of table, for the terminal, Markdown, CSV and JSON; and how sizes are written."""
+"""One kind of table, for the terminal and Markdown; CSV; and how sizes are written."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,25 +55,6 @@ class Table:
         lines.extend(_line(row) for row in self.rows)
         return "\n".join(lines) + "\n"
 
-    def to_csv(self) -> str:
-        r"""Write header and rows.
-
-        >>> Table("t", "", "", ("recipe", "cost"), (("`lean`", "3<br>1–5"),)).to_csv()
-        'recipe,cost\nlean,3; 1–5\n'
-        """
-        return write_csv(map(_plain, self.header), (map(_plain, row) for row in self.rows))
-
-    def to_json(self) -> str:
-        """Write one object: title, note, and an object for each row.
-
-        >>> json.loads(Table("t", "T", "N.", ("a",), (("1",),)).to_json())["rows"]
-        [{'a': '1'}]
-        """
-        names = [_plain(name) for name in self.header]
-        rows = [dict(zip(names, map(_plain, row), strict=True)) for row in self.rows]
-        content = {"name": self.name, "title": self.title, "note": self.note, "rows": rows}
-        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
     def to_terminal(self, keeps_stars: bool = False) -> TerminalTable:
         r"""Return header and rows for a console of rich's, with no lines but one below the header.
 
@@ -113,10 +93,6 @@ def _line(cells: Iterable[str]) -> str:
 
 def _lines(cell: str) -> str:
     return cell.replace("`", "").replace("<br>", "\n")
-
-
-def _plain(cell: str) -> str:
-    return cell.replace("`", "").replace("<br>", "; ")
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

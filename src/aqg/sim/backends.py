@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from aqg.core.space import Array, NumpySpace, Space, as_index
+from aqg.core.space import NumpySpace, as_index
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
 from aqg.sim.stacks import stack_small_clients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from aqg.sim.torch_backend import TorchBackend
 
-    from aqg.core.types import Float64Array, FloatArray, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
+Backend: TypeAlias = "NumpyBackend | TorchBackend"
+"""The space of a simulation's vectors, and what clients compute there."""
 
-    Group = tuple[slice | int, FloatArray, IntArray]
-
-
-class Backend(Space, Protocol):
-    """The space of a simulation's vectors, and what clients compute there."""
-
-    def losses(self, params: Array, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
-
-    def losses_and_gradients(self, params: Array, clients: IntArray) -> tuple[Array, Array]:
-        """Return the loss and the gradient of each of these clients, both on the device."""
-
-    def local_updates(
-        self,
-        local: LocalTraining,
-        params: Array,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
-    ) -> tuple[Array, Array]:
-        """Return what `LocalTraining.update` gives for each client: losses and updates."""
+Group = tuple[slice | int, FloatArray, IntArray]
 
 
 def check_device(device: str) -> None:
@@ -133,7 +117,7 @@ class NumpyBackend(NumpySpace):
         clients: IntArray,
         keys: Sequence[Sequence[int]],
     ) -> tuple[FloatArray, FloatArray]:
-        """Train one client after the other, on the very arrays of the problem."""
+        """Return what `LocalTraining.update` gives for each client: losses and updates."""
         results = [
             local.update(self._objective, params, *self._clients[int(client)], key)
             for client, key in zip(clients.tolist(), keys, strict=True)

@@ -1,19 +1,22 @@
 """What the clients of a simulation receive: who holds which round, and what that costs.
 
 Every client takes up the log where it left off: one entry in a round that follows another, more
-after a pause, or a snapshot when that is shorter. The starting model is taken as known to all, as
-one that comes from a common seed or checkpoint is.
+after a pause, or a snapshot when that is shorter. One that is new begins with the starting model,
+whose message a `aqg.runs.cost.Meter` counts, and gets the rest from the log like all others.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.downlink import Downlink, Full
+from aqg.core.public import lies_on_grid
 from aqg.protocol.log import ModelLog, length
-from aqg.wire.entry import log_overhead
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import follow_log, log_overhead
+from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,12 +24,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.public import Public
+    from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray, IntArray
     from aqg.protocol.log import Content, Delivery
+    from aqg.sim.problem import Problem
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""
-_FIELDS = ("positions", "log_first", "log_lengths", "snapshot")
+_FIELDS = ("positions", "log_first", "log_lengths", "snapshot", "log_entries")
 
 
 class LogState(NamedTuple):
@@ -37,6 +42,7 @@ class LogState(NamedTuple):
         first: the round of the first entry that is kept.
         lengths: of the entries.
         snapshot: round and length of the last snapshot, ``(2,)``.
+        entries: all of them, one after the other, where they can be added up; else nothing.
 
     """
 
@@ -44,17 +50,18 @@ class LogState(NamedTuple):
     first: int
     lengths: IntArray
     snapshot: IntArray
+    entries: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
-        values = (self.positions, np.array(self.first), self.lengths, self.snapshot)
+        values = (self.positions, np.array(self.first), *self[2:])
         return dict(zip(_FIELDS, values, strict=True))
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> LogState:
         """Return the state that `to_arrays` wrote."""
-        positions, first, lengths, snapshot = (np.array(arrays[name]) for name in _FIELDS)
-        return LogState(positions, int(first), lengths, snapshot)
+        positions, first, lengths, snapshot, entries = (np.array(arrays[n]) for n in _FIELDS)
+        return LogState(positions, int(first), lengths, snapshot, entries)
 
 
 def initial_log(num_clients: int) -> LogState:
@@ -66,16 +73,21 @@ def initial_log(num_clients: int) -> LogState:
 class Downloads:
     """The log of a simulation, and how far each client has read it."""
 
-    def __init__(self, start: FloatArray, state: LogState) -> None:
+    def __init__(self, start: FloatArray, state: LogState, merges: bool) -> None:
         self.start = start
+        self.merges = merges
         self.load(state)
 
     def load(self, state: LogState) -> None:
-        """Go on from a state; of what was sent before, lengths are known."""
+        """Go on from a state; of entries that are not added up, lengths are known."""
         self._positions = np.array(state.positions)
         self._shared: int | None = None
         snapshot_round, snapshot_bytes = state.snapshot.tolist()
-        self.log = ModelLog(state.first, state.lengths.tolist(), snapshot_round, snapshot_bytes)
+        entries: list[Content] = state.lengths.tolist()
+        if self.merges:
+            ends, data = np.cumsum(state.lengths).tolist(), state.entries.tobytes()
+            entries = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        self.log = ModelLog(state.first, entries, snapshot_round, snapshot_bytes, self.merges)
 
     @property
     def positions(self) -> IntArray:
@@ -91,7 +103,9 @@ class Downloads:
         log.cut(int(self.positions.min()))
         lengths = np.array([length(entry) for entry in log.entries], np.int64)
         snapshot = np.array([log.snapshot_round, length(log.snapshot)], np.int64)
-        return LogState(self.positions.copy(), log.first, lengths, snapshot)
+        joined = b"".join(e for e in log.entries if self.merges and isinstance(e, bytes))
+        entries = np.frombuffer(joined, np.uint8)
+        return LogState(self.positions.copy(), log.first, lengths, snapshot, entries)
 
     def deliver(
         self, present: IntArray, public: Callable[[], Public]
@@ -106,28 +120,39 @@ class Downloads:
             self._shared = now
             return [(present, log_overhead(now - 1, 1)), (present, log.entries[-1])]
         frames: list[tuple[IntArray, Content]] = []
-        held = self.positions[present]
-        positions, counts = np.unique(held, return_counts=True)
-        ordered, end = present[np.argsort(held, kind="stable")], 0
-        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
-            end += count
-            clients = ordered[end - count : end]
+        held, public = self.positions[present], cache(public)
+        for position in np.unique(held)[::-1].tolist():  # entries are added up from the last one on
+            clients = present[held == position]
             if position == now - 1 >= log.first:  # its length may still be on its way
                 frames += [(clients, log_overhead(position, 1)), (clients, log.entries[-1])]
                 continue
-            delivery = log.deliver(position, lambda: len(encode_snapshot(public(), self.start)))
+            delivery = log.deliver(position, lambda: self._snapshot_size(public), public)
             frames.append((clients, delivery.num_bytes))
         self.positions[present] = now
         self._shared = now if is_everyone else None
         return frames
 
-    def plan(self, present: IntArray, make_snapshot: Callable[[], Content]) -> dict[int, Delivery]:
-        """Return what brings each of these clients up to date, those that hold least first."""
-        positions = sorted({*self.positions[present].tolist()})
-        found = {held: self.log.deliver(held, make_snapshot) for held in positions}
+    def _snapshot_size(self, public: Callable[[], Public]) -> int:
+        return len(encode_snapshot(public(), self.start))
+
+    def plan(self, present: IntArray, public: Public) -> dict[int, Delivery]:
+        """Return what brings each of these clients up to date, the least behind first."""
+        found = {}
+        for held in sorted({*self.positions[present].tolist()}, reverse=True):
+            found[held] = self.log.deliver(
+                held, lambda: encode_snapshot(public, self.start), lambda: public
+            )
         plan = {client: found[int(self.positions[client])] for client in present.tolist()}
         self.positions[present] = self.log.round
         return plan
+
+    def follow(self, held: Public, delivery: Delivery, recipe: Recipe) -> Public:
+        """Return what a client holds after a delivery; a restored one holds the model already."""
+        if isinstance(delivery.snapshot, bytes):
+            held = decode_snapshot(delivery.snapshot, held, self.start)
+        is_behind = held.round == delivery.first
+        frame = (is_behind and delivery.merged) or self.log.frame(held.round)
+        return follow_log(frame, held, recipe.movement)
 
     def append(self, entry: Content) -> None:
         """Add the entry of a round, or its length."""
@@ -136,3 +161,11 @@ class Downloads:
             self.log.cut(int(self._positions.min()))
         elif len(self.log.entries) > _MOST_KEPT:
             self.log.cut(self._shared)
+
+
+def make_downloads(problem: Problem, recipe: Recipe, downlink: Downlink) -> Downloads | None:
+    """Return the log of a simulation before its first round; None where clients get models."""
+    if isinstance(downlink, Full):
+        return None
+    log = initial_log(problem.num_clients)
+    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink))

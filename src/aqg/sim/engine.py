@@ -14,27 +14,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core import stage_state
 from aqg.core.dropouts import BernoulliDropout, Dropout
+from aqg.core.messages import Skip
 from aqg.core.optimizers import OptimizerState
+from aqg.core.public import lies_on_grid
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import add_uploads, take_step
 from aqg.core.space import with_rows
+from aqg.core.stage import lives_on_device
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
-from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record
+from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record, received_bytes
+from aqg.sim.late import Replies, Reply, check_late
 from aqg.sim.record import DROPPED, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import Known
-from aqg.wire.entry import entry_size
+from aqg.wire.entry import encode_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from aqg.core.messages import AnyUpload
     from aqg.core.public import Public
     from aqg.core.recipe import Recipe
     from aqg.core.server import Model
@@ -77,7 +81,8 @@ class FastSimulation:
         self.seed = seed
         self.training = training if training is not None else Training()
         self._losses_are_exact = self.training.local.sees_all_samples
-        self._sampled = self.training.num_sampled(problem.num_clients) / problem.num_clients
+        count, late = problem.num_clients, self.training.late
+        self._sampled = self.training.num_counted(count) / count
         recipe = recipe.for_updates(self._losses_are_exact)
         self.recipe = recipe
         self._weights = self.training.client_weights(problem)
@@ -85,7 +90,10 @@ class FastSimulation:
         self.statistics = RunStatistics(problem, recipe, self.training, self._weights)
         self.problem = problem = self.statistics.problem
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
-        self._all_take_part = never_away and self._sampled == 1
+        self._all_take_part = never_away and self._sampled == 1 and late is None
+        num_at_work = self.training.num_sampled(count)
+        check_late(late, recipe, num_at_work, self.statistics.are_averaged)
+        self._replies = None if late is None else Replies(late, problem, seed)
         self.backend: Backend = make_backend(problem, device)
         self._everyone = np.arange(problem.num_clients)
         self._block_size = max(1, block_bytes // problem.initial_params.nbytes)
@@ -96,7 +104,10 @@ class FastSimulation:
     def _load(self, state: SimulationState) -> None:
         self._model = _model_in(self.backend.put, state.model)
         if state.log is not None:
-            self._downloads = Downloads(self.problem.initial_params, state.log)
+            merges = lies_on_grid(self.recipe, self._step.downlink)
+            self._downloads = Downloads(self.problem.initial_params, state.log, merges)
+        if self._replies is not None and state.late is not None:
+            self._replies.load(state.late)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
 
     @property
@@ -131,6 +142,7 @@ class FastSimulation:
         sent[present] = SKIP_BYTES
         movement = self.recipe.movement.of(self._model.history)
         downloads = self._deliver(present)
+        replies: dict[int, Reply] = {}
         shares = self.recipe.round_weights(self._weights, present, self._sampled)
         for start in range(0, len(present), self._block_size):
             block = present
@@ -152,18 +164,41 @@ class FastSimulation:
                 widths[said.senders] = said.widths
                 track, senders, uploads = self._clients.track, said.senders, said.uploads
                 sent[senders] = frame_sizes(self.backend, track, senders, uploads)
-                weights = shares[senders]
-                self._model = add_uploads(
-                    self.backend, self.recipe, self._model, track, senders, uploads, weights
-                )
+                if self._replies is None:
+                    self._add(senders, uploads, shares)
+            if self._replies is not None:
+                messages = dict(zip(said.senders.tolist(), said.uploads, strict=True))
+                for client in block.tolist():
+                    replies[client] = Reply(messages.get(client, Skip()), int(sent[client]))
             self._clients = settle(self.backend, self.recipe, self._clients, said)
             if evaluate:  # last: a GPU need not be waited for
                 measured = self.backend.get(block_losses)
                 losses = with_rows(losses, block, measured)
         loss = self._mean_loss(present, losses) if evaluate else None
+        received, seconds = received_bytes(downloads, num_clients), None
+        if self._replies is not None:
+            self._replies.send(number, replies, received)
+            closed, seconds = self._replies.close(number), self._replies.clock
+            widths, sent = closed.widths_and_sizes()
+            shares = self.recipe.round_weights(self._weights, closed.clients, self._sampled)
+            senders, uploads = closed.uploads()
+            if uploads:
+                self._add(senders, uploads, shares * closed.factors)
         self._take_step()
         traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, downloads, traffic)
+        return make_record(number, loss, widths, faults, sent, received, traffic, seconds)
+
+    def _add(self, senders: IntArray, uploads: Sequence[AnyUpload], shares: Float64Array) -> None:
+        """Take uploads into the server's sum."""
+        self._model = add_uploads(
+            self.backend,
+            self.recipe,
+            self._model,
+            self._clients.track,
+            senders,
+            uploads,
+            shares[senders],
+        )
 
     def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
         """Run ``count`` rounds and yield their records."""
@@ -185,7 +220,7 @@ class FastSimulation:
         known = None
         if entry.velocity is not None:
             known = Known(self.backend.get(before.velocity), before.direction)
-        self._downloads.append(entry_size(entry, known))
+        self._downloads.append(encode_entry(entry, known, threads=1))
 
     def _public(self) -> Public:
         """Return what clients hold of the model."""
@@ -197,8 +232,8 @@ class FastSimulation:
             return self._everyone
         num_clients = self.problem.num_clients
         away = self.dropout.dropped(self.next_round, num_clients)
-        if self._sampled < 1:
-            away = away | self.training.unsampled(self.next_round, num_clients, self.seed)
+        at_work = None if self._replies is None else self._replies.at_work
+        away = away | self.training.unsampled(self.next_round, num_clients, self.seed, at_work)
         return (~away).nonzero()[0] if np.count_nonzero(away) else self._everyone
 
     def _mean_loss(self, present: IntArray, losses: Float64Array) -> float:
@@ -233,7 +268,8 @@ class FastSimulation:
         clients = _clients_in(copy, np.array, self.recipe, self._clients)
         model = _model_in(copy, self._model)
         log = None if self._downloads is None else self._downloads.state()
-        return SimulationState(model, clients, self.statistics.to_array(), log)
+        late = None if self._replies is None else self._replies.to_arrays()
+        return SimulationState(model, clients, self.statistics.to_array(), log, late)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned."""
@@ -268,6 +304,6 @@ def _clients_in(
     track = Track(move(position), move(velocity), copy(direction), copy(is_held))
     stages = {}
     for name, stage in recipe.all_stages.items():
-        place = move if stage_state.lives_on_device(stage) else copy
+        place = move if lives_on_device(stage) else copy
         stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
     return Clients(clients.num_params, track, copy(clients.skipped_rounds), stages)

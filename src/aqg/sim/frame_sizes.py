@@ -49,8 +49,9 @@ def make_record(
     widths: IntArray,
     faults: Sequence[tuple[int, str]],
     sent: IntArray,
-    downloads: Sequence[tuple[IntArray, Content]],
+    received: IntArray,
     statistics: StatisticsTraffic,
+    seconds: float | None = None,
 ) -> RoundRecord:
     """Return the record of a round.
 
@@ -60,16 +61,14 @@ def make_record(
         widths: see there.
         faults: see there, but for those of statistics.
         sent: the length of each client's frame, that of statistics excepted.
-        downloads: frames, or their lengths, and the clients that received each; statistics
-            excepted.
+        received: what each client received, likewise.
         statistics: what these cost.
+        seconds: see there.
 
     """
     for client, size in statistics.client_uploads:
         sent[client] += size
-    received = np.where(widths != DROPPED, statistics.client_download_bytes, 0)
-    for clients, content in downloads:
-        received[clients] += length(content)
+    received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)
     return RoundRecord(
         number,
         loss,
@@ -81,4 +80,13 @@ def make_record(
         int(received.sum()),
         tuple(sent.tolist()),
         tuple(received.tolist()),
+        seconds,
     )
+
+
+def received_bytes(downloads: Sequence[tuple[IntArray, Content]], num_clients: int) -> IntArray:
+    """Return what each client received, given who received which frame, or one of which length."""
+    received = np.zeros(num_clients, np.int64)
+    for clients, content in downloads:
+        received[clients] += length(content)
+    return received

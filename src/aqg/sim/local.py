@@ -13,24 +13,19 @@ are, so the server's step size keeps its meaning, and one step on all samples gi
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, IntArray
-    from aqg.objectives.base import Learner, Objective
-    from aqg.objectives.closed_form import ClosedForm
+from aqg.objectives.base import Learner, Objective
+from aqg.objectives.closed_form import ClosedForm
 
 Array = Any
 """A NumPy array or a torch tensor."""

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 DROPPED = -1
 """In ``widths``: the client dropped out, or was not sampled."""
+AT_WORK = -2
+"""In ``widths``: the client trains, and replies in a later round."""
 
 _MOVEMENT_BYTES = 8
 
@@ -25,7 +27,8 @@ class RoundRecord(NamedTuple):
         round: ``k``, counted from 1.
         loss: ``(1/M) Σ_m w_m f_m(θ^k)`` at the model that was broadcast, before the round's step,
             with client weights ``w_m`` of mean 1; None in rounds where it was not measured.
-        widths: bits per parameter that each client sent: 0 for a skip, `DROPPED` if absent.
+        widths: bits per parameter of what came from each client: 0 for a skip, `DROPPED` if it was
+            absent, `AT_WORK` if it has not replied yet.
         upload_bytes: length of all frames the clients sent in the round, those of statistics too.
         faults: what went wrong, as ``(client, text)``.
         statistics_upload_bytes: length of the frames that carry statistics beside the updates.
@@ -35,6 +38,7 @@ class RoundRecord(NamedTuple):
         client_upload_bytes: of ``upload_bytes``, what each client sent; empty where it is not on
             record.
         client_download_bytes: of ``download_bytes``, what each client received; likewise.
+        simulated_seconds: when the round ended, since the first began, where time is simulated.
 
     """
 
@@ -48,6 +52,7 @@ class RoundRecord(NamedTuple):
     download_bytes: int | None = None
     client_upload_bytes: tuple[int, ...] = ()
     client_download_bytes: tuple[int, ...] = ()
+    simulated_seconds: float | None = None
 
     @property
     def total_bytes(self) -> int | None:

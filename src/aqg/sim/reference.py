@@ -6,33 +6,28 @@ deployment uses. It is slow and plain on purpose; the fast engine is tested agai
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from aqg.core import server
 from aqg.core.client import init_client, respond
-from aqg.core.downlink import Full
 from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import Broadcast
 from aqg.core.public import init_public
+from aqg.core.recipe import Recipe
 from aqg.core.round import join_clients, split_clients
 from aqg.core.stages import level_factors
-from aqg.sim.downloads import Downloads, initial_log
+from aqg.core.types import Float64Array, FloatArray
+from aqg.protocol.log import Delivery
+from aqg.sim.downloads import make_downloads
 from aqg.sim.frame_sizes import make_record
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.late import Reply, make_replies
+from aqg.sim.problem import Problem
+from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import decode, encode, known
-from aqg.wire.entry import encode_entry, follow_log, known_velocity
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
-
-if TYPE_CHECKING:
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray, IntArray
-    from aqg.protocol.log import Delivery
-    from aqg.sim.problem import Problem
+from aqg.wire.entry import encode_entry, known_velocity
 
 
 class ReferenceSimulation:
@@ -47,9 +42,8 @@ class ReferenceSimulation:
         seed: int = 0,
         training: Training | None = None,
     ) -> None:
-        self.training = training if training is not None else Training()
+        self.training, self.seed = training or Training(), seed
         self.dropout = dropout if dropout is not None else BernoulliDropout()
-        self.seed = seed
         self.recipe = recipe = recipe.for_updates(self.training.local.sees_all_samples)
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
@@ -59,43 +53,38 @@ class ReferenceSimulation:
         self.level_factors = np.ones(self.num_clients) if factors is None else factors
         self.step = self.training.make_step(step_size, self.dropout.rate, self.num_clients)
         self.server = server.init_server(recipe, self.start, self.num_clients, self.step)
-        self.clients = [
-            init_client(recipe, len(self.start), problem.dtype) for _ in problem.clients
-        ]
+        self.clients = [init_client(recipe, len(self.start), problem.dtype)] * self.num_clients
         self.models = [init_public(recipe, self.start)] * self.num_clients  # what each client holds
-        self.downloads: Downloads | None = None
-        if not isinstance(self.training.downlink, Full):
-            self.downloads = Downloads(self.start, initial_log(self.num_clients))
+        self.replies = make_replies(self.training, recipe, problem, seed, self.statistics)
+        self.downloads = make_downloads(problem, recipe, self.training.downlink)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
         number, count, theta = self.next_round, self.num_clients, self.parameters
-        away = self.dropout.dropped(number, count)
-        present = np.flatnonzero(~(away | self.training.unsampled(number, count, self.seed)))
-        shares = self.recipe.round_weights(self.weights, present, self.step.sampled)
-        before, plan = self.server.public, {}
-        if self.downloads is not None:
-            plan = self.downloads.plan(present, lambda: encode_snapshot(before, self.start))
-        widths, losses, faults = np.full(count, DROPPED), np.full(count, np.nan), []
-        sent = np.zeros(count, np.int64)
-        downloads: list[tuple[IntArray, int]] = [(present[:0], 0)]
+        away = self.training.unsampled(number, count, self.seed, self.replies.at_work)
+        away = away | self.dropout.dropped(number, count)
+        present, before = np.flatnonzero(~away), self.server.public
+        plan = {} if self.downloads is None else self.downloads.plan(present, before)
+        losses, received, faults, replies = np.full(count, np.nan), np.zeros(count, int), [], {}
         for m in present.tolist():
-            news, size = self._tell(m, plan.get(m))
-            downloads.append((np.array([m]), size))
+            news, received[m] = self._tell(m, plan.get(m))
             frame, losses[m], fault = self._client(m, news)
-            sent[m] = len(frame)
             message = decode(frame, len(theta), known=known(self.server.peers[m].track))
-            self.server = server.take_message(
-                self.recipe, self.server, m, message, float(shares[m])
-            )
-            widths[m] = message.width
+            replies[m] = Reply(message, len(frame))
             faults += [] if fault is None else [(m, fault)]
         loss = self._mean_loss(theta, losses) if evaluate else None
+        self.replies.send(number, replies, received)
+        closed = self.replies.close(number)
+        shares = self.recipe.round_weights(self.weights, closed.clients, self.step.sampled)
+        for m, reply in zip(closed.clients.tolist(), closed.replies, strict=True):
+            weight = float(shares[m] * closed.factors[m])
+            self.server = server.take_message(self.recipe, self.server, m, reply.message, weight)
         self.server, entry = server.publish_round(self.recipe, self.server, self.step)
         if self.downloads is not None:
             self.downloads.append(encode_entry(entry, known_velocity(before)))
-        traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, downloads, traffic)
+        widths, sent = closed.widths_and_sizes()
+        traffic, seconds = self.statistics.finish_round(present), self.replies.clock
+        return make_record(number, loss, widths, faults, sent, received, traffic, seconds)
 
     def _client(self, m: int, news: Broadcast) -> tuple[bytes, float, str | None]:
         """Compute ``g_m^k``, choose a width; return the frame to send, ``f_m(θ^k)``, any fault."""
@@ -112,13 +101,9 @@ class ReferenceSimulation:
         news = server.broadcast(self.recipe, self.server)
         if delivery is None or self.downloads is None:
             return news, full_download_bytes(news.parameters)
-        held, movement = self.models[m], self.recipe.movement
-        if isinstance(delivery.snapshot, bytes):
-            held = decode_snapshot(delivery.snapshot, held, self.start)
-        held = follow_log(self.downloads.log.frame(held.round), held, movement)
-        self.models[m] = held
-        told = Broadcast(held.round, held.parameters, movement.of(held.history), news.noise)
-        return told, delivery.num_bytes
+        self.models[m] = held = self.downloads.follow(self.models[m], delivery, self.recipe)
+        movement = self.recipe.movement.of(held.history)
+        return Broadcast(held.round, held.parameters, movement, news.noise), delivery.num_bytes
 
     @property
     def next_round(self) -> int:
@@ -150,14 +135,15 @@ class ReferenceSimulation:
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
         log = None if self.downloads is None else self.downloads.state()
-        clients, statistics = join_clients(self.clients), self.statistics.to_array()
-        return SimulationState(self.server.model, clients, statistics, log)
+        clients, others = join_clients(self.clients), (log, self.replies.to_arrays())
+        return SimulationState(self.server.model, clients, self.statistics.to_array(), *others)
 
     def restore(self, state: SimulationState) -> None:
         """Go back to a state that `state` returned; both sides get the one copy of a mirror."""
         check_fits(state, initial_state(self.problem, self.recipe, self.training))
         self.clients = split_clients(state.clients)
         self.server = server.join_server(state.model, [client.track for client in self.clients])
+        self.replies.load(state.late)
         if self.downloads is not None and state.log is not None:
             self.downloads.load(state.log)
             self.models = [self.server.public] * self.num_clients

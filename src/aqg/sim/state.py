@@ -17,6 +17,7 @@ from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log
+from aqg.sim.late import Replies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
     from aqg.sim.training import Training
 
-_VARYING = ("is_moved", "history", "statistics", "log_lengths")
+_VARYING = (
+    *("is_moved", "history", "statistics"),
+    *("log_lengths", "log_entries", "late_frames", "late_lengths"),
+)
 """Arrays that are not of one length, or are checked elsewhere."""
 
 
@@ -40,6 +44,8 @@ class SimulationState(NamedTuple):
         clients: what the clients remember; their links are the server's as well, being equal.
         statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
         log: of the model, and who has read how much of it; None where clients receive models.
+        late: replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where
+            time is not simulated.
 
     """
 
@@ -47,6 +53,7 @@ class SimulationState(NamedTuple):
     clients: Clients
     statistics: Float64Array = np.zeros((0, 0))
     log: LogState | None = None
+    late: Mapping[str, NDArray[Any]] | None = None
 
     @property
     def round(self) -> int:
@@ -60,6 +67,7 @@ class SimulationState(NamedTuple):
             **clients_to_arrays(self.clients),
             "statistics": self.statistics,
             **({} if self.log is None else self.log.to_arrays()),
+            **(self.late or {}),
         }
 
     @staticmethod
@@ -68,7 +76,8 @@ class SimulationState(NamedTuple):
         try:
             model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
             log = LogState.from_arrays(arrays) if "positions" in arrays else None
-            return SimulationState(model, clients, arrays["statistics"], log)
+            late = {name: value for name, value in arrays.items() if name.startswith("late_")}
+            return SimulationState(model, clients, arrays["statistics"], log, late or None)
         except KeyError as error:
             raise RunError(
                 f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
@@ -82,7 +91,8 @@ def initial_state(problem: Problem, recipe: Recipe, training: Training) -> Simul
     model = init_model(recipe, parameters, training.make_step(0.0, 0.0, problem.num_clients))
     follows = not isinstance(training.downlink, Full)
     log = initial_log(problem.num_clients) if follows else None
-    return SimulationState(model, clients, log=log)
+    late = None if training.late is None else Replies(training.late, problem, 0).to_arrays()
+    return SimulationState(model, clients, log=log, late=late)
 
 
 def check_fits(state: SimulationState, expected: SimulationState) -> None:
@@ -94,6 +104,6 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )
-    extra = [name for name in shapes if name.startswith(("stage/", "step_", "log_"))]
+    extra = [name for name in shapes if name.startswith(("stage/", "step_", "log_", "late_"))]
     if extra:
         raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")

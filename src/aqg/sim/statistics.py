@@ -9,25 +9,23 @@ come with that of their statistics; losses are those of the model itself.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aqg.core.recipe import Recipe
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import GradientError, RunError
+from aqg.objectives.layout import Buffers
+from aqg.sim.backends import Backend
+from aqg.sim.problem import Problem
+from aqg.sim.training import Training
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, IntArray
-    from aqg.objectives.layout import Buffers
+if TYPE_CHECKING:  # needs torch, which takes seconds to import and need not be there
     from aqg.objectives.module import ModuleObjective
-    from aqg.sim.backends import Backend
-    from aqg.sim.problem import Problem
-    from aqg.sim.training import Training
 
 
 class StatisticsTraffic(NamedTuple):
@@ -109,6 +107,11 @@ class RunStatistics:
             return _NO_TRAFFIC
         return self._carrier.finish_round(present.tolist(), self._weights)
 
+    @property
+    def are_averaged(self) -> bool:
+        """Whether the server averages what clients send."""
+        return isinstance(self._carrier, Averaged)
+
     def buffers(self, client: int = 0) -> Buffers | None:
         """Return the server's buffers, or a client's own; None where there are none to carry."""
         return None if self._carrier is None else self._carrier.held(client)
@@ -148,7 +151,6 @@ class Averaged:
         self._faults: dict[int, str] = {}
 
     def held(self, client: int) -> Buffers:  # noqa: ARG002
-        """Return the server's buffers."""
         return self._shared.buffers
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002
@@ -156,7 +158,6 @@ class Averaged:
         return self._start
 
     def finish(self, client: int, buffers: Buffers) -> None:
-        """Take a client's frame."""
         from aqg.objectives.statistics import describe_change
 
         try:
@@ -180,11 +181,9 @@ class Averaged:
             self._measures_mean = True
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return one context, for the one model."""
         return [nullcontext()]
 
     def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:
-        """Average the frames in the order of clients."""
         down = len(self._shared.broadcast())
         messages = [
             (float(weights[client]), self._shared.read(frame))
@@ -218,7 +217,6 @@ class Averaged:
         return np.stack(rows)
 
     def load(self, array: Float64Array) -> None:
-        """Take what `to_array` returned."""
         specs = (*self._layout.statistics, *self._layout.counters)
         starts = np.cumsum([0, *(spec.size for spec in specs)])[:-1]
         travels, moves = ([bool(row[s : s + 1].any()) for s in starts] for row in array[1:3])
@@ -248,11 +246,9 @@ class Local:
         self._measured = 0
 
     def held(self, client: int) -> Buffers:
-        """Return a client's own buffers."""
         return _split(self._rows[client], self._num_values)
 
     def start(self, client: int) -> Buffers:
-        """Return a client's own buffers."""
         return self.held(client)
 
     def finish(self, client: int, buffers: Buffers) -> None:
@@ -273,7 +269,6 @@ class Local:
         return self.start(self._measured)
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return a context for each client's model."""
         return [self.of_client(client) for client in range(len(self._rows))]
 
     @contextmanager
@@ -290,7 +285,6 @@ class Local:
         return np.array(self._rows, np.float64)
 
     def load(self, array: Float64Array) -> None:
-        """Take what `to_array` returned."""
         self._rows, self._trained = array.copy(), {}
 
 

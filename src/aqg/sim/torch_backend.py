@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.innovation import Innovation
-from aqg.core.quantizers import GridQuantizer
-from aqg.core.space import NumpySpace, as_index, map_messages
-from aqg.core.track import Change, Memory
+from aqg.core.messages import AnyUpload
+from aqg.core.quantizers import GridQuantizer, Quantizer
+from aqg.core.space import NumpySpace, as_index
+from aqg.core.track import Change, Memory, Part
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
-from aqg.sim.pieces import Pieces, cut
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.quantizers import Quantizer
-    from aqg.core.space import Item, Result
-    from aqg.core.track import Part
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
-    from aqg.sim.local import LocalTraining
-    from aqg.sim.problem import Problem
+from aqg.sim.local import LocalTraining
+from aqg.sim.problem import Problem
+from aqg.sim.stacks import Pieces, cut
 
 Tensor = torch.Tensor
 
@@ -34,10 +28,11 @@ _MOST_CUT = 256
 """So many clients of unequal size are cut into pieces; more would need a large table of owners."""
 
 
-class TorchBackend:
+class TorchBackend(NumpySpace):
     """Everything of a client's round but the quantizing of what is sent stays on the device."""
 
     def __init__(self, problem: Problem, device: str) -> None:
+        super().__init__(in_place=True)
         self.device = torch.device(device)
         self.host = NumpySpace(in_place=True)
         self._objective = problem.objective
@@ -63,15 +58,12 @@ class TorchBackend:
             self._labels = list(self._stack[1])
 
     def put(self, array: Any) -> Tensor:
-        """Copy to the device."""
         return torch.tensor(array, device=self.device)
 
     def get(self, array: Tensor) -> Any:
-        """Copy from the device."""
         return torch.as_tensor(array).cpu().numpy()
 
     def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
         if not len(clients):
             return np.empty(0)
         if self._stack is not None:
@@ -146,12 +138,7 @@ class TorchBackend:
             self._side_by_side = features, labels, starts
         return self._side_by_side
 
-    def own(self, array: Tensor) -> Tensor:
-        """Return the tensor itself: all are the simulation's own."""
-        return array
-
     def zeros_like(self, array: Tensor) -> Tensor:
-        """Return zeros."""
         return torch.zeros_like(array)
 
     def take(self, table: Tensor, clients: IntArray) -> Tensor:
@@ -162,24 +149,20 @@ class TorchBackend:
         return table[torch.as_tensor(index, device=self.device)]
 
     def rows(self, table: Tensor, clients: IntArray) -> Sequence[FloatArray]:
-        """Copy some rows from the device, all at once."""
         rows: Sequence[FloatArray] = self.get(self.take(table, clients))
         return rows
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
-        """Set rows, where the table lies."""
         table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
             rows, device=self.device
         )
         return table
 
     def apart(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """Compare where both lie."""
         is_shared = rows.untyped_storage().data_ptr() == vectors.untyped_storage().data_ptr()
         return rows.clone() if is_shared else rows
 
     def usable(self, vectors: Tensor) -> BoolArray:
-        """Look at the largest magnitude."""
         usable: BoolArray = self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
         return usable
 
@@ -195,11 +178,9 @@ class TorchBackend:
         return deltas, quantizer.measure(self.get(deltas))
 
     def add(self, vectors: Tensor, rows: Tensor) -> Tensor:
-        """Add."""
         return vectors + rows
 
     def blend(self, averages: Tensor, vectors: Tensor, weight: float) -> Tensor:
-        """Blend where there is something to blend."""
         if weight == 1.0:
             return vectors.clone()
         is_usable = vectors.abs().amax(dim=1, keepdim=True) <= MAX_RADIUS
@@ -207,7 +188,6 @@ class TorchBackend:
         return torch.where(is_blended, averages * (1.0 - weight) + vectors * weight, vectors)
 
     def distances(self, vectors: Tensor, earlier: Tensor) -> Float64Array:
-        """Measure the differences."""
         moved = measure_rows(vectors - earlier, Grid.MIDTREAD, 0).squared_norm
         return np.where(self.get((earlier != 0).any(dim=1)), moved, 0.0)
 
@@ -233,7 +213,6 @@ class TorchBackend:
     def forget(
         self, mirrors: Tensor, total: Tensor, clients: IntArray, weights: Float64Array
     ) -> None:
-        """Subtract the mirrors, then clear them."""
         indices = torch.as_tensor(clients, device=self.device)
         total -= (self.put(weights)[:, None] * mirrors[indices].double()).sum(dim=0)
         mirrors[indices] = 0.0
@@ -241,12 +220,10 @@ class TorchBackend:
     def add_values(
         self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
     ) -> None:
-        """Add all at once."""
         values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
         total += (self.put(weights)[:, None] * values).sum(dim=0)
 
     def moved(self, memory: Memory, table: Tensor, rows: IntArray, parts: Sequence[Part]) -> Tensor:
-        """Move a copy."""
         table = table.clone()
         dtype = np.dtype(str(table.dtype).removeprefix("torch.")).type
         for row, part in zip(rows.tolist(), parts, strict=True):
@@ -259,25 +236,17 @@ class TorchBackend:
         return table
 
     def cast(self, vector: Tensor, like: Tensor) -> Tensor:
-        """Round, where precisions differ."""
         return vector.to(like.dtype)
 
     def any(self, vector: Tensor) -> bool:
-        """Look, and wait."""
         return bool((vector != 0).any())
 
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
     ) -> tuple[Tensor, Tensor]:
-        """Take the step in the precision of the parameters."""
         return params - (step_size * update).to(params.dtype), direction @ direction
 
-    def number(self, scalar: Tensor) -> float:
-        """Wait for a scalar."""
-        return float(scalar)
-
     def squared_norm(self, vector: Tensor) -> float:
-        """Multiply the vector by itself, and wait."""
         wide = vector.double()
         return float(wide @ wide)
 
@@ -286,12 +255,6 @@ class TorchBackend:
         if vector.is_cpu:
             return torch.from_numpy(np.sqrt(vector.numpy()))
         return vector.sqrt()
-
-    def map(
-        self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
-    ) -> list[Result]:
-        """Start threads for large messages only."""
-        return map_messages(function, items, num_values)
 
     def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
         features, labels = stack
@@ -358,7 +321,7 @@ def _constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _quantized_values(rows: Tensor, grid: Grid, steps: Tensor) -> Tensor:
     """Return ``Q_b(Δ)`` for all widths, ``(M, b_max, n)``."""
-    # Never above the true inverse, as in `aqg.core.kernels.inverses_below`.
+    # Never above the true inverse, as in `aqg.core.kernels._inverse_below`.
     inverses = torch.where(steps > 0, 1.0 / steps, 0.0).to(rows.dtype)
     inverses = torch.nextafter(inverses, torch.zeros_like(inverses))
     columns = steps.to(rows.dtype)[..., None]

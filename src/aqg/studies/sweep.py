@@ -2,8 +2,8 @@
 
 A grid file holds settings as ``aqg run`` knows them, and a table ``[grid]`` of settings with lists
 of values; the product of the lists is run. In place of ``[grid]`` it may hold tables ``[[run]]``,
-the settings of a run each; a Python function may yield these as well (`own`). A sweep's directory
-holds
+the settings of a run each; a Python function may yield these as well (`call_study`). A sweep's
+directory holds
 
 ================ ==========================================================================
 ``sweep.toml``   the grid file as given
@@ -22,23 +22,23 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.config import SETTINGS, RunConfig, read_settings, resolve
+from aqg.runs.config import SETTINGS, RunConfig, located, read_settings, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import SUMMARY, create_directory, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
 from aqg.runs.table import records_to_csv
-from aqg.studies.own import RUNS
+from aqg.spec import Code
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
+RUNS = "run"
+"""The array of tables in a sweep's file that holds the runs one by one."""
 GRID = "sweep.toml"
 TABLE = "summary.csv"
 _MAX_NAME_LENGTH = 120
@@ -121,9 +121,56 @@ def _check_keys(keys: Iterable[str]) -> None:
             raise ConfigError(f"unknown setting {key!r}; choose from {choices}, grid")
 
 
-def runs_to_toml(fixed: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> str:
+def call_study(code: Code, data_dir: Path | None) -> list[dict[str, Any]]:
+    """Return the settings of every run that a function of the user's own yields.
+
+    Each item is a mapping of settings as ``aqg run`` knows them, or a `RunConfig`. An item ``name``
+    becomes the name of the run's directory. The function may ask for ``data_dir`` by name, and for
+    options that follow its own name, as in ``FILE.py:FUNCTION:width=64``. It is called once: what
+    it yields is written down, so that going on with the study needs no code but that of models and
+    problems.
+    """
+    found = code.call(data_dir=data_dir)
+    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
+        raise ConfigError(f"{code} returned {type(found).__name__}; it must yield settings of runs")
+    runs: list[dict[str, Any]] = []
+    try:
+        for item in found:
+            runs.append(_plain(code, len(runs) + 1, item))
+    except ConfigError:
+        raise
+    except Exception as error:  # a generator runs only now
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{code} failed after {len(runs)} runs: {text}") from error
+    if not runs:
+        raise ConfigError(f"{code} yields no run; at least 1 is needed")
+    return runs
+
+
+def _plain(code: Code, number: int, item: object) -> dict[str, Any]:
+    """Return settings that a TOML file can hold, with absolute paths."""
+    if isinstance(item, RunConfig):
+        item = {k: v for k, v in asdict(item).items() if k != "files" and v not in (None, ())}
+    if not isinstance(item, Mapping):
+        raise ConfigError(
+            f"{code} yields a {type(item).__name__} as run {number}; it must be settings by name"
+        )
+    settings = {str(key): _value(value) for key, value in item.items() if value is not None}
+    return {key: located(key, value) for key, value in settings.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_value(one) for one in value]
+    item = getattr(value, "item", None)  # a number of NumPy's
+    return item() if callable(item) else value
+
+
+def runs_to_toml(runs: Iterable[Mapping[str, Any]]) -> str:
     """Write the file of a sweep whose runs are listed one by one."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in fixed.items()]
+    lines: list[str] = []
     for run in runs:
         lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
     return "\n".join(lines) + "\n"
@@ -175,9 +222,7 @@ def create_sweep(directory: Path, grid_file: bytes) -> None:
 
 
 def open_sweep(
-    directory: Path,
-    document: Mapping[str, Any] | None = None,
-    data_dir: Path | None = None,
+    directory: Path, document: Mapping[str, Any] | None = None, data_dir: Path | None = None
 ) -> Sweep:
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():

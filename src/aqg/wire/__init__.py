@@ -1,6 +1,5 @@
 """Messages as bytes: bit packing, entropy coding and the versioned frame."""
 
-from aqg.wire.frame import Known, decode, encode, encoded_size, known
-from aqg.wire.warm import warm_up
+from aqg.wire.frame import Known, decode, encode, encoded_size, known, warm_up
 
 __all__ = ["Known", "decode", "encode", "encoded_size", "known", "warm_up"]

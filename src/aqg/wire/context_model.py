@@ -13,14 +13,12 @@ compiled code notices changes only in the file of the function that was called.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.jit import njit, part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_HINT = 63
 """Hints are classes from -63 to 63; the opposite number is the mirror image."""

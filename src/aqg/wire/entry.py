@@ -3,8 +3,9 @@
 An entry moves the public model (`aqg.core.public`) from one round to the next::
 
     flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
-                step in this round
+                step in this round, 32 quantum
     movement    if flagged: a bfloat16 number, or 8 bytes
+    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.write_zigzag`)
     parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
                 and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
                 one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
@@ -18,6 +19,17 @@ round ``k`` receives all entries since, in one frame::
     then        the first round and the number of entries, as varints
     entries     one after the other
     last 4      CRC-32 of all before
+
+Where the model lies on an exact grid (`aqg.core.public`), entries can be added up, and are sent as
+one where that is shorter::
+
+    byte 0      0x63: merged entries, version 1
+    then        the first round and the number of entries, as varints
+    quantum     a byte 0, or a byte 1 and the exponent of the quantum to which the position is
+                rounded first
+    movements   how many are new to the reader, a varint; these, newest first, as bfloat16 numbers
+    sum         what is added to the position: a vector of doubles, relative to zeros
+    last 4      CRC-32 of all before
 """
 
 from __future__ import annotations
@@ -25,39 +37,31 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Public, advance
-from aqg.core.track import Change
+from aqg.core.movement import Movement
+from aqg.core.public import Entry, Merged, Public, advance, follow_merged
+from aqg.core.track import Change, Part
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import (
-    UPLOAD_HEAD_BYTES,
     Known,
     decode,
     decode_bare,
     encode,
     encode_levels,
-    encoded_size,
-    levels_size,
     upload_head,
 )
-from aqg.wire.varint import read_varint, varint_size, write_varint
-from aqg.wire.vectors import decode_vector, encode_vector, vector_size
+from aqg.wire.varint import read_varint, read_zigzag, varint_size, write_varint, write_zigzag
+from aqg.wire.vectors import decode_vector, encode_vector
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.movement import Movement
-    from aqg.core.track import Part
-    from aqg.core.types import FloatArray
-
-LOG_MARK = 0x62
-VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD = 1, 2, 4, 8, 16
+LOG_MARK, MERGED_MARK = 0x62, 0x63
+VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD, QUANTUM = 1, 2, 4, 8, 16, 32
+MIN_EXPONENT, MAX_EXPONENT = -126, 101
 _EXACT_PART = b"\0"
 _CRC_BYTES = 4
 
@@ -71,23 +75,6 @@ def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) 
             payload = _encode_part(part, is_velocity, known, threads)
             parts += [write_varint(len(payload)), payload]
     return b"".join(parts)
-
-
-def entry_size(entry: Entry, known: Known | None) -> int:
-    """Return ``len(encode_entry(entry, known))`` without building the bytes."""
-    size = 1 + len(_head(entry)[1])
-    for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
-        if part is None:
-            continue
-        if isinstance(part, Change):
-            payload = 1 + vector_size(part.new, part.old)
-        elif is_velocity:
-            payload = encoded_size(part, known=known)
-        else:
-            assert isinstance(part, Upload)
-            payload = UPLOAD_HEAD_BYTES + levels_size(part, None)
-        size += varint_size(payload) + payload
-    return size
 
 
 def known_velocity(public: Public) -> Known | None:
@@ -104,6 +91,49 @@ def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
     """
     body = b"".join([bytes([LOG_MARK]), write_varint(first), write_varint(len(entries)), *entries])
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+class Merger:
+    """Adds up entries, the latest first, for one frame in their place.
+
+    Args:
+        public: the model after all of them.
+
+    """
+
+    def __init__(self, public: Public) -> None:
+        self._public = public
+        self._total = np.zeros(len(public.parameters))
+        self._steps = 0
+        self._quantum: float | None = None
+        self.first = public.round
+        """The round of the first entry in the sum."""
+
+    def add(self, data: bytes) -> bool:
+        """Add the entry of the round before; False where no sum can stand for it."""
+        frame, number = np.frombuffer(data, np.uint8), self.first - 1
+        entry, _ = _decode_entry(frame, 0, self._public, number, None)
+        part, quantum = entry.position, entry.quantum
+        is_rounded_later = self._quantum is not None and (part is not None or quantum is not None)
+        if is_rounded_later or frame[0] & DOUBLE or isinstance(part, Change):
+            return False
+        if part is not None:
+            self._total += part.values(np.float64)
+        self._quantum = self._quantum if quantum is None else quantum
+        self._steps += entry.is_step
+        self.first = number
+        return True
+
+    def frame(self) -> bytes:
+        """Return the frame."""
+        public, quantum = self._public, self._quantum
+        numbers = public.history[: self._steps]
+        head = write_varint(self.first) + write_varint(public.round - self.first)
+        head += b"\0" if quantum is None else b"\1" + write_quantum(quantum)
+        head += write_varint(len(numbers)) + b"".join(struct.pack("<f", n)[2:] for n in numbers)
+        total = encode_vector(self._total, np.zeros_like(self._total))
+        body = bytes([MERGED_MARK]) + head + total
+        return body + struct.pack("<I", zlib.crc32(body))
 
 
 def log_overhead(first: int, count: int) -> int:
@@ -128,6 +158,8 @@ def follow_log(
     frame, first, count, position = _open(data)
     if first != public.round:
         raise WireError(f"the log begins with round {first}; the model here is at {public.round}")
+    if frame[0] == MERGED_MARK:
+        return _follow_merged(frame, position, count, public, movement, threads)
     for number in range(first, first + count):
         entry, position = _decode_entry(frame, position, public, number, threads)
         try:
@@ -137,6 +169,28 @@ def follow_log(
     if position != len(frame):
         raise WireError(f"{len(frame) - position} bytes follow the last entry of the log")
     return public
+
+
+def _follow_merged(
+    frame: NDArray[np.uint8],
+    position: int,
+    count: int,
+    public: Public,
+    movement: Movement,
+    threads: int | None,
+) -> Public:
+    if len(public.velocity):
+        raise WireError("entries are merged that move a velocity")
+    quantum, position = read_optional_quantum(frame, position)
+    num_movements, position = read_varint(frame, position)
+    if 2 * num_movements > len(frame) - position:
+        raise WireError(f"{num_movements} movements in {len(frame) - position} bytes")
+    movements = []
+    for _ in range(num_movements):
+        number, position = _bfloat16(frame, position)
+        movements.append(_checked_movement(number, public.round))
+    total = decode_vector(frame[position:], np.zeros(len(public.parameters)), threads)
+    return follow_merged(public, Merged(count, total, tuple(movements), quantum), movement)
 
 
 def log_rounds(data: bytes) -> range:
@@ -154,6 +208,12 @@ def log_since(data: bytes, position: int) -> bytes:
     frame, first, count, start = _open(data)
     if not first <= position <= first + count:
         raise WireError(f"the log has rounds {first} to {first + count - 1}, not {position}")
+    if frame[0] == MERGED_MARK:
+        if position == first:
+            return data
+        if position != first + count:
+            raise WireError(f"entries {first} to {first + count - 1} are one; {position} is held")
+        return encode_log(position, [])
     for number in range(first, position):
         start = _skip_entry(frame, start, number)
     rest = frame[start:].tobytes()
@@ -168,6 +228,8 @@ def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
     flags, position = int(frame[position]), position + 1
     if flags & MOVEMENT:
         position += 8 if flags & DOUBLE else 2
+    if flags & QUANTUM:
+        _, position = read_varint(frame, position)
     for part in (VELOCITY, POSITION):
         if flags & part:
             size, position = read_varint(frame, position)
@@ -184,11 +246,11 @@ def _open(data: bytes) -> tuple[NDArray[np.uint8], int, int, int]:
     body = frame[:-_CRC_BYTES]
     if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
         raise WireError("the checksum of the log is wrong: it is damaged")
-    if int(body[0]) != LOG_MARK:
+    if int(body[0]) not in (LOG_MARK, MERGED_MARK):
         raise WireError(f"byte {int(body[0]):02x} does not begin a log of this version")
     first, position = read_varint(body, 1)
     count, position = read_varint(body, position)
-    if count > len(body) - position:
+    if int(body[0]) == LOG_MARK and count > len(body) - position:
         raise WireError(f"the log claims {count} entries in {len(body) - position} bytes")
     return body, first, count, position
 
@@ -197,11 +259,14 @@ def _head(entry: Entry) -> tuple[int, bytes]:
     flags = VELOCITY if entry.velocity is not None else 0
     flags |= POSITION if entry.position is not None else 0
     flags |= 0 if entry.is_step else HOLD
+    head = b""
     if entry.movement is not None and entry.is_rounded:
-        return flags | MOVEMENT, struct.pack("<f", entry.movement)[2:]
-    if entry.movement is not None:
-        return flags | MOVEMENT | DOUBLE, struct.pack("<d", entry.movement)
-    return flags, b""
+        flags, head = flags | MOVEMENT, struct.pack("<f", entry.movement)[2:]
+    elif entry.movement is not None:
+        flags, head = flags | MOVEMENT | DOUBLE, struct.pack("<d", entry.movement)
+    if entry.quantum is not None:
+        flags, head = flags | QUANTUM, head + write_quantum(entry.quantum)
+    return flags, head
 
 
 def _encode_part(part: Part, is_velocity: bool, known: Known | None, threads: int | None) -> bytes:
@@ -222,7 +287,7 @@ def _decode_entry(
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
-    is_odd = flags >= 2 * HOLD or (flags & HOLD and flags != HOLD)
+    is_odd = flags >= 2 * QUANTUM or (flags & HOLD and flags != HOLD)
     if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
     movement = None
@@ -231,8 +296,10 @@ def _decode_entry(
             (movement,), position = _unpack("<d", frame, position)
         else:
             movement, position = _bfloat16(frame, position)
-        if not movement >= 0 and not math.isnan(movement):
-            raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
+        movement = _checked_movement(movement, number)
+    quantum = None
+    if flags & QUANTUM:
+        quantum, position = read_quantum(frame, position)
     of_velocity: Part | None = None
     of_position: Part | None = None
     if flags & VELOCITY:
@@ -245,8 +312,39 @@ def _decode_entry(
         of_position, position = _decode_part(
             frame, position, public.parameters, None, False, number, threads
         )
-    entry = Entry(number, of_velocity, of_position, movement, is_step=not flags & HOLD)
+    is_step = not flags & HOLD
+    entry = Entry(number, of_velocity, of_position, movement, is_step, quantum=quantum)
     return entry, position
+
+
+def _checked_movement(movement: float, number: int) -> float:
+    if not movement >= 0 and not math.isnan(movement):
+        raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
+    return movement
+
+
+def write_quantum(quantum: float) -> bytes:
+    """Write a power of two by its exponent."""
+    return write_zigzag(math.frexp(quantum)[1] - 1)
+
+
+def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float | None, int]:
+    """Read a byte 0, or a byte 1 and a quantum."""
+    if position >= len(frame) or frame[position] > 1:
+        raise WireError("the frame does not say whether it has a quantum")
+    if not frame[position]:
+        return None, position + 1
+    return read_quantum(frame, position + 1)
+
+
+def read_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
+    """Read what `write_quantum` wrote."""
+    exponent, position = read_zigzag(frame, position)
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise WireError(
+            f"a quantum of 2^{exponent}; exponents go from {MIN_EXPONENT} to {MAX_EXPONENT}"
+        )
+    return math.ldexp(1.0, exponent), position
 
 
 def _decode_part(

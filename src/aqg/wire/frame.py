@@ -17,36 +17,29 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.grids import Grid, is_valid_step, num_levels
-from aqg.core.messages import DenseUpload, Skip, Upload, is_message
-from aqg.core.types import is_whole
+from aqg.core.grids import Grid, is_valid_step, level_dtype, num_levels
+from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
+from aqg.core.track import Track
+from aqg.core.types import FloatArray, Levels, is_whole
 from aqg.errors import MessageError, WireError
-from aqg.wire import context, gaps, others
+from aqg.wire import context, gaps, payloads
 from aqg.wire.bitpack import pack, packed_size, unpack
-from aqg.wire.hints import make_hints
-from aqg.wire.planes import (
+from aqg.wire.sections import (
+    BYTES,
     decode_planes,
-    dense_alphabets,
     encode_planes,
     join_dense,
     join_levels,
     level_alphabets,
-    planes_size,
     split_dense,
     split_levels,
 )
-from aqg.wire.varint import read_varint, varint_size, write_varint
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import Message
-    from aqg.core.track import Track
-    from aqg.core.types import FloatArray, Levels
+from aqg.wire.varint import read_varint, write_varint
 
 VERSION = 1
 CRC_BYTES = 4
@@ -65,12 +58,12 @@ class Mode(enum.IntEnum):
     GAPS = 5
     DENSE = 8
     DENSE_CODED = 9
-    HALF = others.HALF
-    SPARSE = others.SPARSE
-    BLOCKS = others.BLOCKS
-    ROTATED = others.ROTATED
-    BUCKETS = others.BUCKETS
-    TURNED = others.TURNED
+    HALF = payloads.HALF
+    SPARSE = payloads.SPARSE
+    BLOCKS = payloads.BLOCKS
+    ROTATED = payloads.ROTATED
+    BUCKETS = payloads.BUCKETS
+    TURNED = payloads.TURNED
 
 
 class Known(NamedTuple):
@@ -117,7 +110,8 @@ def encode(
     >>> encode(Skip()).hex()
     '20'
     """
-    _check_message(message)
+    if not is_message(message):
+        raise MessageError(f"a {type(message).__name__} is no message; there is no frame for it")
     if isinstance(message, Skip):
         return bytes([_first_byte(Mode.SKIP)])
     message.validate()
@@ -130,7 +124,7 @@ def encode(
         if isinstance(message, DenseUpload):
             mode, payload = _encode_dense(message, threads)
         else:
-            number, payload = others.encode_other(message, threads)
+            number, payload = payloads.encode_other(message, threads)
             mode = Mode(number)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
@@ -139,40 +133,12 @@ def encode(
 
 
 def encoded_size(message: Message, *, known: Known | None = None) -> int:
-    """Return ``len(encode(message, known=known))`` without building the bytes.
+    """Return ``len(encode(message, known=known))``.
 
     >>> encoded_size(DenseUpload(np.ones(3, np.float32)))
     18
     """
-    _check_message(message)
-    if isinstance(message, Skip):
-        return 1
-    message.validate()
-    length = len(message)
-    if isinstance(message, Upload):
-        payload = levels_size(message, known)
-        head_bytes = UPLOAD_HEAD_BYTES
-    elif isinstance(message, DenseUpload):
-        payload = min(4 * length, planes_size(split_dense(message.dense)))
-        head_bytes = 1
-    else:
-        payload = others.other_size(message)
-        head_bytes = 1
-    return head_bytes + varint_size(length) + payload + CRC_BYTES
-
-
-def levels_size(upload: Upload, known: Known | None) -> int:
-    """Return the length of the payload that `encode_levels` makes."""
-    length = len(upload)
-    places = gaps.few_places(upload)
-    if places is not None and gaps.is_best(places):
-        return gaps.gaps_size(places, length)
-    payload = min(packed_size(length, upload.width), planes_size(split_levels(upload)))
-    if others.tries_context(length):
-        hints = _hints(known, upload.step, length)
-        bound = num_levels(upload.grid, upload.width)
-        payload = min(payload, context.encoded_size(upload.levels, bound, hints=hints))
-    return payload if places is None else min(payload, gaps.gaps_size(places, length))
+    return len(encode(message, known=known, threads=1))
 
 
 def decode(
@@ -204,23 +170,22 @@ def decode(
         return Skip()
     body = frame[: len(frame) - CRC_BYTES]
     try:
-        if mode in (Mode.DENSE, Mode.DENSE_CODED):
-            return _decode_dense(mode, body, expected_length, threads)
-        if mode >= Mode.HALF:
-            return _decode_other(mode, body, expected_length, threads)
+        if mode >= Mode.DENSE:
+            payload = _read_length(body, 1, expected_length)
+            message = _decode_values(mode, payload, expected_length, threads)
+            message.validate()
+            return message
         if mode in (Mode.CONTEXT, Mode.HINTED):
             context.require_short(expected_length)
         hints = None
         if mode is Mode.HINTED:
             hints = _decode_hints(body, known, expected_length, difference)
-        return _decode_upload(mode, body, hints, expected_length, threads)
+        if len(body) < UPLOAD_HEAD_BYTES:
+            raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
+        payload = _read_length(body, UPLOAD_HEAD_BYTES, expected_length)
+        return _read_upload(mode, body, payload, hints, expected_length, threads)
     except MessageError as error:
         raise WireError(f"the frame holds no valid message: {error}") from error
-
-
-def _check_message(message: object) -> None:
-    if not is_message(message):
-        raise MessageError(f"a {type(message).__name__} is no message; there is no frame for it")
 
 
 def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
@@ -267,7 +232,7 @@ def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | 
         raise MessageError(
             f"the known reference has {len(known.reference)} values, the upload {length}"
         )
-    hints = make_hints(known.reference, step, known.direction)
+    hints = context.make_hints(known.reference, step, known.direction)
     return hints if np.count_nonzero(hints) else None  # before the first upload nothing is known
 
 
@@ -300,15 +265,15 @@ def encode_levels(
     if places is not None and gaps.is_best(places):
         return Mode.GAPS, gaps.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
-    if tries_context and others.tries_context(len(upload)):
+    if tries_context and len(upload) <= context.LONGEST:
         bound = num_levels(upload.grid, upload.width)
         coded = context.encode(upload.levels, bound, hints=hints)
         if len(coded) < len(best):
             best, mode = coded, Mode.CONTEXT if hints is None else Mode.HINTED
     if packed_size(len(upload), upload.width) <= len(best):
         best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
-    if places is not None and gaps.gaps_size(places, len(upload)) < len(best):
-        best, mode = gaps.encode_gaps(upload, places), Mode.GAPS
+    if places is not None and len(few := gaps.encode_gaps(upload, places)) < len(best):
+        best, mode = few, Mode.GAPS
     return mode, best
 
 
@@ -330,19 +295,6 @@ def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Up
         return _read_upload(Mode(number), data, data[UPLOAD_HEAD_BYTES:], None, length, threads)
     except MessageError as error:
         raise WireError(f"no valid message: {error}") from error
-
-
-def _decode_upload(
-    mode: Mode,
-    body: NDArray[np.uint8],
-    hints: NDArray[np.int8] | None,
-    length: int,
-    threads: int | None,
-) -> Upload:
-    if len(body) < UPLOAD_HEAD_BYTES:
-        raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
-    payload = _read_length(body, UPLOAD_HEAD_BYTES, length)
-    return _read_upload(mode, body, payload, hints, length, threads)
 
 
 def _read_upload(
@@ -387,27 +339,16 @@ def decode_levels(
     return context.decode(payload, length, num_levels(grid, width), hints=hints)
 
 
-def _decode_dense(
-    mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None
-) -> DenseUpload:
-    payload = _read_length(body, 1, length)
+def _decode_values(
+    mode: Mode, payload: NDArray[np.uint8], length: int, threads: int | None
+) -> DenseUpload | payloads.Other:
+    if mode >= Mode.HALF:
+        return payloads.decode_other(mode, payload, length, threads)
     if mode is Mode.DENSE_CODED:
-        values = join_dense(decode_planes(payload, dense_alphabets(), length, threads))
-    elif len(payload) == 4 * length:
-        values = np.frombuffer(payload.tobytes(), "<f4").astype(np.float32)
-    else:
+        return DenseUpload(join_dense(decode_planes(payload, [BYTES] * 4, length, threads)))
+    if len(payload) != 4 * length:
         raise WireError(f"{length} float32 values take {4 * length} bytes, not {len(payload)}")
-    upload = DenseUpload(values)
-    upload.validate()
-    return upload
-
-
-def _decode_other(
-    mode: Mode, body: NDArray[np.uint8], length: int, threads: int | None
-) -> others.Other:
-    upload = others.decode_other(mode, _read_length(body, 1, length), length, threads)
-    upload.validate()
-    return upload
+    return DenseUpload(np.frombuffer(payload.tobytes(), "<f4").astype(np.float32))
 
 
 def _first_byte(mode: Mode) -> int:
@@ -438,3 +379,28 @@ def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArr
     if length != expected:
         raise WireError(f"the frame holds {length} values where {expected} are expected")
     return body[position:]
+
+
+def warm_up() -> None:
+    """Run every kernel once on tiny messages.
+
+    The first time on a machine this compiles them, which takes a while and is kept on disk; later
+    it only loads them. Without it the first messages do the same.
+    """
+    random = np.random.default_rng(0)
+    few = np.ones(100, np.uint8)
+    few[7] = 2
+    messages: list[Upload | DenseUpload] = [DenseUpload(np.ones(2000, np.float32))]
+    messages.append(Upload(few, 1.0, 2, Grid.MIDTREAD))
+    for width in (4, 12):
+        bound = num_levels(Grid.MIDTREAD, width)
+        peaked, flat = np.minimum(random.geometric(0.7, 300), bound) - 1, random.permutation(bound)
+        for numbers in (peaked, flat[:100]):
+            levels: Levels = numbers.astype(level_dtype(width))
+            messages.append(Upload(levels, 1.0, width, Grid.MIDTREAD))
+    for message in messages:
+        decode(encode(message), len(message))
+    upload, direction = Upload(few + np.uint8(6), 1.0, 4, Grid.MIDTREAD), np.ones(100, np.int8)
+    for reference in (np.ones(100, np.float32), np.ones(100)):
+        for known in (Known(reference, direction), Known(reference)):
+            decode(encode(upload, known=known), len(upload), known=known)

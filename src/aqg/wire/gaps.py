@@ -15,20 +15,15 @@ more, without a table to learn from a handful of symbols.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import Grid
+from aqg.core.messages import Upload
+from aqg.core.types import IntArray
 from aqg.errors import WireError
 from aqg.jit import njit
-from aqg.wire.varint import read_varint, varint_size, write_varint
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import Upload
-    from aqg.core.types import IntArray
+from aqg.wire.varint import read_varint, write_varint
 
 WIDTH = 2
 NEGATIVE, ZERO, POSITIVE = 0, 1, 2
@@ -63,23 +58,14 @@ def rice_parameter(length: int, count: int) -> int:
     return max(0, half.bit_length() - 1)
 
 
-def gaps_size(places: IntArray, length: int) -> int:
-    """Return ``len(encode_gaps(...))``."""
-    count = len(places)
-    parameter = rice_parameter(length, count)
-    quotients = int((_gaps(places) >> parameter).sum())
-    num_bits = quotients + count * (parameter + 2)
-    return varint_size(count) + (num_bits + 7) // 8
-
-
 def encode_gaps(upload: Upload, places: IntArray) -> bytes:
     """Return the payload for an upload whose levels are not zero at ``places`` only."""
     count, length = len(places), len(upload)
-    head = write_varint(count)
-    bits = np.zeros(gaps_size(places, length) - len(head), np.uint8)
-    is_positive = upload.levels[places] == POSITIVE
-    _write(bits, _gaps(places), is_positive, rice_parameter(length, count))
-    return head + bits.tobytes()
+    gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(length, count)
+    num_bits = int((gaps >> parameter).sum()) + count * (parameter + 2)
+    bits = np.zeros((num_bits + 7) // 8, np.uint8)
+    _write(bits, gaps, upload.levels[places] == POSITIVE, parameter)
+    return write_varint(count) + bits.tobytes()
 
 
 def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
@@ -96,12 +82,6 @@ def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
     if padding >= 8 or (padding and int(bits[-1]) >> (8 - padding)):
         raise WireError(f"{padding} bits follow the last level; below 8, all zero, may")
     return levels
-
-
-def _gaps(places: IntArray) -> IntArray:
-    """Return how many zeros lie before each place, since the one before."""
-    gaps: IntArray = np.diff(places, prepend=-1) - 1
-    return gaps
 
 
 @njit()

@@ -17,15 +17,13 @@ Invariants, which bound every shift and product below, on hostile input too:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import WireError
 from aqg.jit import njit, part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MANY_LANES = 8
 WORD_BITS = 16
@@ -89,13 +87,6 @@ def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> by
     )
 
 
-def coded_size(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> int:
-    """Return ``len(encode_symbols(...))`` without storing a word."""
-    states = np.empty(lanes, np.int64)
-    num_words = _encode(symbols, *_make_steps(ranges), states, None)
-    return lanes * STATE_BYTES + 2 * int(num_words)
-
-
 def decode_symbols(
     data: NDArray[np.uint8], ranges: Ranges, lanes: int, symbols: NDArray[np.uint8]
 ) -> None:
@@ -144,14 +135,13 @@ def _put(
     limits: NDArray[np.int64],
     inverses: NDArray[np.float64],
     gains: NDArray[np.uint64],
-    words: NDArray[np.uint16] | None,
+    words: NDArray[np.uint16],
 ) -> tuple[int, int]:
     """Absorb one symbol; return the new state and the position of the next word.
 
     The word is always stored and kept only if the state was too full: no branch to mispredict.
     """
-    if words is not None:
-        words[np.uint64(position)] = x & 0xFFFF
+    words[np.uint64(position)] = x & 0xFFFF
     is_full = x >= limits[symbol]
     position -= int(is_full)
     x = x >> WORD_BITS if is_full else x
@@ -168,12 +158,9 @@ def _encode(
     inverses: NDArray[np.float64],
     gains: NDArray[np.uint64],
     states: NDArray[np.int64],
-    words: NDArray[np.uint16] | None,
+    words: NDArray[np.uint16],
 ) -> int:
-    """Code backwards, filling ``words`` from its end; return how many.
-
-    Without ``words`` the encoder only counts: a kernel of its own.
-    """
+    """Code backwards, filling ``words`` from its end; return how many."""
     last = len(symbols) - 1
     position = last
     t = (limits, inverses, gains, words)

@@ -8,38 +8,50 @@ A section is one byte that says how (`Method`, scale and precision of the freque
     GROUPED     the same over bytes of several symbols each: half the work or less
 
 A table with a single symbol is all there is: the symbols are known.
+
+Wide numbers are written as planes of bytes, and planes as sections:
+
+========== ======== ==============================================================================
+message    planes   symbol ``i`` of each
+========== ======== ==============================================================================
+width ≤ 8  1        level ``i``
+width > 8  2        the low 8 bits, and the rest, of ``(level - 2^(width-1) + 128) mod 2^width``
+float32    4        the bytes, lowest first, of the bits rotated left by one
+========== ======== ==============================================================================
+
+The shift keeps the levels around zero, which are most of them, on one value of the upper plane. The
+rotation gathers a float's exponent in one byte; that plane is compressible, the others seldom are.
+
+A plane of `BLOCKED_LENGTH` symbols or more is cut into blocks of `BLOCK_LENGTH`; each is a section
+of its own, so that several threads can work on one message. Where a message has more than one
+section, each is preceded by its number of bytes.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.grids import Grid, num_levels
+from aqg.core.messages import Upload
+from aqg.core.types import Levels
 from aqg.errors import WireError
-from aqg.jit import HAVE_NUMBA, njit
+from aqg.jit import njit
+from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import (
-    MANY_LANES,
-    STATE_BYTES,
-    coded_size,
-    decode_symbols,
-    encode_symbols,
-    make_ranges,
-)
+from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols, make_ranges
 from aqg.wire.tables import (
     MIN_SCALE_BITS,
     Table,
     choose_table,
     least_bits,
     read_table,
-    table_size,
     write_table,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from aqg.wire.varint import read_part, write_varint
 
 MANY_LANES_BYTES = 1 << 14
 """Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
@@ -51,6 +63,10 @@ GROUPED_LENGTH = 1 << 18
 """Number of symbols from which grouping is tried."""
 GROUPED_COST = 1 + 1 / 256
 """Grouping is faster; it may cost this much in size."""
+BLOCKED_LENGTH = 1 << 21
+BLOCK_LENGTH = 1 << 20
+THREADED_LENGTH = 1 << 15
+"""Messages with fewer symbols in all planes are coded before a thread has started."""
 
 
 class Method(enum.IntEnum):
@@ -77,6 +93,9 @@ class Alphabet(NamedTuple):
     def num_groups(self) -> int:
         """How many different groups there can be."""
         return 1 << self.width * self.group_length
+
+
+BYTES = Alphabet(width=8, size=256)
 
 
 class _Plan(NamedTuple):
@@ -110,19 +129,6 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
     return bytes([Method.PACKED]) + pack(symbols, alphabet.width, threads=1).tobytes()
-
-
-def section_size(symbols: NDArray[np.uint8], alphabet: Alphabet) -> int:
-    """Return ``len(encode_section(symbols, alphabet))`` without building the bytes."""
-    longest = 1 + packed_size(len(symbols), alphabet.width)
-    plan = _make_plan(symbols, alphabet)
-    if plan is None:
-        return longest
-    size = 1 + table_size(plan.table)
-    if not plan.table.is_constant:
-        ranges = make_ranges(plan.table.frequencies, plan.table.scale_bits)
-        size += coded_size(plan.symbols, ranges, plan.lanes)
-    return min(size, longest)
 
 
 def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
@@ -168,8 +174,6 @@ def _decode_coded(
 
 def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     """Choose how to code ``symbols``, or ``None`` where packing is at least as short."""
-    if not HAVE_NUMBA:
-        return None
     packed_bits = 8 * packed_size(len(symbols), alphabet.width)
     if packed_bits < 8 * SHORTEST_CODED_BYTES and np.count_nonzero(symbols != symbols[:1]):
         return None
@@ -244,3 +248,124 @@ def _count_into(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
         counts[3, symbols[i + 3]] += 1
     for i in range(whole, len(symbols)):
         counts[0, symbols[i]] += 1
+
+
+class Plane(NamedTuple):
+    """One symbol per coordinate, all below ``alphabet.size``."""
+
+    symbols: NDArray[np.uint8]
+    alphabet: Alphabet
+
+
+def level_alphabets(grid: Grid, width: int) -> list[Alphabet]:
+    """Return the alphabets of the planes of levels on ``grid`` at ``width`` bits."""
+    if width <= 8:
+        return [Alphabet(width, num_levels(grid, width))]
+    return [BYTES, Alphabet(width - 8, 1 << (width - 8))]
+
+
+def split_levels(upload: Upload) -> list[Plane]:
+    """Return the planes of an upload's levels."""
+    alphabets = level_alphabets(upload.grid, upload.width)
+    if len(alphabets) == 1:
+        return [Plane(upload.levels.astype(np.uint8, copy=False), alphabets[0])]
+    shifted = upload.levels - np.uint16((1 << (upload.width - 1)) - 128)
+    shifted &= np.uint16((1 << upload.width) - 1)
+    parts = (shifted.astype(np.uint8), (shifted >> np.uint16(8)).astype(np.uint8))
+    return [Plane(*plane) for plane in zip(parts, alphabets, strict=True)]
+
+
+def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
+    """Undo `split_levels`."""
+    if len(planes) == 1:
+        return planes[0]
+    shifted = planes[0] | planes[1].astype(np.uint16) << np.uint16(8)
+    shifted += np.uint16((1 << (width - 1)) - 128)
+    shifted &= np.uint16((1 << width) - 1)
+    return shifted
+
+
+def split_dense(values: NDArray[np.float32]) -> list[Plane]:
+    """Return the planes of float32 values."""
+    bits = read_only(values).view(np.uint32)
+    planes = np.empty((4, len(bits)), np.uint8)
+    _split(bits, planes)
+    return [Plane(plane, BYTES) for plane in planes]
+
+
+@njit()
+def _split(bits: Any, planes: Any) -> None:
+    for i in range(len(bits)):
+        rotated = np.uint32(bits[i] << np.uint32(1)) | np.uint32(bits[i] >> np.uint32(31))
+        planes[0, i] = rotated
+        planes[1, i] = rotated >> np.uint32(8)
+        planes[2, i] = rotated >> np.uint32(16)
+        planes[3, i] = rotated >> np.uint32(24)
+
+
+def join_dense(planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
+    """Undo `split_dense`."""
+    rotated = planes[3].astype(np.uint32)
+    for plane in planes[2::-1]:
+        rotated <<= np.uint32(8)
+        rotated |= plane
+    return (rotated >> np.uint32(1) | rotated << np.uint32(31)).view(np.float32)
+
+
+def encode_planes(planes: list[Plane], threads: int | None) -> bytes:
+    """Write all planes, block by block.
+
+    >>> encode_planes([Plane(np.zeros(100, np.uint8), BYTES)] * 2, threads=1).hex()
+    '053d00000100053d00000100'
+    """
+    pieces = _pieces(planes)
+    threads = _useful_threads(planes, threads)
+    sections = map_threads(lambda piece: encode_section(*piece), pieces, threads)
+    if len(sections) == 1:
+        return sections[0]
+    return b"".join(write_varint(len(section)) + section for section in sections)
+
+
+def decode_planes(
+    payload: NDArray[np.uint8], alphabets: list[Alphabet], length: int, threads: int | None
+) -> list[NDArray[np.uint8]]:
+    """Return one plane of ``length`` symbols per alphabet; they may reach up to ``2^width - 1``."""
+    planes = [Plane(np.empty(length, np.uint8), alphabet) for alphabet in alphabets]
+    pieces = _pieces(planes)
+    sections = _cut(payload, len(pieces))
+    map_threads(
+        lambda i: decode_section(sections[i], pieces[i].alphabet, pieces[i].symbols),
+        range(len(pieces)),
+        _useful_threads(planes, threads),
+    )
+    return [plane.symbols for plane in planes]
+
+
+def _useful_threads(planes: list[Plane], threads: int | None) -> int | None:
+    if len(planes) * len(planes[0].symbols) >= THREADED_LENGTH:
+        return threads
+    return 1 if threads is None else min(threads, 1)
+
+
+def _pieces(planes: list[Plane]) -> list[Plane]:
+    length = len(planes[0].symbols)
+    if length < BLOCKED_LENGTH:
+        return planes
+    return [
+        Plane(symbols[start : start + BLOCK_LENGTH], alphabet)
+        for symbols, alphabet in planes
+        for start in range(0, length, BLOCK_LENGTH)
+    ]
+
+
+def _cut(payload: NDArray[np.uint8], num_sections: int) -> list[NDArray[np.uint8]]:
+    """Cut the payload into sections, by their number of bytes where there are several."""
+    if num_sections == 1:
+        return [payload]
+    sections = []
+    for index in range(num_sections):
+        section, payload = read_part(payload, 0, f"section {index} claims")
+        sections.append(section)
+    if len(payload):
+        raise WireError(f"{len(payload)} bytes follow the last section")
+    return sections

@@ -26,17 +26,14 @@ nearest to the largest; it is off by at most ``|x|/3 + 2^-6 max|x|``. Zero has n
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.errors import WireError
-from aqg.wire.varint import read_varint, write_varint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.wire.varint import read_zigzag, write_zigzag
 
 PRECISIONS = ("exact", "half", "byte", "change")
 
@@ -109,7 +106,7 @@ def encode_statistics(
         if not message.sent[index]:
             continue
         if sections[index].is_integer:
-            parts += [write_varint(_zigzag(number)) for number in message.counts[place].tolist()]
+            parts += [write_zigzag(number) for number in message.counts[place].tolist()]
             continue
         values = message.values[place]
         _require_finite(values)
@@ -123,7 +120,7 @@ def encode_statistics(
         else:
             exponent = _exponent(values)
             halves = np.ldexp(values, _MANTISSA - exponent).astype("<f2")
-            parts += [write_varint(_zigzag(exponent)), halves.tobytes()]
+            parts += [write_zigzag(exponent), halves.tobytes()]
     body = b"".join(parts)
     return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
 
@@ -211,7 +208,7 @@ def _to_short(values: Float64Array, precision: str) -> bytes:
     if precision == "change":
         codes = np.append(codes, np.zeros(len(codes) % 2, np.int64))
         codes = codes[::2] + 16 * codes[1::2]
-    return write_varint(_zigzag(exponent)) + codes.astype(np.uint8).tobytes()
+    return write_zigzag(exponent) + codes.astype(np.uint8).tobytes()
 
 
 def _read_short(body: bytes, position: int, size: int, precision: str) -> tuple[Float64Array, int]:
@@ -254,8 +251,7 @@ def _read_floats(
 
 
 def _read_exponent(body: bytes, position: int) -> tuple[int, int]:
-    code, position = read_varint(body, position)
-    exponent = _from_zigzag(code)
+    exponent, position = read_zigzag(body, position)
     if exponent not in _EXPONENTS:
         raise WireError(f"exponent {exponent} of a tensor is outside -1100..1100")
     return exponent, position
@@ -266,14 +262,6 @@ def _read_integers(body: bytes, position: int, size: int) -> tuple[list[int], in
         raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
     numbers = []
     for _ in range(size):
-        code, position = read_varint(body, position)
-        numbers.append(_from_zigzag(code))
+        number, position = read_zigzag(body, position)
+        numbers.append(number)
     return numbers, position
-
-
-def _zigzag(number: int) -> int:
-    return 2 * number if number >= 0 else -2 * number - 1
-
-
-def _from_zigzag(code: int) -> int:
-    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1

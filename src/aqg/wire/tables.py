@@ -22,15 +22,13 @@ one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import WireError
 from aqg.jit import njit, part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MIN_SCALE_BITS = 9
 MAX_SCALE_BITS = 16
@@ -87,15 +85,10 @@ def write_table(table: Table) -> bytes:
     >>> write_table(Table(np.array([6, 458, 48]), peak=1, scale_bits=9, precision=1)).hex()
     '751e'
     """
-    target = np.zeros(table_size(table), np.uint8)
+    num_bits = _write(table.frequencies, table.peak, table.precision, _NOWHERE)
+    target = np.zeros((int(num_bits) + 7) // 8, np.uint8)
     _write(table.frequencies, table.peak, table.precision, target)
     return target.tobytes()
-
-
-def table_size(table: Table) -> int:
-    """Return ``len(write_table(table))``."""
-    bits = _write(table.frequencies, table.peak, table.precision, _NOWHERE)
-    return (int(bits) + 7) // 8
 
 
 def read_table(

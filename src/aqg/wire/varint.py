@@ -1,14 +1,11 @@
-"""Unsigned integers in as many bytes as they need, seven bits to a byte, lowest first."""
+"""Integers in as many bytes as they need, seven bits to a byte, lowest first."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
+from numpy.typing import NDArray
 
 from aqg.errors import WireError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MAX_BYTES = 9
 """Enough for every integer below 2^63."""
@@ -58,3 +55,24 @@ def read_varint(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, in
                 raise WireError(f"the varint at byte {position} is not in its shortest form")
             return value, position + index + 1
     raise WireError(f"the varint at byte {position} is longer than {MAX_BYTES} bytes")
+
+
+def read_part(
+    data: NDArray[np.uint8], position: int, what: str
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return so many bytes as the varint at ``position`` says, and all that follow them."""
+    size, start = read_varint(data, position)
+    if size > len(data) - start:
+        raise WireError(f"{what} {size} bytes where {len(data) - start} are left")
+    return data[start : start + size], data[start + size :]
+
+
+def write_zigzag(number: int) -> bytes:
+    """Encode an integer with a sign: 0, -1, 1, -2 and so on as 0, 1, 2, 3."""
+    return write_varint(2 * number if number >= 0 else -2 * number - 1)
+
+
+def read_zigzag(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, int]:
+    """Undo `write_zigzag`; return the integer and the position after it."""
+    code, position = read_varint(data, position)
+    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1, position

@@ -22,22 +22,18 @@ take few different values. What does not fit is written by its bits.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
+from aqg.core.types import FloatArray
 from aqg.errors import WireError
 from aqg.wire import frame
-from aqg.wire.planes import BYTES, Plane, decode_planes, encode_planes, planes_size
-from aqg.wire.sections import Alphabet
-from aqg.wire.varint import read_varint, varint_size, write_varint
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
+from aqg.wire.varint import read_part, read_varint, read_zigzag, write_varint, write_zigzag
 
 BITS, LATTICE, TABLE = range(3)
 _MOST_BITS = 32
@@ -77,18 +73,6 @@ def encode_vector(new: FloatArray, old: FloatArray, threads: int | None = None) 
     return b"".join(parts)
 
 
-def vector_size(new: FloatArray, old: FloatArray) -> int:
-    """Return ``len(encode_vector(new, old))``."""
-    difference = _measure(new, old)
-    if not len(new):
-        return 0
-    size = frame.levels_size(difference.places, None)
-    size += 2 + varint_size(size)
-    if difference.planes:
-        size += len(_write_head(difference)) + planes_size(difference.planes)
-    return size
-
-
 def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None = None) -> Any:
     """Return the vector that `encode_vector` wrote; raise `WireError` on anything else.
 
@@ -103,10 +87,7 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None 
         raise WireError(f"a vector of kind {kind}; it must be at most {TABLE}")
     if mode not in _PLACES_MODES:
         raise WireError(f"the places of a vector are coded in mode {mode}, which holds none")
-    size, start = read_varint(data, 2)
-    if size > len(data) - start:
-        raise WireError(f"the places claim {size} bytes where {len(data) - start} are left")
-    payload, rest = data[start : start + size], data[start + size :]
+    payload, rest = read_part(data, 2, "the places claim")
     levels = frame.decode_levels(frame.Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
     if len(levels) and int(levels.max()) > 2:
         raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
@@ -224,7 +205,7 @@ def _join(planes: list[NDArray[np.uint8]]) -> NDArray[np.uint64]:
 def _write_head(difference: _Difference) -> bytes:
     if difference.kind == BITS:
         return b""
-    head = write_varint(zigzag(difference.exponent))
+    head = write_zigzag(difference.exponent)
     if difference.kind == LATTICE:
         return head + bytes([len(difference.planes)])
     table = difference.table.tolist()
@@ -235,8 +216,7 @@ def _write_head(difference: _Difference) -> bytes:
 def _read_magnitudes(
     kind: int, data: NDArray[np.uint8], count: int, threads: int | None
 ) -> tuple[NDArray[np.uint64], int]:
-    code, start = read_varint(data, 0)
-    exponent = from_zigzag(code)
+    exponent, start = read_zigzag(data, 0)
     if exponent not in _EXPONENTS:
         raise WireError(f"exponent {exponent} of a vector is outside -1200..1200")
     if start >= len(data):
@@ -259,13 +239,3 @@ def _read_magnitudes(
     if int(indices.max()) > number:
         raise WireError(f"a magnitude has index {int(indices.max())}; {number} is the last")
     return table[indices], exponent
-
-
-def zigzag(number: int) -> int:
-    """Map the integers 0, -1, 1, -2 and so on to 0, 1, 2, 3."""
-    return 2 * number if number >= 0 else -2 * number - 1
-
-
-def from_zigzag(code: int) -> int:
-    """Undo `zigzag`."""
-    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1

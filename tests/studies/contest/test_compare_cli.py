@@ -16,7 +16,6 @@ from aqg.cli.app import run_app
 from aqg.runs.directory import CHECKPOINT, ROUNDS, read_lines
 from aqg.runs.files import locked
 from aqg.studies.contest.plan import TRIALS, read_outcomes
-from aqg.studies.contest.table import main
 from aqg.studies.contest.tasks import TASKS
 
 FILES = {"compare.json", "trials.jsonl", "results.json", "tables.md", "frontier.png"}
@@ -74,7 +73,7 @@ def test_going_on_runs_what_is_named_and_repeats_what_is_told(finished, tmp_path
     assert json.loads((rest / "compare.json").read_text()) == plan
 
 
-def test_results_are_shown_again_without_a_run(finished, capsys, tmp_path):
+def test_results_are_shown_again_without_a_run(finished, capsys):
     before = (finished / TRIALS).read_bytes()
     assert run_app(["compare", "--from", str(finished)]) == 0
     shown = capsys.readouterr().out
@@ -83,15 +82,9 @@ def test_results_are_shown_again_without_a_run(finished, capsys, tmp_path):
     assert run_app(["compare", "--from", str(finished), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cells"]) == 3
     assert (finished / TRIALS).read_bytes() == before
-    page = tmp_path / "page.md"
-    page.write_text("Before.\n<!-- table: swap-in -->\nstale\n<!-- end -->\nAfter.\n")
-    main([str(page), str(finished)])
-    text = page.read_text()
-    assert "| `onebit` |" in text
-    assert "stale" not in text
-    assert text.endswith("<!-- end -->\nAfter.\n")
 
 
+@pytest.mark.soak
 def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
     if TASKS["heart"].missing_file(data_dir) is not None:
         pytest.skip("needs the files of heart in the data directory")
@@ -139,6 +132,7 @@ def test_one_command_at_a_time(finished, capsys):
     assert "topk" not in (finished / "compare.json").read_text()
 
 
+@pytest.mark.soak
 def test_a_trial_that_was_interrupted_goes_on(tmp_path):
     """Ctrl-C in the middle of a trial saves it, and the results are those of one go."""
     arguments = ["compare", "fedavg", "--task", "digits-softmax", "--seeds", "1", "--jobs", "1"]

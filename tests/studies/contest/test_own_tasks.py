@@ -13,7 +13,7 @@ import pytest
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.cost import count_every_byte, first_model_bytes
+from aqg.runs.cost import Meter, running_totals
 from aqg.runs.setup import build_problem, check_target, make_simulation
 from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import FIXED
@@ -113,22 +113,22 @@ def test_outcomes_are_those_of_runs(home):
     assert outcome.ending == "reached"
     crossing = outcome.curve.reach(task.goal.target)
     config = make_config(trial, task, None)
-    simulation = make_simulation(config, build_problem(config))
-    records, accuracies = [], []
+    problem = build_problem(config)
+    simulation, records, accuracies = make_simulation(config, problem), [], []
+    meter = Meter(problem.start_bytes, config.training().downlink)
     for _ in range(crossing.rounds + task.goal.target.hold - 1):
-        records.append(simulation.run_round())
+        records.append(meter.charge(simulation.run_round()))
         accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
     assert min(accuracies[-3:]) >= 0.8
     assert len(accuracies) == 3 or accuracies[-4] < 0.8
-    first = first_model_bytes(config.training().downlink, len(simulation.parameters))
-    sizes = count_every_byte(records, first)
+    sizes = running_totals(records)
     assert sizes == list(outcome.curve.total_bytes)
     assert sizes[-3] == crossing.total_bytes
     assert list(outcome.curve.values[1:]) == [float(f"{value:.6g}") for value in accuracies]
     assert outcome.upload_bytes == sum(r.upload_bytes for r in records[: crossing.rounds])
     cells = json.loads((home / "c/results.json").read_text())["cells"]
     assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
-        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2)),
+        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2))
     }
 
 
@@ -197,7 +197,7 @@ def test_own_data_and_a_loss(folder, capsys):
     cells = json.loads((folder / "c/results.json").read_text())["cells"]
     assert [cell["num_reached"] for cell in cells] == [1, 1, 1]
     assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
-        *("fedavg", "gd", "lean"),
+        *("fedavg", "gd", "lean")
     }
     # Nothing in it is code, so it may go on without being named.
     assert run_app(["compare", "--resume", "c", "--jobs", "1"]) == 0

@@ -100,7 +100,7 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     plan = ContestPlan(compared("stc,auto", seeds=2, search=True), tmp_path)
     first = hand_out(plan)  # and then its target has to be known
     assert [str(job.trial.setting) for job in first] == [
-        *("fedavg", "fedavg, step ×2", "fedavg, step ×4", "fedavg, step of its own"),
+        *("fedavg", "fedavg, step ×2", "fedavg, step ×4", "fedavg, step of its own")
     ]
     assert [job.config.step for job in first] == ["fixed"] * 3 + ["dog"]
     assert all(job.config.target is None and job.config.rounds == 40 for job in first)
@@ -149,7 +149,7 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     assert {t.seed for t in stuck if t.recipe == FEDAVG} == {0}
     assert {t.recipe for t in stuck if t.seed == 1} == {"auto", "stc"}
     assert {job.trial.recipe for job in ended if job.trial.task == TASK.name} == {
-        *(FEDAVG, "auto", "stc"),
+        *(FEDAVG, "auto", "stc")
     }
     plan.take(slow, falling(800))
     assert {job.trial.seed for job in run_all(plan)} >= {1}

@@ -189,7 +189,7 @@ import sys
 from pathlib import Path
 for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
     sys.modules[name] = None
-from aqg.studies.contest.headless import run_trial
+from aqg.studies.contest.plan import run_trial
 from aqg.studies.contest.search import SELF_SETTING, Setting
 setting = Setting("fedavg", multiplier=SELF_SETTING)
 outcome = run_trial("unseen-synthetic", "fedavg", setting, data_dir=Path("data"), rounds=1)

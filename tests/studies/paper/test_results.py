@@ -11,21 +11,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tools.document import refresh
 
 from aqg.cli.app import run_app
-from aqg.cli.reproduce import run_plan, show_results
-from aqg.cli.study import Where
+from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
 from aqg.runs.plan import unfinished
-from aqg.studies.document import refresh
-from aqg.studies.paper.execute import (
-    adopt_devices,
-    count_runs,
-    keep_beside,
-    keep_results,
-    missing_from,
-)
+from aqg.studies.paper.execute import adopt_devices, count_runs, keep_results, missing_from
 from aqg.studies.paper.figures import all_figures, stack_curves
 from aqg.studies.paper.outcomes import (
     CURVES,
@@ -44,6 +37,7 @@ from aqg.studies.paper.plan import FULL, QUICK, TABLE_2, make_plan
 
 from papers.claims import VERDICTS, find
 from papers.mao2022 import all_passages, all_tables
+from papers.merge import keep_beside
 from tests.studies.paper.samples import make_outcome
 
 ROOT = Path(__file__).parents[3]
@@ -185,6 +179,7 @@ def test_the_other_machine_has_every_logistic_run(stored):
 SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
 
 
+@pytest.mark.soak
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
     console = Console(file=io.StringIO(), width=200)
@@ -283,12 +278,6 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
 
 
-def test_ended_above_its_start():
-    assert make_outcome(final_loss=math.inf).ran_away
-    assert make_outcome(final_loss=3.0).ran_away
-    assert not make_outcome().ran_away
-
-
 def test_pictures(stored):
     chosen = tuple(
         o for o in stored.outcomes if o.section == "network" or (o.dropout, o.seed) == (0.9, 0)
@@ -333,9 +322,8 @@ def test_errors_are_one_line(tmp_path, capsys):
         refresh("<!-- table: nothing -->\n<!-- end -->", [])
     assert run_app(["reproduce", "--from", "x", "--quick"]) == 2
     assert run_app(["reproduce", "--only", "x"]) == 2
-    assert run_app(["reproduce", "--beside", "x"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert "choose from table2" in errors[1]
 
 

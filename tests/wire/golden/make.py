@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import Grid
-from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.core.halves import HalfUpload, SparseUpload, to_halves
+from aqg.core.messages import AnyUpload, DenseUpload, Message, Skip, Upload
+from aqg.core.rotation import RotatedUpload, quantize_rotated
 from aqg.wire import Known, encode
 from aqg.wire.frame import Mode
 
@@ -49,27 +52,59 @@ def golden_known(length: int) -> Known:
     return Known(reference.astype(np.float32), (np.arange(length) % 7 - 3).astype(np.int8))
 
 
+def keep(vector: np.ndarray, indices: np.ndarray) -> SparseUpload:
+    """Return a sparse message of these coordinates."""
+    return SparseUpload(indices, *to_halves(vector[indices]), len(vector))
+
+
+def golden_field_messages() -> dict[str, AnyUpload]:
+    """Return messages of every mode, and both ways to code places."""
+    random = np.random.default_rng(2025)
+    vector = random.standard_t(3, 3000) * 1e-3
+    clustered = np.flatnonzero(np.repeat(random.random(300) < 0.05, 10))
+    return {
+        "half": HalfUpload(*to_halves(vector)),
+        "sparse-clustered": keep(vector, clustered),
+        "sparse-scattered": keep(vector, np.sort(random.choice(3000, 900, replace=False))),
+        "sparse-nothing": keep(vector, np.empty(0, np.int64)),
+        "blocks": BlockUpload(*quantize_blocks(vector)),
+        "rotated": RotatedUpload(*quantize_rotated(vector, 2025, True), 2025, 3000),
+        "buckets": BlockUpload(*quantize_buckets(vector, 512, 7, random.random(3000)), 512),
+        "turned-2-bit": RotatedUpload(*quantize_rotated(vector, 7, True, 2), 7, 3000, 2),
+        "turned-4-bit": RotatedUpload(*quantize_rotated(vector, 7, False, 4), 7, 3000, 4),
+    }
+
+
+def content_crc32(message: Message) -> int:
+    """Return the checksum of what a message stands for."""
+    if isinstance(message, Upload):
+        return zlib.crc32(message.levels.astype("<u2").tobytes())
+    if isinstance(message, DenseUpload):
+        return zlib.crc32(message.dense.astype("<f4").tobytes())
+    if isinstance(message, Skip):
+        return 0
+    return zlib.crc32((message.values(np.float64) + 0.0).astype("<f8").tobytes())
+
+
 def main() -> None:
     """Write those frames that are not there yet, and the list of all."""
-    cases = []
-    for name, message in golden_messages().items():
-        path = HERE / f"{name}.bin"
-        known = golden_known(1000) if name == "hinted-4-bit" else None
-        frame = encode(message, known=known)
-        if not path.exists():
-            path.write_bytes(frame)
-        case: dict[str, object] = {"name": name, "mode": Mode(frame[0] & 0x1F).name, "length": 0}
-        content = b""
-        if isinstance(message, Upload):
-            content = message.levels.astype("<u2").tobytes()
-            case |= {"width": message.width, "grid": str(message.grid), "step": message.step}
-        elif isinstance(message, DenseUpload):
-            content = message.dense.astype("<f4").tobytes()
-        if not isinstance(message, Skip):
-            case["length"] = len(message)
-        cases.append(case | {"content_crc32": zlib.crc32(content)})
-        print(f"{name:16} {case['mode']:12} {len(frame):6} bytes")
-    (HERE / "frames.json").write_text(json.dumps(cases, indent=1) + "\n")
+    for list_name, messages in (
+        ("frames.json", golden_messages()),
+        ("field_frames.json", golden_field_messages()),
+    ):
+        cases = []
+        for name, message in messages.items():
+            path = HERE / f"{name}.bin"
+            frame = encode(message, known=golden_known(1000) if name == "hinted-4-bit" else None)
+            if not path.exists():
+                path.write_bytes(frame)
+            length = 0 if isinstance(message, Skip) else len(message)
+            case = {"name": name, "mode": Mode(frame[0] & 0x1F).name, "length": length}
+            if isinstance(message, Upload):
+                case |= {"width": message.width, "grid": str(message.grid), "step": message.step}
+            cases.append(case | {"content_crc32": content_crc32(message)})
+            print(f"{name:16} {case['mode']:12} {len(frame):6} bytes")
+        (HERE / list_name).write_text(json.dumps(cases, indent=1) + "\n")
 
 
 if __name__ == "__main__":

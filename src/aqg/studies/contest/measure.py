@@ -6,7 +6,7 @@ precision, with the server step for which that is best. The targets are shares o
 loss: 1.1 times the plateau), and the plateau less one point (a loss: plus one percent), which is
 the one that counts. Such a target is reached in the first round that meets it if the mean over that
 round and the next ones (`hold_of`) meets it too. *Cost* is every byte that all clients sent and
-received until then (`aqg.runs.cost.count_every_byte`), *delay* the rounds over those of federated
+received until then (`aqg.runs.cost.Meter`), *delay* the rounds over those of federated
 averaging, with that of the steps tried for which these are fewest. A recipe whose delay is at most
 `MOST_DELAY` is a *swap-in*. Runs that go to the last round have a plateau of their own, compared in
 points. Comparisons are paired by seed, with 95 % intervals of Student's.
@@ -15,16 +15,12 @@ points. Comparisons are paired by seed, with 95 % intervals of Student's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from aqg.runs.stopping import Target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from aqg.runs.stopping import Kind
+from aqg.runs.stopping import Kind, Target
+from aqg.runs.summary import student_quantile
 
 MOST_DELAY = 1.25
 FIXED, PLATEAU = "target", "plateau"
@@ -37,13 +33,9 @@ _CEILING = 2
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached.
+    """What is to be reached: ``target``, or without one federated averaging's plateau.
 
-    Attributes:
-        kind: of what is measured.
-        num_rounds: of federated averaging, or at most.
-        target: a fixed one; None: federated averaging's plateau.
-
+    ``num_rounds`` are those of federated averaging, or at most so many.
     """
 
     kind: Kind
@@ -52,18 +44,15 @@ class Goal:
 
     @property
     def name(self) -> str:
-        """The name of the target that counts."""
         return PLATEAU if self.target is None else FIXED
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all targets."""
         return tuple(_SHARES) if self.target is None else (FIXED,)
 
     @property
     def sign(self) -> int:
-        """1 where less is better, and -1 where more is."""
-        return -1 if self.kind == "accuracy" else 1
+        return -1 if self.kind == "accuracy" else 1  # times a value: the less, the better
 
     def targets(self, plateau: float) -> dict[str, Target]:
         """Return the targets by name, the easiest first.
@@ -103,20 +92,17 @@ class Curve:
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Curve:
-        """Read the curve in a run's summary."""
         values = (math.nan if value is None else float(value) for value in row["values"])
         tests = ((int(rounds), float(value)) for rounds, value in row["tests"])
         return Curve(tuple(values), tuple(map(int, row["bytes"])), tuple(tests))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
         values = [None if math.isnan(value) else value for value in self.values]
         tests = [list(pair) for pair in self.tests]
         return {"values": values, "bytes": list(self.total_bytes), "tests": tests}
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds were run."""
         return len(self.values) - 1
 
     def test_after(self, rounds: int) -> float | None:
@@ -178,7 +164,6 @@ class Reference:
 
     Attributes:
         plateau: of its best run; None where the target is fixed.
-        targets: by name.
         crossings: by target, of the run that reaches it in the fewest rounds.
         ceiling: bytes beyond which another recipe is of no interest: those of a run to the last
             round, or where the target is fixed some times those that reach it.
@@ -198,7 +183,6 @@ class Reference:
         return max(reached, key=lambda target: target.value if is_share else -target.value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plateau, targets and crossings, for people to read."""
         rows = {}
         for name, target in self.targets.items():
             crossing = self.crossings.get(name)
@@ -239,13 +223,8 @@ def make_reference(goal: Goal, curves: Iterable[Curve]) -> Reference | None:
 class Score:
     """One run against federated averaging's of the same seed, for one target.
 
-    Attributes:
-        cost: total bytes.
-        savings: federated averaging's bytes over these; None where it does not reach the target.
-        delay: rounds over those of federated averaging; likewise.
-        test: the test accuracy when the target was reached.
-        rounds: until then.
-
+    ``savings`` are federated averaging's bytes over these, ``delay`` the rounds over its; both None
+    where it does not reach the target.
     """
 
     cost: int
@@ -320,16 +299,8 @@ def arithmetic_mean(values: Sequence[float]) -> Mean:
     if count < 2:
         return Mean(center)
     spread = math.sqrt(sum((x - center) ** 2 for x in values) / (count - 1) / count)
-    margin = _quantile(count - 1) * spread
+    margin = student_quantile(count - 1) * spread
     return Mean(center, center - margin, center + margin)
-
-
-@cache
-def _quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution."""
-    from scipy.stats import t  # slow to import, and not needed to run a trial
-
-    return float(t.ppf(0.975, degrees))
 
 
 def geometric_mean(values: Sequence[float]) -> Mean:

@@ -21,9 +21,11 @@ import gzip
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.data import load_dataset, parse_partition
 from aqg.data.files import read_arrays
@@ -33,9 +35,6 @@ from aqg.objectives import make_objective
 from aqg.sim.problem import Problem, Samples
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
     from torch import nn
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")

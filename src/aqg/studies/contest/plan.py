@@ -19,19 +19,24 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from aqg.core.downlink import AUTO, make_downlink
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
-from aqg.runs.loop import slug
+from aqg.runs.loop import create_run, run, slug
 from aqg.runs.plan import Job
-from aqg.runs.stopping import Limits
-from aqg.studies.contest.measure import Curve, make_reference, rank, rank_of_fedavg
+from aqg.runs.setup import build_problem, find_minimum
+from aqg.runs.stopping import Limits, Target
+from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
     FORMER_STEP,
@@ -39,6 +44,7 @@ from aqg.studies.contest.search import (
     SELF_SETTING,
     STEP,
     Setting,
+    Tuned,
     applies,
     default_setting,
     fixed_steps,
@@ -47,15 +53,6 @@ from aqg.studies.contest.search import (
     pending_settings,
 )
 from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.runs.stopping import Target
-    from aqg.studies.contest.measure import Rank, Reference
-    from aqg.studies.contest.search import Tuned
 
 PLAN = "compare.json"
 TRIALS = "trials.jsonl"
@@ -74,8 +71,8 @@ class Comparison:
         tasks: on what.
         recipes: names, in the order they are run, federated averaging first.
         seeds: how many; each makes its own split, start, batches, dropouts and targets.
-        search: find every recipe's best setting first, on seed 0.
-        quick: search a small part of the grid.
+        search: find every recipe's best setting first, on seed 0; ``quick``: in a small part of the
+            grid.
         downlink: how clients receive the model; what suits each recipe, by default.
 
     """
@@ -126,7 +123,6 @@ class Comparison:
         )
 
     def write(self, directory: Path, *, is_new: bool = False) -> None:
-        """Write down what is compared; make the directory of a new comparison."""
         row: dict[str, Any] = vars(self) | {
             "tasks": [task.name for task in self.tasks if not task.is_own]
         }
@@ -138,17 +134,15 @@ class Comparison:
 
     @staticmethod
     def open(directory: Path) -> Comparison:
-        """Read what a directory compares."""
         path = directory / PLAN
         if not path.is_file():
             raise RunError(f"{str(directory)!r} is not a comparison's directory: it has no {PLAN}")
         try:
             row = json.loads(path.read_bytes())
             own = tuple(map(from_row, row.get("own", ())))
-            rest = {name: row[name] for name in ("seeds", "search", "downlink")}
+            rest = {name: row[name] for name in ("seeds", "search", "quick", "downlink")}
             recipes = parse_recipes(",".join(row["recipes"]))
-            quick = row.get("quick", False)
-            return Comparison((*select_tasks(row["tasks"]), *own), recipes, quick=quick, **rest)
+            return Comparison((*select_tasks(row["tasks"]), *own), recipes, **rest)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{str(path)!r} is damaged ({error!r}); start a new comparison"
@@ -182,8 +176,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialJob(Job):
-    """The run of a trial."""
-
     trial: Trial
 
 
@@ -196,8 +188,7 @@ class Outcome:
         ending: why it ended, as in `aqg.runs.stopping`; ``"rounds"``: the rounds were over.
         curve: on the validation set or, where the task has none, of what its target measures.
         seconds: that it took.
-        upload_bytes: what all clients sent until the run's target was reached, or to the end; None
-            where it had none.
+        upload_bytes: until a fixed target was reached, or to the end; None where it had none.
 
     """
 
@@ -208,7 +199,6 @@ class Outcome:
     upload_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one object, for a line of the file."""
         trial, setting = self.trial, self.trial.setting
         row = {"task": trial.task, "recipe": trial.recipe, "seed": trial.seed, **setting.to_json()}
         row |= {"ending": self.ending, "seconds": round(self.seconds, 3)}
@@ -218,7 +208,6 @@ class Outcome:
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Outcome:
-        """Read what `to_json` wrote."""
         trial = Trial(row["task"], row["recipe"], Setting.from_json(row), row["seed"])
         curve = Curve.from_json(row["curve"])
         return Outcome(trial, row["ending"], curve, row["seconds"], row.get("upload_bytes"))
@@ -253,11 +242,8 @@ def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
 class Findings:
     """What is known of a comparison from its outcomes.
 
-    Attributes:
-        by_pair: outcomes by recipe and task.
-        references: federated averaging's, by task and seed: where its plateau is the goal, those
-            whose runs are finished.
-
+    ``by_pair`` holds outcomes by recipe and task, ``references`` federated averaging's by task and
+    seed: where its plateau is the goal, those whose runs are finished.
     """
 
     def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
@@ -272,7 +258,6 @@ class Findings:
             self._refer(task)
 
     def add(self, outcome: Outcome) -> None:
-        """Take in one more outcome."""
         trial = outcome.trial
         self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
         if trial.recipe == FEDAVG:
@@ -449,14 +434,9 @@ def make_config(
 ) -> RunConfig:
     """Return the config of a trial's run.
 
-    Args:
-        trial: what is run.
-        task: that the trial names.
-        target: made from federated averaging's, with which the run ends; None where the task has
-            one of its own, and for runs that go to the last round.
-        downlink: where the trial's setting does not name one.
-        device: where to compute, if the task is one of the larger ones.
-
+    ``target`` is made from federated averaging's, and ends the run; None where the task has one of
+    its own, and for runs that go to the last round. ``downlink`` is for settings that name none,
+    ``device`` for the larger tasks.
     """
     config = task.config if target is None else task.with_target(target)
     setting = trial.setting
@@ -479,16 +459,9 @@ def make_config(
 class ContestPlan:
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
-    Args:
-        comparison: what is to be run now.
-        directory: of the comparison, whose lock is held.
-        tuned: settings that a search found before, for a comparison without one.
-        device: where to compute the larger tasks.
-
-    Attributes:
-        failures: trials that ended without an outcome, by their directory; they are not handed out
-            again, and a search that needs one of them does not go on.
-
+    The lock of the directory is held. ``tuned`` are settings that a search found before, for a
+    comparison without one. ``failures`` are trials that ended without an outcome; they are not
+    handed out again, and a search that needs one of them does not go on.
     """
 
     def __init__(
@@ -509,6 +482,8 @@ class ContestPlan:
         self._under_way: dict[Trial, float] = {}
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
+        self.num_before = 0
+        self.bytes_before: int | None = 0
 
     @property
     def num_finished(self) -> int:
@@ -543,16 +518,15 @@ class ContestPlan:
         return None
 
     def take(self, job: TrialJob, result: Mapping[str, Any] | AqgError) -> None:
-        """Write down what came of a trial."""
-        started = self._under_way.pop(job.trial)
+        trial = job.trial
+        started = self._under_way.pop(trial)
         if isinstance(result, AqgError):
-            self._failed.add(job.trial)
+            self._failed.add(trial)
             self.failures[job.name] = result
         else:
-            self._keep(job.trial, result, time.monotonic() - started)
+            self._keep(trial, result, time.monotonic() - started)
 
     def most_left(self) -> int:
-        """Return how many trials have not ended yet, at most: some of them may prove needless."""
         left = set(self._under_way)
         num_later = 0
         for pair in self._comparison.pairs():
@@ -632,3 +606,52 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     for recipe, name in pairs:
         shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
     return len(stored) - len(kept)
+
+
+def run_trial(
+    task: str,
+    recipe: str,
+    setting: Setting | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    data_dir: Path | None = None,
+    target: Target | None = None,
+    rounds: int | None = None,
+) -> Outcome:
+    """Run one trial, for machines that have PyTorch and NumPy and little else.
+
+    What comes of it goes into a comparison's directory: ``Records(DIRECTORY /
+    "trials.jsonl").add(outcome.to_json())``.
+
+    Args:
+        task: its name.
+        recipe: its name.
+        setting: the recipe as it is by default; ``Setting("fedavg", multiplier=SELF_SETTING)`` is
+            federated averaging with our step.
+        seed: of the run.
+        device: where to compute the larger tasks; the small ones always run on the CPU.
+        data_dir: where datasets are kept.
+        target: with which the run ends; without one it goes to the task's last round, as those of
+            federated averaging and `auto` do. A task with a fixed target has its own.
+        rounds: fewer than the task has, to try it out.
+
+    >>> outcome = run_trial("digits-local", "fedavg", rounds=2)
+    >>> outcome.ending, outcome.curve.num_rounds
+    ('rounds', 2)
+
+    """
+    (chosen,) = select_tasks([task])
+    trial = Trial(task, recipe, setting or default_setting(recipe, chosen), seed)
+    config = make_config(trial, chosen, target, device=device)
+    if rounds is not None:
+        config = replace(config, rounds=rounds, eval_every=1)
+    problem = build_problem(config, data_dir)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        create_run(directory, config)
+        minimum = find_minimum(config, problem) if chosen.goal.kind == "residual" else None
+        run(config, problem, minimum, directory, keeps_models=False)
+        summary = read_summary(directory)
+    assert summary is not None, "a run that is over leaves a summary"
+    return Outcome.of_run(trial, summary, time.monotonic() - started)

@@ -13,24 +13,18 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from aqg.core.downlink import AUTO
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.step_sizes import Fixed
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.studies.contest.tasks import Task
-
-    Tuned: TypeAlias = Mapping[str, Mapping[str, "Setting"]]
-    """Settings that a search found, by task and recipe."""
+from aqg.runs.config import RunConfig
+from aqg.studies.contest.tasks import Task
 
 FEDAVG = "fedavg"
 OURS = "auto"
@@ -54,12 +48,8 @@ Point: TypeAlias = tuple[float, ...]
 class Setting:
     """A recipe with its parameters and step size fixed.
 
-    Attributes:
-        spec: the recipe with its options, such as ``"stc:keep=0.001"``.
-        bits: ``b_max``.
-        multiplier: of the task's step size; `SELF_SETTING` where the server sets it.
-        downlink: how clients receive the model; ``"auto"`` is what the comparison says.
-
+    ``multiplier`` is of the task's step size, or `SELF_SETTING` where the server sets it; the
+    downlink ``"auto"`` is what the comparison says.
     """
 
     spec: str
@@ -83,14 +73,12 @@ class Setting:
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Setting:
-        """Read what `to_json` wrote, among other fields."""
         downlink = row.get("downlink", AUTO)
         return Setting(row["spec"], row["bits"], row["multiplier"], downlink)
 
 
 @functools.cache
 def read_grid() -> dict[str, Any]:
-    """Return the content of ``grid.toml``."""
     text = resources.files("aqg.studies.contest").joinpath("grid.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -133,14 +121,9 @@ def is_ours(recipe: str, task: Task) -> bool:
 
 @dataclass(frozen=True)
 class Ladder:
-    """One axis of a search.
+    """One axis of a search: ``values`` that may be tried, increasing, and likely ones, ``first``.
 
-    Attributes:
-        name: of the parameter.
-        values: that may be tried, increasing.
-        first: those that are tried in any case, the likely ones first. One that is not among the
-            values is tried but has no neighbors, such as a step that sets itself.
-
+    One of these that is not among the values has no neighbors, such as a step that sets itself.
     """
 
     name: str
@@ -211,7 +194,6 @@ def _parameters(recipe: str, task: Task) -> dict[str, Any]:
 
 
 def fixed_steps(task: Task) -> Ladder:
-    """Return the multiples of the task's step."""
     grid = read_grid()
     return Ladder("step", tuple(grid["ladders"]["step"]), tuple(grid[task.regime]["steps"]))
 
@@ -278,6 +260,10 @@ def pending_settings(
     settings = list(dict.fromkeys(make_setting(recipe, ladders, point) for point in points))
     most = sum(len(ladder.first) for ladder in ladders) + 2
     return settings, max(0, most - len(tried) - len(settings)) if settings else 0
+
+
+Tuned: TypeAlias = Mapping[str, Mapping[str, Setting]]
+"""Settings that a search found, by task and recipe."""
 
 
 def write_tuned(tuned: Tuned) -> str:

@@ -9,22 +9,18 @@ they are mostly noise. A user's own task is the same thing with the user's setti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aqg.data import data_directory
 from aqg.errors import ConfigError, DataError
 from aqg.runs.config import OWN, RunConfig, check_files, read_stored, refuse_unnamed_code, resolve
-from aqg.runs.stopping import Target
+from aqg.runs.stopping import Kind, Target
 from aqg.spec import Code
 from aqg.studies.contest.measure import MOST_DELAY, Goal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from aqg.runs.stopping import Kind
 
 _HOLD: dict[str, int] = {"residual": 20, "loss": 20, "accuracy": 3}
 _LOSS_POINTS = 50
@@ -59,13 +55,11 @@ class Task:
 
     @cached_property
     def goal(self) -> Goal:
-        """When it is learned."""
         config = self.config
         return Goal(cast("Kind", config.target_kind), config.rounds, config.goal)
 
     @property
     def dropout(self) -> float:
-        """The probability that a client drops out of a round."""
         return self.config.dropout
 
     @cached_property
@@ -93,7 +87,6 @@ def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
 
 
 def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settings: Any) -> Task:
-    """Make a task with a fixed target."""
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32"} | settings
     config = RunConfig(recipe="gd", target_kind=kind, **chosen)
     return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
@@ -449,7 +442,6 @@ def _name(config: RunConfig) -> str:
 
 
 def to_row(task: Task) -> dict[str, Any]:
-    """Return what a comparison's file remembers of an own task."""
     return {k: v for k, v in asdict(task.config).items() if v is not None and v != ()}
 
 

@@ -8,11 +8,13 @@ within 1e-6 of the minimum. Figures have the paper's numbers.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.studies.paper.outcomes import main_reading
+from aqg.core.types import Float64Array
+from aqg.studies.paper.outcomes import Outcome, Results, main_reading
 from aqg.studies.paper.plan import (
     BY_SOURCE,
     DROPOUT_RECIPES,
@@ -20,16 +22,12 @@ from aqg.studies.paper.plan import (
     PAPER_RESIDUAL,
     TABLE_2,
     TABLE_RECIPES,
+    PaperRow,
 )
 from aqg.studies.paper.tables import SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
-
-    from aqg.core.types import Float64Array
-    from aqg.studies.paper.outcomes import Outcome, Results
 
 COLORS = {
     "lean": "#0072B2",
@@ -75,69 +73,62 @@ def _comparison(results: Results, section: str, partition: str, setting: str) ->
     if section == "logistic" and reading is not None:
         outcomes = [o for o in outcomes if (o.scaling, o.alpha) == reading]
         model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
-    if not outcomes:
-        return None
-    figure, (axes,) = _panels(1)
-    for recipe in TABLE_RECIPES:
-        _draw(axes, results, [o for o in outcomes if o.recipe == recipe], recipe)
+    rows = []
     if section == "softmax" and results.about["softmax_residual"] == PAPER_RESIDUAL:
-        for row in (row for row in TABLE_2 if row.setting == setting):
-            counts = (row.rounds, row.uploads, row.bits)
-            for axis, count in zip(axes, counts, strict=True):
-                axis.plot(count, 1e-6, "D", mfc="none", mec=COLORS[row.recipe], ms=7, mew=1.6)
-        axes[0].plot([], [], "D", mfc="none", mec="#333333", ms=7, label="paper, Table 2")
-    _finish(axes, "loss − minimum")
-    figure.suptitle(f"{model}, {SPLITS[partition]}{_band(outcomes)}")
-    return _png(figure)
+        rows = [row for row in TABLE_2 if row.setting == setting]
+    title = f"{model}, {SPLITS[partition]}"
+    panels = {"loss − minimum": outcomes} if outcomes else {}
+    return _figure(results, panels, TABLE_RECIPES, title, paper=rows)
 
 
 def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes | None:
     outcomes = results.select(section="dropouts", partition=partition)
-    present = [rate for rate in rates if any(o.dropout == rate for o in outcomes)]
-    if not present:
-        return None
-    figure, rows = _panels(len(present))
-    for axes, rate in zip(rows, present, strict=True):
-        for recipe in DROPOUT_RECIPES:
-            ours = [o for o in outcomes if o.recipe == recipe and o.dropout == rate]
-            _draw(axes, results, ours, recipe)
-        axes[0].set_ylim(_FLOOR, 1e2)
-        _finish(axes, f"loss − minimum, p = {rate:g}")
-    title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}{_band(outcomes)}"
-    figure.suptitle(title)
-    return _png(figure)
+    by_rate = {rate: [o for o in outcomes if o.dropout == rate] for rate in rates}
+    panels = {f"loss − minimum, p = {rate:g}": own for rate, own in by_rate.items() if own}
+    title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
+    return _figure(results, panels, DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
 
 
 def _network(results: Results) -> bytes | None:
-    outcomes = results.select(section="network")
-    partitions = [p for p in ("iid", "label") if any(o.partition == p for o in outcomes)]
-    if not partitions:
+    by_split = {p: results.select(section="network", partition=p) for p in ("iid", "label")}
+    panels = {f"loss, {SPLITS[p]}": own for p, own in by_split.items() if own}
+    title = "MNIST, 784-200-10 network"
+    return _figure(results, panels, NETWORK_RECIPES, title, limits=(0.4, 1e3))
+
+
+def _figure(
+    results: Results,
+    panels: Mapping[str, Sequence[Outcome]],
+    recipes: Sequence[str],
+    title: str,
+    limits: tuple[float, float] | None = None,
+    paper: Sequence[PaperRow] = (),
+) -> bytes | None:
+    """Draw a row of panels for each label; None without any. ``paper`` has counts to mark."""
+    if not panels:
         return None
-    figure, rows = _panels(len(partitions))
-    for axes, partition in zip(rows, partitions, strict=True):
-        for recipe in NETWORK_RECIPES:
-            ours = [o for o in outcomes if o.recipe == recipe and o.partition == partition]
-            _draw(axes, results, ours, recipe)
-        axes[0].set_ylim(0.4, 1e3)
-        _finish(axes, f"loss, {SPLITS[partition]}")
-    figure.suptitle(f"MNIST, 784-200-10 network{_band(outcomes)}")
-    return _png(figure)
-
-
-def _band(outcomes: Sequence[Outcome]) -> str:
-    """Say what a line and its band are."""
-    count = len({o.seed for o in outcomes})
-    return f"; median and range of {count} seeds" if count > 1 else "; one seed"
-
-
-def _panels(num_rows: int) -> tuple[Any, list[Sequence[Axes]]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 0.7 + 3.1 * num_rows), layout="constrained")
+    figure = Figure(figsize=(11, 0.7 + 3.1 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(num_rows, 3, sharey="row", squeeze=False)
-    return figure, list(axes)
+    rows = figure.subplots(len(panels), len(_PANELS), sharey="row", squeeze=False)
+    for axes, (label, outcomes) in zip(rows, panels.items(), strict=True):
+        for recipe in recipes:
+            _draw(axes, results, [o for o in outcomes if o.recipe == recipe], recipe)
+        for row in paper:
+            counts = (row.rounds, row.uploads, row.bits)
+            for axis, count in zip(axes, counts, strict=True):
+                axis.plot(count, 1e-6, "D", mfc="none", mec=COLORS[row.recipe], ms=7, mew=1.6)
+        if paper:
+            axes[0].plot([], [], "D", mfc="none", mec="#333333", ms=7, label="paper, Table 2")
+        if limits is not None:
+            axes[0].set_ylim(*limits)
+        _finish(axes, label)
+    count = len({o.seed for outcomes in panels.values() for o in outcomes})
+    seeds = f"median and range of {count} seeds" if count > 1 else "one seed"
+    figure.suptitle(f"{title}; {seeds}")
+    return _png(figure)
 
 
 def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], recipe: str) -> None:

@@ -11,28 +11,23 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from aqg.errors import RunError
+from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
-from aqg.runs.directory import read_lines, read_summary
+from aqg.runs.directory import Line, read_lines, read_summary
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.runs.table import records_to_csv
-from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from aqg.runs.config import RunConfig
-    from aqg.runs.directory import Line
-    from aqg.studies.paper.plan import PlannedRun
+from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS, PlannedRun
 
 RUNS = "runs.csv"
 CURVES = "curves.csv"
@@ -86,7 +81,6 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss left all use."""
         return has_diverged(self.final_loss)
 
     @property
@@ -125,12 +119,10 @@ class Perturbed:
 
     @property
     def key(self) -> tuple[str, str, float, int]:
-        """What tells runs apart."""
         return self.partition, self.recipe, self.alpha, self.draw
 
     @staticmethod
     def of(config: RunConfig, lines: Sequence[Line], summary: Mapping[str, Any]) -> Perturbed:
-        """Make a row of a finished run."""
         residual = np.inf if summary["diverged"] else summary["residual"]
         minimum = -np.inf if summary["diverged"] else summary["final_loss"] - residual
         before = itertools.takewhile(
@@ -165,16 +157,7 @@ class Results:
     elsewhere: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
     perturbed: tuple[Perturbed, ...] = ()
 
-    def residual_after(self, outcome: Outcome, rounds: int) -> float:
-        """Return ``f(θ) - f*`` after about this many rounds, from the thinned curve."""
-        curve = self.curves.get(outcome.name)
-        if curve is None:
-            return np.nan
-        index = min(range(len(curve.costs)), key=lambda i: (abs(curve.costs[i].rounds - rounds), i))
-        return curve.losses[index] - (outcome.minimum or 0.0)
-
     def select(self, **settings: object) -> list[Outcome]:
-        """Return the outcomes whose attributes have these values."""
         return [
             outcome
             for outcome in self.outcomes
@@ -300,7 +283,6 @@ def thin(trace: Trace) -> Curve:
 
 
 def write_results(directory: Path, results: Results) -> None:
-    """Write everything that `read_results` reads."""
     write_atomically(directory / RUNS, _csv(map(_flat, results.outcomes)))
     if results.perturbed:
         write_atomically(directory / PERTURBED, _csv(map(asdict, results.perturbed)))
@@ -323,7 +305,6 @@ def write_results(directory: Path, results: Results) -> None:
 
 
 def read_results(directory: Path) -> Results:
-    """Read what `write_results` wrote."""
     try:
         about = json.loads((directory / META).read_text(encoding="utf-8"))
         outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
 from aqg.runs.plan import Job
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 SECTIONS = ("logistic", "rounding", "softmax", "dropouts", "network")
-CHOICES = {
-    "table2": ("logistic", "softmax"),
-    **{section: (section,) for section in SECTIONS},
-}
+CHOICES = {"table2": ("logistic", "softmax"), **{section: (section,) for section in SECTIONS}}
 """What ``--only`` takes, and the sections it stands for."""
 
 TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
@@ -228,7 +223,7 @@ def make_plan(
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
-    (config,) = resolve({"downlink": "full", **settings})
+    (config,) = resolve({"downlink": "full", "start": "digest", **settings})
     name = f"{section}_{config.partition.replace(':', '-')}"
     if section in ("logistic", "rounding"):
         name += f"_{config.scaling}-{config.alpha:g}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING
 
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper.outcomes import (
     CONVERGED,
     ROUNDING,
+    Outcome,
+    Results,
     cost_of,
     costs_to,
     main_reading,
@@ -26,11 +29,6 @@ from aqg.studies.paper.plan import (
     TABLE_2,
     TABLE_RECIPES,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from aqg.studies.paper.outcomes import Outcome, Results
 
 LABELS = {
     "logistic-iid": "logistic, IID",
@@ -272,16 +270,8 @@ def network_table(results: Results) -> Table:
         f"did not diverge. Fewer bytes uploaded than by `gd`: where every seed's loss is within "
         f"{_AS_GOOD - 1:.0%} of `gd`'s.",
         (
-            "split",
-            "recipe",
-            "final loss",
-            "accuracy",
-            "diverged",
-            "rounds",
-            "uploads",
-            "bits/param",
-            "uploaded",
-            "fewer than `gd`",
+            *("split", "recipe", "final loss", "accuracy", "diverged", "rounds", "uploads"),
+            *("bits/param", "uploaded", "fewer than `gd`"),
         ),
         tuple(rows),
     )
@@ -305,26 +295,17 @@ def step_size_table(results: Results) -> Table:
     readings = sorted({(o.scaling, o.alpha) for o in runs})
     shown = main_reading(runs)
     rows = []
-    for partition in ("iid", BY_SOURCE):
-        for reading in readings:
-            here = {
-                recipe: [
-                    o
-                    for o in runs
-                    if (o.scaling, o.alpha) == reading
-                    and (o.partition, o.recipe) == (partition, recipe)
-                ]
-                for recipe in ("gd", "qgd", *_LAZY)
-            }
-            mark = " ←" if reading == shown else ""
-            rows.append(
-                (
-                    SPLITS[partition],
-                    f"{reading[0]}, {reading[1]:g}{mark}",
-                    *(_converged(here[recipe]) for recipe in ("gd", "qgd")),
-                    *(_lazy_cell(here[recipe], here["laq"]) for recipe in _LAZY),
-                )
+    for partition, reading in product(("iid", BY_SOURCE), readings):
+        own = [o for o in runs if (o.partition, (o.scaling, o.alpha)) == (partition, reading)]
+        here = {r: [o for o in own if o.recipe == r] for r in ("gd", "qgd", *_LAZY)}
+        rows.append(
+            (
+                SPLITS[partition],
+                f"{reading[0]}, {reading[1]:g}{' ←' if reading == shown else ''}",
+                *((_ends(here[r]) or "all") if here[r] else "-" for r in ("gd", "qgd")),
+                *(_lazy_cell(here[recipe], here["laq"]) for recipe in _LAZY),
             )
+        )
     return Table(
         "step-sizes",
         "Logistic regression by loss and α: uploads in 500 rounds",
@@ -335,12 +316,6 @@ def step_size_table(results: Results) -> Table:
         ("split", "loss, α", "`gd`", "`qgd`", *(f"`{recipe}`" for recipe in _LAZY)),
         tuple(rows) if runs else (),
     )
-
-
-def _converged(outcomes: Sequence[Outcome]) -> str:
-    if not outcomes:
-        return "-"
-    return _ends(outcomes) or "all"
 
 
 def _ends(outcomes: Sequence[Outcome]) -> str:
@@ -369,31 +344,23 @@ def rounding_table(results: Results) -> Table:
     """Return what a change of the data in the last bit does to one seed's counts."""
     rows = []
     alphas = sorted({one.alpha for one in results.perturbed})
-    for partition in ("iid", BY_SOURCE):
-        for alpha in alphas:
-            for recipe in PERTURBED_RECIPES:
-                ours = [
-                    one
-                    for one in results.perturbed
-                    if (one.partition, one.alpha, one.recipe) == (partition, alpha, recipe)
-                ]
-                if not ours:
-                    continue
-                plain = [one for one in ours if one.draw == 0]
-                drawn = [one for one in ours if one.draw > 0]
-                rows.append(
-                    (
-                        SPLITS[partition],
-                        f"{alpha:g}",
-                        f"`{recipe}`",
-                        span([one.uploads for one in plain]),
-                        span([one.uploads for one in drawn]),
-                        span([one.uploads_before for one in ours]),
-                        str(len({one.uploads for one in ours})),
-                        str(len({one.uploads_before for one in ours})),
-                        out_of(sum(one.residual < CONVERGED for one in ours), len(ours)),
-                    )
+    for partition, alpha, recipe in product(("iid", BY_SOURCE), alphas, PERTURBED_RECIPES):
+        place = partition, alpha, recipe
+        ours = [o for o in results.perturbed if (o.partition, o.alpha, o.recipe) == place]
+        if ours:
+            rows.append(
+                (
+                    SPLITS[partition],
+                    f"{alpha:g}",
+                    f"`{recipe}`",
+                    span([one.uploads for one in ours if one.draw == 0]),
+                    span([one.uploads for one in ours if one.draw > 0]),
+                    span([one.uploads_before for one in ours]),
+                    str(len({one.uploads for one in ours})),
+                    str(len({one.uploads_before for one in ours})),
+                    out_of(sum(one.residual < CONVERGED for one in ours), len(ours)),
                 )
+            )
     return Table(
         "rounding",
         "Logistic regression with the data changed in the last bit",
@@ -401,15 +368,9 @@ def rounding_table(results: Results) -> Table:
         f"unit in the last place, at random. `before {ROUNDING:g}` are the uploads until the loss "
         "first comes so close to its minimum.",
         (
-            "split",
-            "α",
-            "recipe",
-            "uploads, data as they are",
-            "uploads, last bit changed",
-            f"uploads before {ROUNDING:g}",
-            "different counts",
-            f"before {ROUNDING:g}",
-            "converge",
+            *("split", "α", "recipe", "uploads, data as they are", "uploads, last bit changed"),
+            *(f"uploads before {ROUNDING:g}", "different counts"),
+            *(f"before {ROUNDING:g}", "converge"),
         ),
         tuple(rows),
     )
@@ -431,6 +392,7 @@ def cells_of(results: Results) -> Iterator[tuple[str, float]]:
 def dropout_table(results: Results) -> Table:
     """Return what it takes to reach the residual, and how many seeds do."""
     residual = results.about["dropout_residual"]
+    runs = seeds_text(results, "dropouts").replace("median and range over ", "")
     rows = [
         (
             SPLITS[partition],
@@ -446,15 +408,11 @@ def dropout_table(results: Results) -> Table:
         "dropouts",
         f"Dropouts: rounds / bits per parameter / bytes uploaded to stay within {residual:g} of f*",
         f"784→10, {results.about['dropout_rounds']:,} rounds, {results.about['dtype']}; medians, "
-        f"and for the bits the range, over the seeds that reach it; {_runs(results)}. k of n: so "
+        f"and for the bits the range, over the seeds that reach it; {runs}. k of n: so "
         "many reach it, and the median residual at the end of all; ×: ended above its first loss.",
         ("split", "p", *(f"`{recipe}`" for recipe in DROPOUT_RECIPES)),
         tuple(rows),
     )
-
-
-def _runs(results: Results) -> str:
-    return seeds_text(results, "dropouts").replace("median and range over ", "")
 
 
 def _dropout_cell(outcomes: Sequence[Outcome], residual: float) -> str:
@@ -481,18 +439,17 @@ def _dropout_cell(outcomes: Sequence[Outcome], residual: float) -> str:
 def dropout_arrivals_table(results: Results) -> Table:
     """Return how many seeds arrive at two residuals, and bits compared seed by seed."""
     residual = results.about["dropout_residual"]
+    runs = seeds_text(results, "dropouts").replace("median and range over ", "")
     rows = []
     for partition, rate in cells_of(results):
-        runs = {
-            recipe: with_dropouts(results, partition, rate, recipe) for recipe in DROPOUT_RECIPES
-        }
+        here = {r: with_dropouts(results, partition, rate, r) for r in DROPOUT_RECIPES}
         rows.append(
             (
                 SPLITS[partition],
                 f"{rate:g}",
-                versus(runs["aqg-2"], runs["laq"], residual),
-                versus(runs["aqg-augmented"], runs["aqg-2"], residual),
-                *(_arrivals(runs[recipe], residual) for recipe in DROPOUT_RECIPES),
+                versus(here["aqg-2"], here["laq"], residual),
+                versus(here["aqg-augmented"], here["aqg-2"], residual),
+                *(_arrivals(here[recipe], residual) for recipe in DROPOUT_RECIPES),
             )
         )
     return Table(
@@ -500,7 +457,7 @@ def dropout_arrivals_table(results: Results) -> Table:
         "Dropouts, seed by seed",
         f"Ratios of bits to stay within {residual:g}, over the seeds where both reach it. Then the "
         f"seeds that stay within {residual:g}, at {STRICT:g}, and × those that ended above "
-        f"their first loss; of {_runs(results)}.",
+        f"their first loss; of {runs}.",
         (
             "split",
             "p",

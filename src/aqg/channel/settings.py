@@ -1,0 +1,107 @@
+"""What a user can choose of the compression, whatever the framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from aqg.core.downlink import Condensed, make_downlink
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aqg.core.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user can choose.
+
+    Attributes:
+        recipe: name and options of the compressor.
+        bits: its ``b_max``.
+        max_staleness: after how many silent rounds a client sends all the same.
+        seed: of recipes that draw.
+        include: patterns for names of tensors to compress; all where there are none.
+        exclude: patterns for names of tensors that travel as they are.
+        downlink: how the public copy follows the model.
+        clip: returns the largest norm of an update, where the strategy relies on one.
+        own: a recipe that is used in place of the named one; clients must have an equal one.
+        exact: whether updates are gradients over all of a client's samples, without noise.
+
+    """
+
+    recipe: str = "lean"
+    bits: int = 4
+    max_staleness: int = 100
+    seed: int = 0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    downlink: Condensed = field(default_factory=Condensed)
+    clip: Callable[[], float | None] = lambda: None
+    own: Recipe | None = None
+    exact: bool = False
+
+    def make_recipe(self) -> Recipe:
+        """Return the compressor."""
+        made = self.own or make_recipe(self.recipe, self.bits, self.max_staleness)
+        return made.for_updates(self.exact)
+
+
+def make_settings(
+    recipe: str,
+    *,
+    bits: int = 4,
+    max_staleness: int = 100,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    downlink: str | None = None,
+    seed: int = 0,
+    clip: Callable[[], float | None] = lambda: None,
+) -> Settings:
+    """Return settings as users write them; ``downlink`` is by default the recipe's own.
+
+    >>> make_settings("auto", exclude="head.*").downlink.ratio
+    0.5
+    """
+    _require_recipe(recipe)
+    own = make_recipe(recipe, bits, max_staleness).downlink
+    if own == "full":  # one that sends whole models has none that fits here
+        own = Condensed.name
+    return Settings(
+        recipe=recipe,
+        bits=bits,
+        max_staleness=max_staleness,
+        seed=seed,
+        include=_patterns(include),
+        exclude=_patterns(exclude),
+        downlink=_condensed(downlink or own),
+        clip=clip,
+    )
+
+
+def _require_recipe(recipe: str) -> None:
+    if recipe.partition(":")[0] not in RECIPES:
+        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
+        raise ConfigError(
+            f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
+            f"lean, for all others; there are also {others}"
+        )
+
+
+def _condensed(spec: str) -> Condensed:
+    if spec.partition(":")[0] != Condensed.name:
+        known = ", ".join(f"{f.name}={f.default}" for f in fields(Condensed))
+        raise ConfigError(
+            f"downlink is {spec!r}; here it is {Condensed.name!r}, alone or with options, as in "
+            f"'condensed:ratio=0.5'; they are, with their defaults, {known}"
+        )
+    downlink = make_downlink(spec)
+    assert isinstance(downlink, Condensed)
+    return downlink
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

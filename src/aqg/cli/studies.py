@@ -1,0 +1,665 @@
+"""The commands with many runs: ``aqg sweep``, ``aqg compare`` and ``aqg reproduce``.
+
+Each prepares, runs what is left across cores or a cluster, shows how far it is, and at last what
+came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from aqg.cli.display import (
+    BYTES,
+    DIRECTIONS_NOTE,
+    Overview,
+    measured,
+    metric_title,
+    say,
+    widen,
+)
+from aqg.cli.options import Cluster, CompareOptions, DataDir, Jobs, SweepOptions
+from aqg.core.downlink import AUTO
+from aqg.errors import ConfigError
+from aqg.objectives.metrics import Metric
+from aqg.runs.config import RunConfig, located, named_settings, read_settings, refuse_unnamed_code
+from aqg.runs.directory import output_directory, read_metrics
+from aqg.runs.executor import (
+    Interrupted,
+    Place,
+    Processes,
+    carry_out,
+    default_jobs,
+    visible_gpus,
+)
+from aqg.runs.files import locked
+from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train, unfinished
+from aqg.runs.stopping import Target
+from aqg.runs.table import Table, format_bytes
+from aqg.sim.backends import check_device
+from aqg.spec import Code
+from aqg.studies import sweep as sweeps
+from aqg.studies.contest import plan as contest
+from aqg.studies.contest import table as contest_table
+from aqg.studies.contest.search import parse_recipes, read_tuned
+from aqg.studies.contest.tasks import (
+    Task,
+    available,
+    check_code_and_files,
+    in_order,
+    make_own_task,
+    parse_target,
+    parse_tasks,
+)
+from aqg.studies.paper import execute as paper
+from aqg.studies.paper.outcomes import Results, read_results
+from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
+from aqg.studies.paper.tables import all_tables
+
+_SEEDS = 5
+JobType = TypeVar("JobType", bound=Job)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where runs run.
+
+    Attributes:
+        jobs: how many at a time; by default one per core.
+        cluster: the address of a Ray cluster; by default on this machine.
+        data_dir: where datasets are kept.
+
+    """
+
+    jobs: int | None = None
+    cluster: str | None = None
+    data_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
+
+    def processes(self, configs: Iterable[RunConfig]) -> Processes:
+        """Return processes on this machine; with CUDA, each sees one GPU."""
+        gpus = visible_gpus() if any(c.device.startswith("cuda") for c in configs) else ()
+        jobs = default_jobs() if self.jobs is None or self.cluster is not None else self.jobs
+        return Processes(jobs, gpus)
+
+    def describe(self, num_left: int) -> str:
+        if self.cluster is not None:
+            return f"on the Ray cluster at {self.cluster}"
+        jobs = default_jobs() if self.jobs is None else self.jobs
+        return f"{min(jobs, num_left)} at a time"
+
+
+def _lock(directory: Path) -> ExitStack:
+    """Keep other commands from a directory, if it exists already."""
+    stack = ExitStack()
+    if directory.is_dir():
+        stack.enter_context(locked(directory))
+    return stack
+
+
+def _run_study(
+    console: Console,
+    plan: StudyPlan[JobType],
+    name: str,
+    directory: Path,
+    where: Where,
+    create: Callable[[], None],
+    how_to_go_on: Callable[[], str],
+    keeps_models: bool = True,
+) -> None:
+    """Run what a plan wants.
+
+    Args:
+        console: where to show what happens.
+        plan: asked what comes next.
+        name: of the study.
+        directory: holds the directories of the runs.
+        where: to run.
+        create: makes the study's directory; called when everything is prepared.
+        how_to_go_on: what to say after Ctrl-C.
+        keeps_models: leave models and checkpoints of finished runs.
+
+    Raises:
+        Interrupted: on Ctrl-C, with everything saved.
+
+    """
+    problems = list(plan.problems())
+    text = "Preparing data and the minimum of each loss (cached for next time) ..."
+    with ExitStack() as stack:
+        try:
+            place: Place = stack.enter_context(where.processes(problems))
+            with console.status(text) as status:
+                minima = prepare(
+                    place,
+                    problems,
+                    where.data_dir,
+                    lambda done, total: status.update(f"{text} {done} of {total}"),
+                )
+            is_new = not directory.is_dir()
+            create()
+            if is_new:
+                stack.enter_context(_lock(directory))
+            if where.cluster is not None:
+                from aqg.contrib.ray_cluster import RayCluster
+
+                uses_gpus = any(config.device.startswith("cuda") for config in problems)
+                cluster = RayCluster(where.cluster, where.jobs, uses_gpus)
+                place = stack.enter_context(cluster)
+            shown = stack.enter_context(Overview(console, plan, name))
+
+            def make_task(job: JobType) -> Train:
+                folder, limits = directory / job.name, plan.note(job)
+                return train(job.config, minima, folder, where.data_dir, limits, keeps_models)
+
+            carry_out(plan, make_task, place, shown.show)
+        except Interrupted:
+            raise Interrupted(how_to_go_on()) from None
+
+
+def _report_failures(plan: StudyPlan[Any], total: int, how_to_try_again: str) -> int:
+    """Name what failed on standard error; return the exit code."""
+    if not plan.failures:
+        return 0
+    names = ", ".join(plan.failures)
+    text = f"{len(plan.failures)} of {total} runs failed: {names}; {how_to_try_again}"
+    print(f"aqg: error: {text}", file=sys.stderr)
+    return 1
+
+
+@dataclass(frozen=True)
+class _SweepPlan:
+    """What to run, and where; ``grid_file`` is the content to store in a new directory."""
+
+    directory: Path
+    sweep: sweeps.Sweep
+    grid_file: bytes | None
+
+
+def sweep(options: SweepOptions) -> int:
+    """Run what is not finished yet, show and save the results; return the exit code."""
+    console = Console(stderr=options.as_json)
+    where = Where(options.jobs, options.cluster, options.data_dir)
+    with _planned_sweep(options) as plan, _lock(plan.directory):
+        batch = Batch(plan.sweep.runs, plan.directory)
+        say(console, _announce(plan, len(batch.left), where))
+        if batch.left:
+
+            def create() -> None:
+                if plan.grid_file is not None:
+                    sweeps.create_sweep(plan.directory, plan.grid_file)
+
+            _run_study(
+                console,
+                batch,
+                "sweep",
+                plan.directory,
+                where,
+                create,
+                lambda: _how_to_go_on(plan),
+            )
+        return _show_sweep(console, plan, batch, options.as_json)
+
+
+def _show_sweep(console: Console, plan: _SweepPlan, batch: Batch, as_json: bool) -> int:
+    directory, varying = plan.directory, plan.sweep.varying
+    rows = sweeps.collect(plan.sweep, directory, batch.failures)
+    sweeps.write_results(directory, rows)
+    if as_json:
+        sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
+    else:
+        widen(console, 160)
+        console.print(sweep_table(varying, rows).to_terminal())
+        seeds = " Means over seeds, and smallest..largest." if "seed" in varying else ""
+        console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
+        say(console, f"Table: {directory / sweeps.TABLE}")
+        say(console, f"Results: {directory}")
+        say(console, f"Look at: aqg report {directory}")
+    again = f"try them again with: aqg sweep --resume {directory}"
+    return _report_failures(batch, len(rows), again)
+
+
+@contextmanager
+def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
+    """Check every setting before anything is touched."""
+    flags = {name: located(name, value) for name, value in options.flags.items()}
+    document, grid_file = None, b""
+    code = None if options.grid is None else Code.parse(str(options.grid))
+    if options.grid is not None:
+        if code is not None:  # named on the command line, and so is what it yields
+            runs = sweeps.call_study(code, options.data_dir)
+            document, text = {sweeps.RUNS: runs}, sweeps.runs_to_toml(runs)
+        else:
+            document = read_settings(options.grid)
+            _guard(options.grid, document, options)
+            text = options.grid.read_text(encoding="utf-8")
+        # Top-level keys come before tables in TOML.
+        if not any("downlink" in part for part in _parts(document)):
+            flags = {"downlink": AUTO, **flags}
+        lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
+        grid_file = ("".join(lines) + text).encode()
+        for key in flags:
+            if any(key in part for part in _parts(document)):
+                raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
+        document = {**flags, **document}
+    if options.resume is not None:
+        if options.out is not None:
+            raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
+        stored = options.resume / sweeps.GRID
+        if stored.is_file():
+            settings = read_settings(stored)
+            for key, value in flags.items():
+                if located(key, settings.get(key)) != value:
+                    raise ConfigError(
+                        f"cannot resume {str(options.resume)!r} with {key} {value}: the sweep has "
+                        f"{key} {settings.get(key, 'missing')}; drop the option, or start a new "
+                        "sweep"
+                    )
+            _guard(stored, settings, options)
+        found = sweeps.open_sweep(options.resume, document, options.data_dir)
+        yield _SweepPlan(options.resume, found, None)
+        return
+    if options.grid is None or document is None:
+        raise ConfigError("name a grid file, or a sweep's directory with --resume")
+    found = sweeps.expand(document, options.data_dir)
+    stem = options.grid.stem if code is None else code.path.stem
+    with output_directory(options.out, stem) as directory:
+        yield _SweepPlan(directory, found, grid_file)
+
+
+def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> None:
+    """Refuse a grid that would run code which the command line does not name."""
+    grid = document.get("grid")
+    parts = [part for part in _parts(document) if part is not grid]
+    for key, values in grid.items() if isinstance(grid, dict) else ():
+        parts += [{key: value} for value in values] if isinstance(values, list) else []
+    for part in parts:
+        refuse_unnamed_code(part, options.flags, allowed=options.allow_code, where=repr(str(file)))
+
+
+def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tables of a grid file: its top level, the grid, and each run."""
+    runs = document.get(sweeps.RUNS)
+    tables = [document, document.get("grid"), *(runs if isinstance(runs, list) else ())]
+    return [table for table in tables if isinstance(table, dict)]
+
+
+def _announce(plan: _SweepPlan, num_left: int, where: Where) -> str:
+    total = len(plan.sweep.runs)
+    text = f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(plan.sweep.varying)})"
+    if num_left < total:
+        text += f", {total - num_left} finished before"
+    if num_left:
+        text += f", {where.describe(num_left)}"
+    return f"{text}, in {plan.directory}"
+
+
+def _how_to_go_on(plan: _SweepPlan) -> str:
+    if not (plan.directory / sweeps.GRID).exists():
+        return "stopped before the first run; nothing was written"
+    num_left = len(unfinished(plan.sweep.runs, plan.directory))
+    total = len(plan.sweep.runs)
+    return (
+        f"stopped with {total - num_left} of {total} runs finished; everything is saved. "
+        f"Go on with: aqg sweep --resume {plan.directory}"
+    )
+
+
+Row = Mapping[str, Any]
+
+
+def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Return one row per combination of the settings that vary, except for the seed.
+
+    A cell holds the mean over the seeds and, below, the smallest and the largest value.
+    """
+    names = [name for name in varying if name != "seed"]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
+    with_target = any("target" in row for row in rows)
+
+    metrics = measured(read_metrics(row) for row in rows)
+    titles = [metric_title(metric) for metric in metrics]
+    header = (*names, "runs", "final loss", *titles, "uploads", "up", "down", "total")
+    if with_target:
+        header = (*header, "total to target")
+    found = tuple(
+        (
+            *(str(group[0]["settings"][name]) for name in names),
+            *_results(group, metrics),
+            *([_target_cost(group)] if with_target else []),
+        )
+        for group in groups.values()
+    )
+    note = "Means over seeds, and smallest..largest."
+    return Table("sweep", "Sweep", note, header, found, num_labels=len(names))
+
+
+def _results(group: Sequence[Row], metrics: Sequence[Metric]) -> list[str]:
+    done = [row for row in group if "error" not in row]
+    if not done:
+        return [f"0 of {len(group)}", "failed", *("-" for _ in metrics), *("-" for _ in range(4))]
+    num_diverged = sum(row["diverged"] for row in done)
+    loss = _spread([row["final_loss"] for row in done if not row["diverged"]], "{:.6f}".format)
+    if num_diverged:
+        loss = f"diverged<br>({num_diverged} of {len(done)})"
+    return [
+        str(len(group)) if len(done) == len(group) else f"{len(done)} of {len(group)}",
+        loss,
+        *(
+            _spread([read_metrics(row).get(metric.name) for row in done], metric.format)
+            for metric in metrics
+        ),
+        _spread([row["uploads"] for row in done], "{:,.0f}".format),
+        *(_spread([row[name] for row in done], _size) for name in BYTES),
+    ]
+
+
+def _target_cost(group: Sequence[Row]) -> str:
+    targets = [row["target"] for row in group if "target" in row]
+    reached = [t.get("total_bytes") for t in targets if t["upload_bytes"] is not None]
+    if not reached:
+        return "not reached" if targets else "-"
+    text = _spread(reached, _size)
+    return (
+        text
+        if len(reached) == len(targets)
+        else f"{text}<br>{len(reached)} of {len(targets)} reached"
+    )
+
+
+def _size(mean: float) -> str:
+    return format_bytes(round(mean))
+
+
+def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+    """Write the mean and, where values differ, the smallest and the largest.
+
+    >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
+    '3.0<br>1.0..6.0'
+    >>> _spread([2.0], "{:.1f}".format), _spread([None], "{:.1f}".format)
+    ('2.0', '-')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = write(sum(known) / len(known))
+    low, high = write(min(known)), write(max(known))
+    return mean if low == high else f"{mean}<br>{low}..{high}"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What to do, and where.
+
+    Attributes:
+        comparison: all that is compared.
+        part: of it, what to run now.
+        directory: for the results; that of a new comparison is empty, or does not exist yet.
+        is_new: whether the comparison is.
+        again: recipes whose finished runs on the part's tasks are dropped first.
+        lines: to show first, about tasks that are left out.
+
+    """
+
+    comparison: contest.Comparison
+    part: contest.Comparison
+    directory: Path
+    is_new: bool = True
+    again: tuple[str, ...] = ()
+    lines: list[str] = field(default_factory=list)
+
+
+def compare(options: CompareOptions) -> int:
+    console = Console(stderr=options.as_json)
+    if options.saved is not None:
+        reason = "--from runs nothing and shows all that is finished: it excludes"
+        options.refuse(reason, "recipes", "task", "seeds", "resume", "out", "again")
+        comparison = contest.Comparison.open(options.saved)
+        _show_comparison(console, comparison, options.saved, options.as_json)
+        return 0
+    target = parse_target(options.target, options.target_accuracy)
+    check_device(options.device)
+    where = Where(options.jobs, options.cluster, options.data_dir)
+    if options.resume is not None:
+        reason = "--resume goes on with what was begun; it excludes"
+        options.refuse(reason, "out", "search", "quick", "downlink")
+        return _compare(console, _go_on(options, options.resume, target), where, options)
+    if options.again is not None:
+        raise ConfigError(f"--again {options.again} needs --resume: nothing was run before")
+    comparison, lines = _begin(options, target)
+    with output_directory(options.out, "compare") as directory:
+        work = _Work(comparison, comparison, directory, lines=lines)
+        return _compare(console, work, where, options)
+
+
+def _own_tasks(
+    options: CompareOptions, target: Target | None, before: tuple[Task, ...] = ()
+) -> tuple[dict[str, Any], tuple[Task, ...]]:
+    """Return the settings of the user's own task, and the task; ``before`` may hold it."""
+    named = named_settings(options.assignments, options.flags)
+    if named:
+        return named, (make_own_task(named, target, options.data_dir, before),)
+    if target is not None:
+        raise ConfigError(
+            f"a target ({target}) is for a task of your own; name it with --problem, "
+            "--dataset or --model"
+        )
+    return named, ()
+
+
+def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comparison, list[str]]:
+    """Return a new comparison, and lines about tasks that are left out."""
+    _, own = _own_tasks(options, target)
+    named = parse_tasks(options.task) if options.task or not own else ()
+    tasks, lines = available(in_order((*named, *own)), options.data_dir)
+    seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
+    recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
+    comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
+    return comparison, lines
+
+
+def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _Work:
+    """Return what to do in a directory that exists: all of its comparison, or what is named."""
+    before = contest.Comparison.open(directory)
+    settings, own = _own_tasks(options, target, before.tasks)
+    tasks = (*(before.parse_tasks(options.task) if options.task else ()), *own)
+    listed = [text for text in (options.recipes, options.again) if text]
+    for text in listed:
+        parse_recipes(text)
+    named = [name.strip() for text in listed for name in text.split(",")]
+    again = tuple(name.strip() for name in options.again.split(",")) if options.again else ()
+    recipes = tuple(dict.fromkeys(named))
+    comparison = before.extended(tasks, recipes, options.seeds)
+    part = comparison.narrowed(tasks, recipes)
+    where = repr(str(directory / contest.PLAN))
+    check_code_and_files(part.tasks, settings, allowed=options.allow_code, where=where)
+    kept, lines = available(part.tasks, options.data_dir)
+    return _Work(comparison, part.narrowed(kept, ()), directory, False, again, lines)
+
+
+def _compare(console: Console, work: _Work, where: Where, options: CompareOptions) -> int:
+    """Run what is left and show what came of it; return the exit code."""
+    part, directory = work.part, work.directory
+    for line in work.lines:
+        say(console, line)
+    tuned = read_tuned(options.tuned)
+    with _lock(directory):
+        if work.again:
+            count = contest.forget(directory, work.again, part.tasks)
+            console.print(f"Forgotten: {count} runs of {', '.join(work.again)}", highlight=False)
+        plan = contest.ContestPlan(part, directory, tuned, options.device)
+        num_before, most = plan.num_finished, plan.most_left()
+        say(
+            console,
+            f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs, "
+            f"{num_before} finished before, {where.describe(most)}, in {directory}",
+        )
+        again = f"aqg compare --resume {directory}"
+
+        def create() -> None:
+            work.comparison.write(directory, is_new=work.is_new)
+
+        def how_to_go_on() -> str:
+            if not (directory / contest.PLAN).exists():
+                return "stopped before the first run; nothing was written"
+            return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
+
+        if most:
+            _run_study(console, plan, "compare", directory, where, create, how_to_go_on, False)
+        else:
+            create()
+        total = plan.num_finished - num_before + len(plan.failures)
+        code = _report_failures(plan, total, f"try them again with: {again}")
+        _show_comparison(console, work.comparison, directory, options.as_json)
+        return code
+
+
+def _show_comparison(
+    console: Console, comparison: contest.Comparison, directory: Path, as_json: bool
+) -> None:
+    """Write results, tables, picture and the settings found; print the tables."""
+    cells = contest_table.write_results(comparison, directory)
+    if as_json:
+        rows = [cell.to_json() for cell in cells]
+        sys.stdout.write(json.dumps({"cells": rows}, indent=2, allow_nan=False) + "\n")
+        return
+    widen(console, 200)
+    tables = contest_table.as_tables(comparison, cells)
+    for table in tables:
+        console.print(table.title, style="bold")
+        console.print(table.to_terminal(keeps_stars=not console.is_terminal))
+    if tables:
+        console.print(tables[0].note + "\n", style="dim")
+    shown = {cell.task for cell in cells}
+    for task in comparison.tasks:
+        if task.name not in shown and task.goal.target is None:
+            say(
+                console,
+                f"{task.name} has no target yet, as federated averaging's search is not over or "
+                f"fails; aqg compare --resume {directory} goes on with it",
+            )
+    say(console, f"Picture: {directory / contest_table.PICTURE}")
+    say(console, f"Results: {directory}")
+    if any((directory / contest.safe(task.name)).is_dir() for task in comparison.tasks):
+        say(console, f"Look at: aqg report {directory}")
+
+
+def reproduce(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shortened for a laptop: minutes on two cores.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for runs, tables and pictures; goes on with what is there. "
+            "runs/reproduce or runs/reproduce-quick by default."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="For MNIST; the GPU by default if there is one."),
+    ] = None,
+    jobs: Jobs = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="table2|logistic|rounding|softmax|dropouts|network",
+            help="Only these parts, separated by commas.",
+        ),
+    ] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
+    ] = None,
+    missing: Annotated[
+        Path | None,
+        typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
+    ] = None,
+    data_dir: DataDir = None,
+    cluster: Cluster = None,
+) -> int:
+    """Run the paper's experiments again and print its figures beside ours.
+
+    Its Table 2 and Figures 5 to 10 over several seeds, logistic runs with data that differ in the
+    last bit, and the 784-200-10 network. Ctrl-C saves everything; the same command goes on and
+    repeats nothing that is finished.
+    """
+    console = Console()
+    if saved is not None:
+        if quick or any(option is not None for option in (out, only, missing)):
+            raise ConfigError(
+                "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
+            )
+        show_results(console, read_results(saved))
+        return 0
+    scale = QUICK if quick else FULL
+    directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
+    plan = make_plan(scale, device or _best_device(), parse_sections(only))
+    if missing is not None:
+        plan = paper.missing_from(missing, plan)
+    code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
+    show_results(console, paper.keep_results(plan, scale, directory))
+    say(console, f"Tables, pictures and data: {directory}")
+    return code
+
+
+def _best_device() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
+    """Do what is unfinished; return the exit code."""
+    plan = paper.adopt_devices(plan, directory)
+    runs = directory / paper.RUN_DIRECTORY
+    with _lock(runs):
+        batch = Batch((planned.run for planned in plan), runs)
+        num_left = len(batch.left)
+        say(
+            console,
+            f"{len(plan)} runs, {batch.num_before} finished before, "
+            f"{where.describe(num_left)}, in {directory}",
+        )
+        if not num_left:
+            return 0
+        _run_study(
+            console,
+            batch,
+            "reproduce",
+            runs,
+            where,
+            lambda: runs.mkdir(parents=True, exist_ok=True),
+            lambda: (
+                f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
+                "everything is saved, and the same command goes on"
+            ),
+        )
+        return _report_failures(batch, len(plan), "the same command tries them again")
+
+
+def show_results(console: Console, results: Results) -> None:
+    """Print every table, and what was shortened."""
+    widen(console, 200)
+    for note in results.about["notes"]:
+        say(console, f"Shortened: {note}", style="yellow")
+    for section, (done, planned) in results.about.get("finished", {}).items():
+        if done < planned:
+            say(console, f"Not finished: {section}, {done} of {planned} runs", style="yellow")
+    for table in all_tables(results):
+        console.print(f"\n[bold]{table.title.replace('`', '')}[/bold]")
+        console.print(table.note.replace("`", ""), style="dim", highlight=False)
+        console.print(table.to_terminal())

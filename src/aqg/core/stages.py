@@ -1,0 +1,287 @@
+"""Stages that recipes are made of: each owns its state, and none knows of the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqg.core.grids import MAX_WIDTH
+from aqg.core.space import energies
+from aqg.core.stage import Flow, Outcome, Plain, StageState
+from aqg.core.types import Float64Array
+from aqg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqg.core.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Plain):
+    """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
+
+    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
+    """
+
+    name: ClassVar[str] = "feedback"
+    vectors: ClassVar[str] = "device"
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"residual": np.zeros(num_params, dtype)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
+
+    def after(self, _state: StageState, outcome: Outcome) -> StageState:
+        """Keep what the upload left out; all of it, where nothing was sent."""
+        space, senders = outcome.space, outcome.senders
+        if not len(senders):
+            return {"residual": outcome.vectors}
+        pairs = zip(space.rows(outcome.vectors, senders), outcome.uploads, strict=True)
+        left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
+        return {"residual": space.store(outcome.vectors, senders, left)}
+
+
+@dataclass(frozen=True)
+class ErrorControl(ErrorFeedback):
+    """Keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was to be sent.
+
+    Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control.
+    """
+
+    eta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        """Keep a part of what the upload left out, and the rest of what was kept before."""
+        space, senders = outcome.space, outcome.senders
+        kept = space.rows(state["residual"], senders)
+        new = super().after(state, outcome)["residual"]
+        if not len(senders):
+            return {"residual": new}
+        pairs = zip(kept, space.rows(new, senders), strict=True)
+        rows = np.stack([(1 - self.eta) * old + self.eta * left for old, left in pairs])
+        return {"residual": space.store(new, senders, rows)}
+
+
+@dataclass(frozen=True)
+class RunningAverage(Plain):
+    """``v ← (1 - η)·v + η·g``; the first gradient starts it.
+
+    >>> from aqg.core.space import NumpySpace
+    >>> NumpySpace().blend(np.array([[2.0, 0.0]]), np.array([[4.0, 4.0]]), weight=0.25)
+    array([[2.5, 1. ]])
+    """
+
+    eta: float
+    name: ClassVar[str] = "average"
+    vectors: ClassVar[str] = "device"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"average": np.zeros(num_params, dtype)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        average = flow.space.blend(state["average"], flow.vectors, self.eta)
+        return {"average": average}, flow._replace(vectors=average)
+
+
+@dataclass(frozen=True)
+class OwnMovement(Plain):
+    """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
+
+    name: ClassVar[str] = "own_movement"
+    vectors: ClassVar[str] = "device"
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"last": np.zeros(num_params, dtype)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        movement = flow.space.distances(flow.vectors, state["last"])
+        return {"last": flow.vectors}, flow._replace(movement=movement)
+
+
+@dataclass(frozen=True)
+class StoredErrors(Plain):
+    """Keeps ``‖ε̂_b‖²`` for ``b = 1..b_max`` as they were at the last upload; zeros before it."""
+
+    max_width: int
+    name: ClassVar[str] = "stored_errors"
+    vectors: ClassVar[str] = "unused"
+
+    def init(self, _num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"errors": np.zeros(self.max_width)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        return state, flow._replace(stored_errors=state["errors"])
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        if not len(outcome.senders):
+            return state
+        errors = state["errors"].copy()
+        errors[outcome.senders] = outcome.innovation.errors[outcome.senders]
+        return {"errors": errors}
+
+
+@dataclass(frozen=True)
+class WiderTolerance(Plain):
+    """Gives each client the movement ``min(max(t, ‖ref_m‖²), widest·t)`` to compare with.
+
+    The movement ``t`` is the energy of the mean gradient. Where clients agree, each one's own
+    gradient has about the same energy, and so have the errors of all if they point the same way.
+    The more a client's gradient exceeds the mean, the less the clients agree: then their errors do
+    not add up either, and more of them can be tolerated.
+
+    Attributes:
+        widest: the most that a client is given, in movements of the server.
+
+    """
+
+    widest: float
+    name: ClassVar[str] = "wider_tolerance"
+    vectors: ClassVar[str] = "unused"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.widest < math.inf:
+            raise ConfigError(f"widest is {self.widest}; it must be at least 1 and finite")
+
+    def init(self, _num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"energy": np.zeros(())}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        return state, flow._replace(movement=self.widened(flow.movement, state["energy"]))
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        if not len(outcome.senders):
+            return state
+        energy = state["energy"].copy()
+        energy[outcome.senders] = [energies(mirror) for mirror in outcome.mirrors()]
+        return {"energy": energy}
+
+    def widened(self, movement: float | Float64Array, energy: Float64Array) -> Float64Array:
+        """Return what each client may be off by.
+
+        >>> WiderTolerance(3.0).widened(2.0, np.array([1.0, 5.0, 100.0]))
+        array([2., 5., 6.])
+        """
+        return np.minimum(np.maximum(energy, movement), self.widest * movement)
+
+
+def widest_weights(recipe: Recipe) -> tuple[float, ...]:
+    """Return ``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to cover."""
+    factors = [stage.widest for stage in recipe.stages if isinstance(stage, WiderTolerance)]
+    return tuple(max(factors, default=1.0) * weight for weight in recipe.movement.weights)
+
+
+@dataclass(frozen=True)
+class LossSchedule(Plain):
+    """Shows a client's losses to a rule and gives the policy its signal, in place of the movement.
+
+    The loss of a round counts although its gradient cannot be used.
+    """
+
+    rule: DoublingLevels
+    name: ClassVar[str] = "loss_schedule"
+    vectors: ClassVar[str] = "unused"
+    notes_faults: ClassVar[bool] = True
+
+    def init(self, _num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"notes": self.rule.init()}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        losses = flow.space.get(flow.losses).tolist()
+        pairs = zip(state["notes"], losses, strict=True)
+        notes = np.array([self.rule.observe(row, loss) for row, loss in pairs])
+        signals = np.array([self.rule.signal(row) for row in notes])
+        if flow.level_factors is None:
+            return {"notes": notes}, flow._replace(movement=signals)
+        num_levels = [
+            self.rule.num_levels(row, factor)
+            for row, factor in zip(notes, flow.level_factors.tolist(), strict=True)
+        ]
+        signals = np.array([count.bit_length() + 1.0 for count in num_levels])
+        advice = np.array(num_levels, np.float64)[:, None]
+        return {"notes": notes}, flow._replace(movement=signals, advice=advice)
+
+
+def level_factors(weights: Float64Array) -> Float64Array | None:
+    """Return DAdaQuant's ``q_m/q`` for clients of these weights; None where all are equal.
+
+    ``q_m = q·w_m^(2/3)·√(Σ w^(2/3) / Σ w²)``: of all with the same variance of the weighted sum,
+    ``Σ w²/q_m²``, these have the fewest levels.
+
+    >>> level_factors(np.array([0.5, 1.5])).round(3)
+    array([0.555, 1.154])
+    >>> level_factors(np.ones(3)) is None
+    True
+    """
+    if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
+        return None
+    powers = weights ** (2 / 3)
+    factors: Float64Array = powers * math.sqrt(powers.sum() / np.square(weights).sum())
+    return factors
+
+
+@dataclass(frozen=True)
+class DoublingLevels:
+    """DAdaQuant in time: the number of levels ``q`` doubles when the loss stops falling.
+
+    With the running average ``Ĝ_t = ψ·Ĝ_{t-1} + (1 - ψ)·G_t`` of the losses, ``q`` doubles where
+    ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. A width
+    of ``b`` bits stands for ``q = 2^(b-2)``, and is the signal.
+
+    Attributes:
+        start: ``q`` at the start, a power of two.
+        patience: ``φ``.
+        smoothing: ``ψ``.
+
+    """
+
+    start: int = 1
+    patience: int = 50
+    smoothing: float = 0.9
+
+    def __post_init__(self) -> None:
+        largest = 1 << (MAX_WIDTH - 2)
+        if not 1 <= self.start <= largest or self.start & (self.start - 1):
+            raise ConfigError(f"q is {self.start}; it must be a power of two in 1..{largest}")
+        if not 2 <= self.patience <= 10_000:
+            raise ConfigError(f"phi is {self.patience}; it must be in 2..10000")
+        if not 0 <= self.smoothing < 1:
+            raise ConfigError(f"psi is {self.smoothing}; it must be at least 0 and below 1")
+
+    def init(self) -> Float64Array:
+        """Return width, rounds since it changed, and the last ``φ`` averages, newest first."""
+        width = self.start.bit_length() + 1
+        return np.array([width, 0.0] + [math.inf] * self.patience)
+
+    def observe(self, notes: Float64Array, loss: float) -> Float64Array:
+        """Average the loss, and double ``q`` on a plateau; one that is not finite is ignored."""
+        if not math.isfinite(loss):
+            return notes
+        newest = float(notes[2])
+        if math.isfinite(newest):
+            loss = self.smoothing * newest + (1.0 - self.smoothing) * loss
+        after = np.concatenate([notes[:2], [loss], notes[2:-1]])
+        after[1] += 1
+        is_flat = after[1] >= self.patience and after[2] >= after[-1]
+        if is_flat and after[0] < MAX_WIDTH:
+            after[:2] = after[0] + 1, 0
+        return after
+
+    def num_levels(self, notes: Float64Array, factor: float) -> int:
+        """Return ``q`` of a client that uses ``factor`` times as many levels as the average."""
+        most = (1 << (MAX_WIDTH - 1)) - 1
+        return min(most, max(1, round(factor * (1 << (int(notes[0]) - 2)))))
+
+    def signal(self, notes: Float64Array) -> float:
+        return float(notes[0])

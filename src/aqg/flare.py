@@ -1,0 +1,414 @@
+"""NVIDIA FLARE: one line in a job or recipe, ``compress(recipe)``, and both directions are small.
+
+It adds two filters to a job, each of which has two halves:
+
+================= ====================================== =====================================
+filter            task data                              task result
+================= ====================================== =====================================
+`ServerFilter`    puts an order in place of the model    makes weights of an update again
+`ClientFilter`    makes the model of an order            puts an update in place of the weights
+================= ====================================== =====================================
+
+Trainers, controllers and aggregators see what they see without them. A broadcast task has one
+object of data for all clients: it is read, and never written to. A client keeps its copy of the
+model in the job's folder, and says with every request which version that is; one that holds none
+is sent the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable, make_copy
+from nvflare.job_config.defs import FilterType
+
+from aqg import __version__
+from aqg.channel.client import CopyStore, OutOfReachError, OwnTensors, receive, reply_to
+from aqg.channel.server import Channel
+from aqg.channel.settings import make_settings
+from aqg.errors import AqgError, ConfigError, MessageError
+from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.store import ClientStore, DirectoryVault
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nvflare.apis.fl_context import FLContext
+
+    from aqg.channel.client import Held
+    from aqg.channel.server import Phase
+    from aqg.channel.tensors import Tensor, Values
+
+_PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
+"""What data in place of a model hold: the frame; the model, where it is needed; what kind of data
+it was; the version of aqg; and the types of tensors that are torch's."""
+_HELD = "aqg_held"
+"""The property by which a client says which version of the model it holds."""
+_END = "aqg_end"
+_WEIGHTS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+_making = threading.Lock()
+
+
+def compress(job: Any, *, tasks: Sequence[str] = ("train",), **settings: Any) -> None:
+    """Compress the models of a job in both directions.
+
+    Args:
+        job: a recipe of ``nvflare.recipe`` and its like, or a ``FedJob``. Filters that work on
+            weights, such as those for privacy, are added before this call.
+        tasks: whose data are the model to train, and whose results are trained models.
+        settings: of `ServerFilter`.
+
+    """
+    names = list(tasks)
+    server, client = ServerFilter(**settings), ClientFilter()
+    if hasattr(job, "add_client_input_filter"):
+        job.add_server_output_filter(server, names)
+        job.add_server_input_filter(server, names)
+        job.add_client_input_filter(client, names)
+        job.add_client_output_filter(client, names)
+        job = job._job
+    elif hasattr(job, "to_clients"):
+        for kind in (FilterType.TASK_DATA, FilterType.TASK_RESULT):
+            job.to_server(server, filter_type=kind, tasks=names)
+            job.to_clients(client, filter_type=kind, tasks=names)
+    else:
+        raise ConfigError(f"job is a {type(job).__name__}; it must be a Recipe or a FedJob")
+    # aqg is installed at the sites: its files are not copied into the job
+    job.set_app_packages(sorted({*job.job.app_packages, "aqg"}))
+
+
+class _ModelFilter(Filter):  # type: ignore[misc]  # nvflare has no types
+    """Hands models to the end of the channel that a site's filters share."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a task's data or a result with something else in place of the model."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        try:
+            dxo = from_shareable(shareable)
+        except ValueError:
+            return shareable
+        end = self._end(fl_ctx)
+        is_data = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
+        with end.lock:
+            made = (end.task_data if is_data else end.result)(dxo, fl_ctx)
+        return shareable if made is None else made.update_shareable(make_copy(shareable))
+
+    def _end(self, fl_ctx: FLContext) -> Any:
+        """Return what the filters of this site share in a run."""
+        with _making:
+            end = fl_ctx.get_prop(_END)
+            if end is None:
+                end = self._make_end(fl_ctx)
+                fl_ctx.set_prop(_END, end, private=True, sticky=True)
+            return end
+
+
+class ServerFilter(_ModelFilter):
+    """The server's filter, for the data of tasks and for results.
+
+    Args:
+        recipe: the compressor, one of ``aqg recipes``. ``auto`` suits aggregators that take a mean;
+            ``auto:noise=0.1`` server optimizers that divide by the root of past squares; ``lean``
+            aggregators that look at single results, as medians do.
+        bits: the most bits per parameter of recipes that have such a limit.
+        max_staleness: after how many silent rounds a client sends something all the same.
+        include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
+        exclude: patterns for the names of tensors that travel as they are.
+        downlink: how clients' copy of the model follows the server's; by default the recipe's own.
+        seed: of recipes that draw.
+
+    """
+
+    def __init__(
+        self,
+        recipe: str = "auto",
+        bits: int = 4,
+        max_staleness: int = 100,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        downlink: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.recipe, self.bits, self.max_staleness = recipe, bits, max_staleness
+        self.include, self.exclude = _listed(include), _listed(exclude)
+        self.downlink, self.seed = downlink, seed
+        self._settings()  # what is wrong is said where the job is written
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Log at the end what all messages took."""
+        end = fl_ctx.get_prop(_END) if event_type == EventType.END_RUN else None
+        if end is not None and end.down:
+            self.log_info(fl_ctx, f"aqg: models took {end.up} bytes up, {end.down} bytes down")
+            end.up = end.down = 0  # the other half of the filter need not say it again
+
+    def _settings(self) -> Any:
+        return make_settings(
+            self.recipe,
+            bits=self.bits,
+            max_staleness=self.max_staleness,
+            include=self.include,
+            exclude=self.exclude,
+            downlink=self.downlink,
+            seed=self.seed,
+        )
+
+    def _make_end(self, fl_ctx: FLContext) -> _Server:  # noqa: ARG002
+        return _Server(self)
+
+
+class ClientFilter(_ModelFilter):
+    """A client's filter, for the data of tasks and for results."""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Say from the start which model is held, should this be a process of a run under way."""
+        if event_type == EventType.START_RUN:
+            self._end(fl_ctx).announce(fl_ctx)
+
+    def _make_end(self, fl_ctx: FLContext) -> _Client:
+        folder = fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())
+        return _Client(self, Path(folder) / "aqg")
+
+
+class _Server:
+    """The server's end: a channel, and what every client was asked last."""
+
+    def __init__(self, own: ServerFilter) -> None:
+        self.lock = threading.Lock()
+        self.up = self.down = 0
+        self._own = own
+        self._name = secrets.token_hex(8)
+        self._num_channels = 0
+        self._channel: Channel | None = None
+        self._phase: Phase | None = None
+        self._given: Mapping[str, Any] = {}
+        self._answered: set[int] = set()
+        self._nodes: dict[str, int] = {}
+        self._open: dict[int, Phase] = {}
+
+    def task_data(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
+        """Return a client's order; None where the data are no model that can be compressed."""
+        if dxo.data_kind != DataKind.WEIGHTS:
+            return None
+        peer = fl_ctx.get_peer_context()
+        node = self._nodes.setdefault(peer.get_identity_name(), len(self._nodes))
+        if dxo.data is not self._given or node in self._answered:
+            self._publish(dxo.data, fl_ctx)
+        if self._phase is None or self._channel is None:
+            return None
+        self._open[node] = self._phase
+        run, _, version = str(peer.get_prop(_HELD, "")).rpartition(" ")
+        if run != self._channel.run or not version.isdecimal():
+            self._channel.forget(node)
+        order, is_full = self._channel.order(node, evaluate=False)
+        data = {_PART: order, _VERSION: __version__, _TORCH: _torch_types(dxo.data)}
+        self.down += len(order)
+        if is_full:
+            data[_WHOLE] = whole = dict(self._channel.copied())
+            self.down += sum(tensor.nbytes for tensor in whole.values())
+        return DXO(DataKind.APP_DEFINED, data, dict(dxo.meta))
+
+    def _publish(self, given: Mapping[str, Any], fl_ctx: FLContext) -> None:
+        """Bring the public copy nearer to the model of a task."""
+        self._given, self._phase = given, None
+        self._answered.clear()
+        values = _arrays(given)
+        if values is None:
+            self._own.log_warning(fl_ctx, "aqg: the model holds no arrays; it is sent as it is")
+            return
+        # some controllers write to the arrays of one task for the next
+        values = {name: tensor.copy() for name, tensor in values.items()}
+        if self._channel is None or not self._channel.schema.fits(values):
+            run = f"{self._name}{self._num_channels}"
+            try:
+                self._channel = Channel(run, values, self._own._settings())
+            except ConfigError as error:
+                self._channel = None
+                self._own.log_warning(fl_ctx, f"aqg: the model is sent as it is: {error}")
+                return
+            self._num_channels += 1
+        self._phase = self._channel.publish(values, is_train=True)
+        if self._channel.fault:
+            self._own.log_error(fl_ctx, f"aqg: the model is not sent: {self._channel.fault}")
+
+    def result(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
+        """Return the weights that a client's reply stands for."""
+        name = fl_ctx.get_peer_context().get_identity_name()
+        node = self._nodes.get(name, -1)
+        phase = self._open.pop(node, None)
+        if phase is None:
+            if dxo.data_kind == DataKind.APP_DEFINED and _PART in dxo.data:
+                raise MessageError(f"{name} was not asked for a model")
+            return None
+        self._answered.add(node)
+        if dxo.data_kind == DataKind.WEIGHTS:
+            return self._take_whole(phase, dxo)
+        if dxo.data_kind != DataKind.APP_DEFINED or _PART not in dxo.data:
+            return None
+        part, kind = dxo.data[_PART], dxo.data.get(_KIND)
+        try:
+            if not isinstance(part, bytes) or kind not in _WEIGHTS:
+                raise MessageError(f"its reply holds {type(part).__name__} for {kind!r:.40}")
+            self.up += len(part)
+            taken = phase.channel.take(node, phase, part)
+            values = dict(taken.tensors())
+        except AqgError as error:
+            phase.channel.forget(node)
+            raise MessageError(f"aqg: {name}: {error}") from None
+        taken.commit()
+        phase.channel.note(node, phase)
+        if kind == DataKind.WEIGHT_DIFF:
+            values = {n: _less(tensor, phase.values[n]) for n, tensor in values.items()}
+        return DXO(kind, _like(values, _torch_types(self._given)), dict(dxo.meta))
+
+    def _take_whole(self, phase: Phase, dxo: DXO) -> DXO | None:
+        """Return whole weights from a client that could not compress them."""
+        values = _arrays(dxo.data)
+        if values is None or not phase.channel.schema.fits(values):
+            return None
+        shown = dict(phase.channel.take_whole(phase, values))
+        return DXO(dxo.data_kind, _like(shown, _torch_types(dxo.data)), dict(dxo.meta))
+
+
+class _Client:
+    """A client's end: its memory, and the model that it was given last."""
+
+    def __init__(self, own: ClientFilter, folder: Path) -> None:
+        self.lock = threading.Lock()
+        self._own = own
+        self._memory = _Memory(folder)
+        self._held: Held | None = None
+
+    def announce(self, fl_ctx: FLContext) -> None:
+        """Let the server know which model is held."""
+        fl_ctx.set_prop(_HELD, self._memory.held(), private=False, sticky=True)
+
+    def task_data(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
+        """Return the model of an order."""
+        self._held = None
+        if dxo.data_kind != DataKind.APP_DEFINED or _PART not in dxo.data:
+            return None
+        version = dxo.data[_VERSION]
+        if version != __version__:
+            raise MessageError(
+                f"the server has aqg {version}, this site {__version__}; both need the same version"
+            )
+        try:
+            self._held = receive(dxo.data[_PART], dxo.data.get(_WHOLE), self._memory, version)
+        except OutOfReachError as error:
+            self._memory.forget()
+            raise MessageError(f"{error}; the next task brings the whole model") from None
+        finally:
+            if self._held is not None:
+                self._memory.note(self._held)
+            self.announce(fl_ctx)
+        values = {name: tensor.copy() for name, tensor in self._held.values.items()}
+        return DXO(DataKind.WEIGHTS, _like(values, dxo.data[_TORCH]), dict(dxo.meta))
+
+    def result(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
+        """Return what stands for a trained model; None where it is not like the one given."""
+        held, self._held = self._held, None
+        if held is None or dxo.data_kind not in _WEIGHTS:
+            return None
+        values = _arrays(dxo.data)
+        if values is None or not held.schema.fits(values):
+            self._own.log_warning(fl_ctx, "aqg: the result has other tensors: it is sent as it is")
+            return None
+        if dxo.data_kind == DataKind.WEIGHT_DIFF:
+            values = {name: held.values[name] + change for name, change in values.items()}
+        part = reply_to(held, held.schema.cast(values), self._memory)
+        return DXO(DataKind.APP_DEFINED, {_PART: part, _KIND: dxo.data_kind}, dict(dxo.meta))
+
+
+class _Memory:
+    """A client's memory in the job's folder, which a new process of the job finds again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._note = folder / "held"
+
+    def copies(self, run: str) -> CopyStore:
+        """Return the place for the copy of a model."""
+        return CopyStore(DirectoryVault(self._folder / run), run)
+
+    def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
+        """Return the place for the mirror of the updates to some of its tensors."""
+        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
+        key = f"{run}-{choice.hexdigest()}"
+        return ClientStore(DirectoryVault(self._folder / key), key)
+
+    def own(self, run: str) -> OwnTensors:
+        """Return the place for tensors that the site keeps to itself."""
+        key = f"{run}-own"
+        return OwnTensors(DirectoryVault(self._folder / key), key)
+
+    def held(self) -> str:
+        """Return the run and the version of the model that is held; empty where there is none."""
+        return self._note.read_text() if self._note.exists() else ""
+
+    def note(self, held: Held) -> None:
+        """Take note of the model that is held, and forget all others."""
+        run = held.order.run
+        if not self.held().startswith(run):
+            for found in self._folder.iterdir():
+                if found.is_dir() and not found.name.startswith(run):
+                    shutil.rmtree(found)
+        self._note.write_text(f"{run} {held.order.round}")
+
+    def forget(self) -> None:
+        """Forget the model."""
+        self._note.unlink(missing_ok=True)
+
+
+def _listed(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _arrays(data: Mapping[str, Any]) -> Values | None:
+    """Return tensors as arrays, bfloat16 as float32; None where there is anything else."""
+    found: dict[str, Tensor] = {}
+    for name, value in data.items():
+        if type(value).__module__.partition(".")[0] == "torch":
+            tensor = value.detach().cpu()
+            found[name] = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
+        elif isinstance(value, np.ndarray | np.generic):
+            found[name] = np.asarray(value)
+        else:
+            return None
+    return found or None
+
+
+def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the types of tensors that are torch's; arrays are left out."""
+    return {
+        name: str(value.dtype).removeprefix("torch.")
+        for name, value in data.items()
+        if not isinstance(value, np.ndarray | np.generic)
+    }
+
+
+def _like(values: Mapping[str, Tensor], types: Mapping[str, str]) -> dict[str, Any]:
+    """Return arrays, those that have a type of torch's as its tensors."""
+    if not types:
+        return dict(values)
+    import torch
+
+    return {
+        name: torch.tensor(value, dtype=getattr(torch, types[name])) if name in types else value
+        for name, value in values.items()
+    }
+
+
+def _less(one: Tensor, other: Tensor) -> Tensor:
+    return np.asarray(np.subtract(one, other))

@@ -1,0 +1,249 @@
+"""Rounds that do not wait for everyone: ``strategy = Buffered(FedAvg(...), size=3)``.
+
+A round of training ends after ``size`` replies. Nodes that are at work go on; what they send counts
+in the round in which it comes. Their update is relative to the model that they began with, so the
+strategy is shown
+
+    ``model of this round + (reply - model that the node began with) / √(1 + age)``,
+
+with the age in rounds that have ended since (FedBuff). Replies of age 0 are passed on as they are.
+
+It stands on the grid's public interface, so that a grid that compresses can be below it:
+``Compressed(Buffered(FedAvg()))``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from aqg.core.server import age_weight
+from aqg.core.types import is_whole
+from aqg.errors import ConfigError
+from aqg.flower.arrays import is_readable, record_of, values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from flwr.app import Message, MetricRecord
+    from flwr.supercore.run import Run
+
+    from aqg.channel.tensors import Tensor, Values
+
+_logger = logging.getLogger("flwr.aqg")
+
+_PAUSE_SHARE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.01, 1.0
+"""Between two polls, of the time waited so far, and in seconds."""
+
+
+class Buffered(Strategy):
+    """Runs another strategy in rounds that end after a number of replies.
+
+    Of evaluation messages, those to nodes that are still training are left out.
+
+    Args:
+        strategy: does what it always does. `Compressed` goes around this one, not into it.
+        size: ``B``, the replies after which a round ends; errors do not count.
+
+    """
+
+    def __init__(self, strategy: Strategy, *, size: int) -> None:
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(
+                f"strategy is a {type(strategy).__name__}; it must be a Strategy of "
+                "flwr.serverapp.strategy, such as FedAvg"
+            )
+        if type(strategy).__name__ == "Compressed":
+            raise ConfigError(
+                "Compressed must be the outermost strategy: write "
+                "Compressed(Buffered(FedAvg(), size=...)), not Buffered(Compressed(FedAvg()), ...)"
+            )
+        if not is_whole(size) or size < 1:
+            raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
+        self.strategy, self.size = strategy, int(size)
+
+    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
+        _logger.info("Buffered: rounds end after %d replies", self.size)
+        buffered = BufferedGrid(grid, self.size)
+        result = self.strategy.start(buffered, *arguments, **options)
+        buffered.finish()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the strategy has and this class has not."""
+        if name == "strategy":  # while a copy is made of this object
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def configure_train(self, *arguments: Any, **options: Any) -> Iterable[Message]:
+        """Ask the strategy."""
+        return self.strategy.configure_train(*arguments, **options)
+
+    def aggregate_train(
+        self, *arguments: Any, **options: Any
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Ask the strategy."""
+        return self.strategy.aggregate_train(*arguments, **options)
+
+    def configure_evaluate(self, *arguments: Any, **options: Any) -> Iterable[Message]:
+        """Ask the strategy."""
+        return self.strategy.configure_evaluate(*arguments, **options)
+
+    def aggregate_evaluate(self, *arguments: Any, **options: Any) -> MetricRecord | None:
+        """Ask the strategy."""
+        return self.strategy.aggregate_evaluate(*arguments, **options)
+
+    def summary(self) -> None:
+        """Log what the strategy is set to."""
+        self.strategy.summary()
+
+
+class _Begun(NamedTuple):
+    """A message on its way, and the round in which it was sent."""
+
+    message: Message
+    round: int
+
+
+class BufferedGrid(Grid):
+    """Ends rounds of training after a number of replies, on another grid.
+
+    Args:
+        grid: carries the messages.
+        size: ``B``.
+
+    """
+
+    def __init__(self, grid: Grid, size: int) -> None:
+        self._grid, self._size = grid, size
+        self._round = 0
+        self._begun: dict[str, _Begun] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def set_run(self, run: Run) -> None:
+        """Tell the grid which run it is for."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self._grid.run
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        """Make a message, as Flower's grid does."""
+        return self._grid.create_message(*arguments, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are connected, those at work among them."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return what is known of the nodes that are connected."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages to nodes that are not at work; of training, return what is there first."""
+        messages = list(messages)
+        busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
+        idle = [message for message in messages if message.metadata.dst_node_id not in busy]
+        if not any(_trains(message) for message in messages):
+            return self._grid.send_and_receive(idle, timeout=timeout)
+        self._round += 1
+        pushed = set(self._grid.push_messages(idle))
+        for message in idle:
+            if message.metadata.message_id in pushed:
+                self._begun[message.metadata.message_id] = _Begun(message, self._round)
+        models = {message.metadata.dst_node_id: message for message in messages}
+        replies = self._wait(models, timeout)
+        text = "Buffered: round %d ends with %d replies; %d nodes are at work"
+        _logger.info(text, self._round, len(replies), len(self._begun))
+        return replies
+
+    def finish(self) -> None:
+        """Log whose replies come too late for the run."""
+        for begun in self._begun.values():
+            node = begun.message.metadata.dst_node_id
+            _logger.info("Buffered: node %d, at work since round %d, is late", node, begun.round)
+
+    def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
+        """Return replies once enough are there, or all, or the time is over."""
+        replies: list[Message] = []
+        started, num_valid = time.monotonic(), 0
+        while True:
+            for reply in self._grid.pull_messages(set(self._begun)):
+                begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
+                if begun is None:  # nobody waits for it
+                    continue
+                if not reply.has_error():
+                    num_valid += 1
+                    self._bring_up_to_date(reply, begun, models)
+                replies.append(reply)
+            waited = time.monotonic() - started
+            if num_valid >= self._size or not self._begun or waited >= (timeout or waited + 1.0):
+                return replies
+            pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            time.sleep(pause if timeout is None else min(pause, timeout - waited))
+
+    def _bring_up_to_date(
+        self, reply: Message, begun: _Begun, models: Mapping[int, Message]
+    ) -> None:
+        """Let a late reply be one to this round's model."""
+        age, node = self._round - begun.round, begun.message.metadata.dst_node_id
+        if not age:
+            return
+        weight = age_weight(age)
+        now = models.get(node) or next(iter(models.values()))
+        for name, record in reply.content.array_records.items():
+            old, new = (sent.content.get(name) for sent in (begun.message, now))
+            if not isinstance(old, ArrayRecord) or not isinstance(new, ArrayRecord):
+                continue  # no model of the server's
+            if all(map(is_readable, (record, old, new))) and _shapes(record) == _shapes(old):
+                moved = _moved(values_of(record), values_of(old), values_of(new), weight)
+                reply.content[name] = record_of(moved)
+                continue
+            _logger.warning("Buffered: %r of node %d is late, and taken as it is", name, node)
+        _logger.info(
+            "Buffered: node %d began in round %d; its update is relative to the model it had then, "
+            "and counts %.2f in round %d",
+            node,
+            begun.round,
+            weight,
+            self._round,
+        )
+
+
+def _trains(message: Message) -> bool:
+    return message.metadata.message_type.partition(".")[0] == "train"
+
+
+def _shapes(record: ArrayRecord) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in record.items()}
+
+
+def _moved(
+    reply: Values, began: Values, now: Values, weight: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``now + weight·(reply - began)``; whole numbers, which count, are not scaled."""
+    for name, tensor in reply.items():
+        change = tensor - began[name]
+        if tensor.dtype.kind == "f":
+            change *= tensor.dtype.type(weight)
+        yield name, now[name] + change

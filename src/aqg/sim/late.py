@@ -1,0 +1,374 @@
+"""When replies come: simulated wall-clock time, and rounds that do not wait for everyone.
+
+A round begins when the one before it has ended. Clients that are not at work receive the model and
+train from it; a reply is there once download, training and upload are done. The round ends with the
+``B``-th reply that comes. One that comes later counts in the round in which it comes, with the
+weight ``1/√(1 + age)``; its age is the number of rounds that have ended since its client began
+(FedBuff; Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022).
+
+An update is relative to the model that its client began with, so a late one needs nothing else
+of the past. Where both ends keep mirrors that is not so, and recipes with mirrors are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from aqg.core.messages import Skip
+from aqg.core.server import age_weight
+from aqg.errors import ConfigError
+from aqg.sim.record import AT_WORK, DROPPED
+from aqg.spec import make_named
+from aqg.wire import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from aqg.core.messages import AnyUpload, Message
+    from aqg.core.recipe import Recipe
+    from aqg.core.types import BoolArray, Float64Array, IntArray
+    from aqg.sim.problem import Problem
+    from aqg.sim.statistics import RunStatistics
+    from aqg.sim.training import Training
+
+_SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
+"""Keep these random numbers apart from others of the same seed."""
+_BITS_PER_BYTE, _MEGA = 8, 1e6
+_FIELDS = ("late_clock", "late_round", "late_arrival", "late_frames", "late_lengths")
+
+
+def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:
+    is_enough = value > 0 if positive else value >= 0
+    if not (is_enough and value <= most and math.isfinite(value)):
+        bound = "above 0" if positive else "at least 0"
+        bound += f" and at most {most:g}" if most < math.inf else ""
+        raise ConfigError(f"option {name} is {value:g}; it must be {bound}")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How long clients train in a round: each has a time of its own, which may vary.
+
+    Attributes:
+        seconds: the median over clients.
+        sigma: ``σ`` of the logarithm over clients.
+        share: of the clients that need so many ``times`` as long.
+        times: see there.
+        jitter: ``σ`` of the logarithm from round to round.
+
+    """
+
+    seconds: float = 1.0
+    sigma: float = 0.0
+    share: float = 0.0
+    times: float = 1.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("seconds", self.seconds, positive=True)
+        _require("sigma", self.sigma)
+        _require("share", self.share, most=1.0)
+        _require("times", self.times, positive=True)
+        _require("jitter", self.jitter)
+
+    def of_clients(self, num_clients: int, seed: int) -> Float64Array:
+        """Return each client's own time, ``(M,)``."""
+        random = np.random.default_rng([seed, _SPEEDS])
+        times: Float64Array = self.seconds * np.exp(self.sigma * random.normal(size=num_clients))
+        times[random.permutation(num_clients)[: round(self.share * num_clients)]] *= self.times
+        return times
+
+    def of_round(self, number: int, times: Float64Array, seed: int) -> Float64Array:
+        """Return the times of clients that begin in a round."""
+        if not self.jitter:
+            return times
+        random = np.random.default_rng([seed, _JITTER, number])
+        varied: Float64Array = times * np.exp(self.jitter * random.normal(size=len(times)))
+        return varied
+
+
+def _equal(*, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
+    return Speeds(seconds, jitter=jitter)
+
+
+def _lognormal(*, sigma: float = 1.0, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
+    return Speeds(seconds, sigma, jitter=jitter)
+
+
+def _stragglers(
+    *, share: float = 0.2, times: float = 10.0, seconds: float = 1.0, jitter: float = 0.0
+) -> Speeds:
+    return Speeds(seconds, 0.0, share, times, jitter)
+
+
+SPEEDS = {"equal": _equal, "lognormal": _lognormal, "stragglers": _stragglers}
+
+
+@dataclass(frozen=True)
+class Outages:
+    """A reply is held up with probability ``chance``, for ``seconds`` on average."""
+
+    chance: float = 0.05
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        _require("chance", self.chance, most=1.0)
+        _require("seconds", self.seconds, positive=True)
+
+    def of_round(self, number: int, num_clients: int, seed: int) -> Float64Array:
+        """Return for how long each client is held up in a round, ``(M,)``."""
+        random = np.random.default_rng([seed, _OUTAGES, number])
+        is_held_up = random.random(num_clients) < self.chance
+        delays: Float64Array = is_held_up * random.exponential(self.seconds, num_clients)
+        return delays
+
+
+OUTAGES = {"random": Outages}
+
+
+@dataclass(frozen=True)
+class Late:
+    """What time replies take, and for how many of them a round waits.
+
+    Attributes:
+        speeds: how long clients train.
+        buffer_size: ``B``, the replies after which a round ends; None: all that are on their way.
+        outages: what holds replies up; None: nothing.
+        mbit: megabits per second of each client's link in either direction; 0: transfers take no
+            time.
+
+    """
+
+    speeds: Speeds
+    buffer_size: int | None = None
+    outages: Outages | None = None
+    mbit: float = 0.0
+
+
+def make_late(
+    speeds: str | None, buffer_size: int | None, outages: str | None, mbit: float
+) -> Late | None:
+    """Make what settings say; None where nothing is said.
+
+    >>> make_late("lognormal:sigma=0.5", 3, None, 0.0).speeds.sigma
+    0.5
+    >>> make_late(None, 3, None, 0.0)
+    Traceback (most recent call last):
+    aqg.errors.ConfigError: buffer_size is 3 without speeds; without them no reply is late
+    """
+    if speeds is None:
+        given = {"buffer_size": buffer_size, "outages": outages, "link_mbit": mbit}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{name} is {value} without speeds; without them no reply is late"
+                )
+        return None
+    made: Speeds = make_named("speeds", speeds, SPEEDS)
+    held: Outages | None = None if outages is None else make_named("outages", outages, OUTAGES)
+    return Late(made, buffer_size, held, mbit)
+
+
+def check_late(
+    late: Late | None, recipe: Recipe, num_at_work: int, averages_statistics: bool = False
+) -> None:
+    """Raise unless rounds can end early.
+
+    Args:
+        late: what the settings say.
+        recipe: the compressor.
+        num_at_work: how many clients train at a time.
+        averages_statistics: whether the server averages buffers of a module.
+
+    """
+    if late is None or late.buffer_size is None:
+        return
+    if not 1 <= late.buffer_size <= num_at_work:
+        raise ConfigError(
+            f"buffer_size is {late.buffer_size}; it must be in 1..{num_at_work}, the number of "
+            "clients that train at a time"
+        )
+    if recipe.memory.keeps_mirror:
+        raise ConfigError(
+            f"buffer_size is {late.buffer_size} with a recipe whose server keeps a mirror of every "
+            "client, which a late reply would not fit; use auto with local steps or batches, or "
+            "another recipe without mirrors"
+        )
+    if averages_statistics:
+        raise ConfigError(
+            f"buffer_size is {late.buffer_size} with a module whose running statistics the server "
+            "averages, which come with the round; keep them on the clients, or use another "
+            "normalization"
+        )
+
+
+class Reply(NamedTuple):
+    """What a client sent.
+
+    Attributes:
+        message: an upload, or a skip.
+        size: of its frame.
+
+    """
+
+    message: Message
+    size: int
+
+
+class Closed(NamedTuple):
+    """The replies that count in a round, in the order of their clients.
+
+    Attributes:
+        clients: who sent them.
+        replies: of each.
+        factors: what each counts for by its age, ``(M,)``.
+        at_work: who has not replied yet, ``(M,)``.
+
+    """
+
+    clients: IntArray
+    replies: list[Reply]
+    factors: Float64Array
+    at_work: BoolArray
+
+    def uploads(self) -> tuple[IntArray, list[AnyUpload]]:
+        """Return who sent something, and what."""
+        found = zip(self.clients.tolist(), self.replies, strict=True)
+        pairs = [(client, r.message) for client, r in found if not isinstance(r.message, Skip)]
+        return np.array([c for c, _ in pairs], np.int64), [message for _, message in pairs]
+
+    def widths_and_sizes(self) -> tuple[IntArray, IntArray]:
+        """Return for each client the width of what came, and how many bytes."""
+        widths = np.where(self.at_work, AT_WORK, DROPPED)
+        sizes = np.zeros(len(widths), np.int64)
+        widths[self.clients] = [reply.message.width for reply in self.replies]
+        sizes[self.clients] = [reply.size for reply in self.replies]
+        return widths, sizes
+
+
+class Replies:
+    """The replies of a simulation that are on their way, and its clock.
+
+    Attributes:
+        clock: seconds since the first round began.
+
+    """
+
+    def __init__(self, late: Late, problem: Problem, seed: int) -> None:
+        self.late, self.seed, self.clock = late, seed, 0.0
+        self._num_params, count = len(problem.initial_params), problem.num_clients
+        self._times = late.speeds.of_clients(count, seed)
+        self._rounds = np.zeros(count, np.int64)  # in which each began; 0: is not at work
+        self._arrivals = np.zeros(count)
+        self._begun: dict[int, Reply] = {}  # of this round
+        self._frames: dict[int, bytes] = {}  # of those from earlier rounds
+
+    @property
+    def at_work(self) -> BoolArray:
+        """Who has not replied yet, ``(M,)``."""
+        busy: BoolArray = self._rounds > 0
+        return busy
+
+    def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:
+        """Let clients begin; their replies come after download, training, outage and upload.
+
+        Args:
+            number: of the round.
+            replies: of each client that begins.
+            received: bytes that each client received, ``(M,)``.
+
+        """
+        late, count = self.late, len(self._times)
+        seconds = late.speeds.of_round(number, self._times, self.seed)
+        if late.outages is not None:
+            seconds = seconds + late.outages.of_round(number, count, self.seed)
+        for client, reply in replies.items():
+            moved = int(received[client]) + reply.size if late.mbit else 0
+            transfer = moved * _BITS_PER_BYTE / (late.mbit * _MEGA) if moved else 0.0
+            self._rounds[client] = number
+            self._arrivals[client] = self.clock + seconds[client] + transfer
+        self._begun = dict(replies)
+
+    def close(self, number: int) -> Closed:
+        """Wait for enough replies, and return them."""
+        waiting = np.flatnonzero(self.at_work)
+        arrivals = self._arrivals[waiting]
+        first = np.argsort(arrivals, kind="stable")[: self.late.buffer_size]
+        if len(first):
+            self.clock = max(self.clock, float(arrivals[first].max()))
+        clients = np.sort(waiting[first])
+        ages = number - self._rounds[clients]
+        self._rounds[clients] = 0
+        replies = [self._take(client) for client in clients.tolist()]
+        self._frames |= {client: encode(reply.message) for client, reply in self._begun.items()}
+        self._begun = {}
+        factors = np.ones(len(self._rounds))
+        factors[clients] = [age_weight(age) for age in ages.tolist()]
+        return Closed(clients, replies, factors, self.at_work)
+
+    def _take(self, client: int) -> Reply:
+        if client in self._begun:
+            return self._begun.pop(client)
+        frame = self._frames.pop(client)
+        return Reply(decode(frame, self._num_params), len(frame))
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return named arrays that a file can hold."""
+        frames = [self._frames[client] for client in sorted(self._frames)]
+        lengths = np.array([len(frame) for frame in frames], np.int64)
+        joined = np.frombuffer(b"".join(frames), np.uint8)
+        values = np.array(self.clock), self._rounds.copy(), self._arrivals.copy(), joined, lengths
+        return dict(zip(_FIELDS, values, strict=True))
+
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Go on from what `to_arrays` returned."""
+        if arrays is None:
+            return
+        clock, rounds, arrivals, joined, lengths = (arrays[name] for name in _FIELDS)
+        self.clock = float(clock)
+        self._rounds, self._arrivals = np.array(rounds), np.array(arrivals)
+        ends = np.cumsum(lengths).tolist()
+        frames = [bytes(joined[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
+        clients = np.flatnonzero(self.at_work).tolist()
+        self._frames = dict(zip(clients, frames, strict=True))
+
+
+class InTime:
+    """Stands for `Replies` where every round waits for all."""
+
+    clock = None
+
+    def __init__(self, num_clients: int) -> None:
+        self.at_work: BoolArray = np.zeros(num_clients, np.bool_)
+        self._begun: Mapping[int, Reply] = {}
+
+    def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:  # noqa: ARG002
+        """Take the replies of a round."""
+        self._begun = replies
+
+    def close(self, number: int) -> Closed:  # noqa: ARG002
+        """Return them all."""
+        clients = np.array(list(self._begun), np.int64)
+        factors = np.ones(len(self.at_work))
+        return Closed(clients, list(self._begun.values()), factors, self.at_work)
+
+    def to_arrays(self) -> None:
+        """Remember nothing."""
+
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Go on."""
+
+
+def make_replies(
+    training: Training, recipe: Recipe, problem: Problem, seed: int, statistics: RunStatistics
+) -> Replies | InTime:
+    """Return how replies come, after `check_late`."""
+    late = training.late
+    check_late(late, recipe, training.num_sampled(problem.num_clients), statistics.are_averaged)
+    return InTime(problem.num_clients) if late is None else Replies(late, problem, seed)

@@ -1,0 +1,453 @@
+"""The ways in which a first model travels: drawn from a seed, known by its digest, rounded, exact.
+
+=========== =======================================================================================
+``seed``    each tensor by its law and one seed for all (`aqg.first_draw`); a tensor that has no law
+            is rounded, or exact where it is short
+``digest``  a hash; who holds other weights says so, and is sent the next way
+``rounded`` 4 to 8 bits a number, with a scale per 64 numbers of one tensor, entropy-coded
+``exact``   every bit
+=========== =======================================================================================
+
+The server starts from exactly what it sends: ``unpack(pack(model, way))``. A message is::
+
+    byte 0      0x66: a first model, version 1
+    byte 1      way: 0 seed, 1 digest, 2 rounded, 3 exact; 4 rounded, to be added to what is held
+    then        the number of parameters, a varint, and
+    seed        the seed, a varint; per tensor its kind, a byte: 0 constant, 1 uniform, 2 normal,
+                plus 4 where a center other than zero follows; 8 exact, 9 rounded. Center and scale
+                have 4 bytes each (8 where the model has double precision), a constant no scale;
+                exact and rounded tensors are behind their length, a varint
+    digest      16 bytes
+    rounded     bits, a byte; for each tensor a bit, 1 where it is not all zeros; of the blocks'
+                scales two planes, of the numbers one, each behind its length (`aqg.wire.sections`);
+                tensors of zeros have no blocks, and blocks of zeros no numbers
+    exact       a vector (`aqg.wire.vectors`)
+    last 4      CRC-32 of all before
+
+Two models are only exchanged for each other where nobody can tell: a tensor counts as *fresh* when
+its values pass as independent draws of one law. They are compared with the laws that layers are
+commonly initialized by, then with their own mean and spread, and the largest singular value of a
+matrix must be what independent numbers have: training leaves it larger. Fewer than 256 values are
+drawn by the law of PyTorch's layers only, and only where all larger tensors of the model are fresh,
+or the weights that a bias belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from aqg.errors import ConfigError, WireError
+from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
+from aqg.protocol.digests import DIGEST_BYTES, start_digest
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
+from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.vectors import decode_vector, encode_vector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from aqg.core.types import Float64Array, FloatArray
+
+WAYS = ("seed", "digest", "rounded", "exact")
+ROUNDED_BITS = 8
+"""Of a first model that is rounded where nobody says otherwise; half a percent of a block's largest
+number is the error."""
+BITS = range(2, 9)
+BLOCK = 64
+
+_MARK = 0x66
+_CRC_BYTES = 4
+_SEED, _DIGEST, _ROUNDED, _EXACT, _RELATIVE = range(5)
+_CENTERED, _EXACT_TENSOR, _ROUNDED_TENSOR = 4, 8, 9
+_FEW = 256
+"""Fewer values do not tell a uniform from a normal distribution."""
+_KNOWN_DISTANCE = 1.63
+"""Times 1/√n, the distance of Kolmogorov and Smirnov that 1 % of true samples exceed."""
+_FITTED_DISTANCE = 1.04
+"""The same where mean and deviation are the sample's own (Lilliefors)."""
+_LARGEST_SINGULAR = 512
+"""Rows and columns that are looked at."""
+_EDGE = (-7.0, 5.0)
+"""In units of its fluctuation, how far the largest singular value may be from ``√rows + √cols``;
+its mean is at -1.2, its deviation 1.3 (Tracy and Widom)."""
+
+Shapes: TypeAlias = "Sequence[tuple[str, tuple[int, ...]]]"
+
+
+class OtherModelError(WireError):
+    """The weights that are held are not those that a digest is of."""
+
+
+def pack(
+    params: FloatArray,
+    shapes: Shapes,
+    way: str,
+    *,
+    seed: int = 0,
+    bits: int = ROUNDED_BITS,
+    held: FloatArray | None = None,
+) -> bytes:
+    """Write a first model.
+
+    Args:
+        params: all tensors in a row.
+        shapes: name and shape of each.
+        way: one of `WAYS`.
+        seed: that tensors are drawn from.
+        bits: per number that is rounded, 2 to 8.
+        held: what the reader has, where the difference to it is to be rounded.
+
+    >>> shapes = (("weight", (30, 20)), ("bias", (30,)))
+    >>> params = np.concatenate([np.random.default_rng(1).uniform(-0.2, 0.2, 600), np.zeros(30)])
+    >>> [len(pack(params, shapes, way)) for way in WAYS]
+    [19, 24, 631, 4370]
+
+    """
+    require_way(way)
+    _check(params, shapes)
+    if bits not in BITS:
+        raise ConfigError(f"{bits} bits per parameter; there are {BITS.start} to {BITS.stop - 1}")
+    code = WAYS.index(way)
+    if held is not None:
+        if code != _ROUNDED or held.shape != params.shape:
+            raise ConfigError(f"a difference of {held.shape} numbers cannot be sent as {way!r}")
+        code = _RELATIVE
+    if code == _SEED:
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"seed {seed} is not in 0..{MAX_SEED}")
+        body = write_varint(seed) + b"".join(_write_tensors(params, shapes, bits))
+    elif code == _DIGEST:
+        body = start_digest(params)
+    elif code == _EXACT:
+        body = encode_vector(params, np.zeros_like(params))
+    else:
+        body = _round(params if held is None else params - held, shapes, bits)
+    message = bytes([_MARK, code]) + write_varint(len(params)) + body
+    return message + struct.pack("<I", zlib.crc32(message))
+
+
+def unpack(
+    data: bytes, shapes: Shapes, dtype: str | np.dtype[Any], held: FloatArray | None = None
+) -> FloatArray:
+    """Return the model that `pack` wrote.
+
+    Raises `OtherModelError` where it is the digest of a model that is not ``held``, and `WireError`
+    on bytes that are damaged or of a model of other shapes.
+    """
+    frame = np.frombuffer(data, np.uint8)
+    if len(frame) < 3 + _CRC_BYTES:
+        raise WireError(f"a first model has at least {3 + _CRC_BYTES} bytes, not {len(frame)}")
+    body = frame[:-_CRC_BYTES]
+    if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
+        raise WireError("the checksum of the first model is wrong: it is damaged")
+    code = int(body[1])
+    if int(body[0]) != _MARK or code > _RELATIVE:
+        raise WireError(f"bytes {body[:2].tobytes().hex()} do not begin a first model")
+    count, position = read_varint(body, 2)
+    expected = sum(math.prod(shape) for _, shape in shapes)
+    if count != expected:
+        raise WireError(f"the first model has {count} parameters; the one here has {expected}")
+    body = body[position:]
+    if code == _DIGEST:
+        return _compared(body.tobytes(), held)
+    if code == _EXACT:
+        exact: FloatArray = decode_vector(body, np.zeros(count, dtype))
+        return exact
+    if code == _SEED:
+        return _read_tensors(body, shapes, np.dtype(dtype))
+    values = _unround(body, shapes)
+    if code == _RELATIVE:
+        if held is None or len(held) != count:
+            raise WireError("the first model is relative to weights that are not held here")
+        values = held + values
+    return values.astype(dtype)
+
+
+def settle(
+    params: FloatArray, shapes: Shapes, way: str, *, seed: int = 0, bits: int = ROUNDED_BITS
+) -> tuple[FloatArray, bytes]:
+    """Return the model that a run starts from when this one travels so, and the message."""
+    message = pack(params, shapes, way, seed=seed, bits=bits)
+    return unpack(message, shapes, params.dtype, params), message
+
+
+def require_way(way: str) -> None:
+    """Raise unless there is such a way."""
+    if way not in WAYS:
+        raise ConfigError(f"start is {way!r}; choose from {', '.join(WAYS)}")
+
+
+def laws_of(params: FloatArray, shapes: Shapes) -> tuple[Law | None, ...]:
+    """Return the law that each tensor passes as a draw of; None where it does of none.
+
+    >>> values = np.random.default_rng(0).standard_normal(512)
+    >>> laws_of(np.concatenate([values, np.ones(4)]), (("weight", (32, 16)), ("scale", (4,))))[1]
+    Law(kind=0, center=1.0, scale=0.0)
+    """
+    _check(params, shapes)
+    tensors = list(_tensors(params, shapes))
+    rows = list(zip(shapes, tensors, strict=True))
+    laws = [_law(values, shape) for (_, shape), values in rows]
+    large = [law for law, values in zip(laws, tensors, strict=True) if len(values) >= _FEW]
+    is_fresh = None not in large and any(law and law.scale > 0 for law in large)
+    weights = {n.rpartition(".")[0]: i for i, (n, shape) in enumerate(shapes) if len(shape) > 1}
+    for index, ((name, shape), values) in enumerate(rows):
+        weight = weights.get(name.rpartition(".")[0]) if len(shape) == 1 else index
+        if laws[index] is not None or len(values) >= _FEW or weight is None:
+            continue
+        if is_fresh or laws[weight] is not None:
+            law = Law(UNIFORM, 0.0, _float32(_fan_in(shapes[weight][1]) ** -0.5))
+            laws[index] = law if _distance(values, law) <= _KNOWN_DISTANCE else None
+    return tuple(laws)
+
+
+def _law(values: Float64Array, shape: tuple[int, ...]) -> Law | None:
+    if not len(values) or (values == values[0]).all():
+        return Law(CONSTANT, float(values[0]) if len(values) else 0.0)
+    if len(values) < _FEW:
+        return None
+    known = [law for law in _known_laws(shape) if _distance(values, law) <= _KNOWN_DISTANCE]
+    law = min(known, key=lambda law: _distance(values, law), default=None) or _fitted(values)
+    return law if law is not None and _is_independent(values, shape, law) else None
+
+
+def _known_laws(shape: tuple[int, ...]) -> Iterator[Law]:
+    """Yield what layers are commonly initialized by, see ``torch.nn.init``."""
+    inputs = _fan_in(shape)
+    outputs = math.prod(shape) / shape[1] if len(shape) > 1 else inputs
+    for square in (1 / inputs, 6 / inputs, 6 / (inputs + outputs), 3 / inputs):
+        yield Law(UNIFORM, 0.0, _float32(square**0.5))
+    squares = (1 / inputs, 2 / inputs, 2 / (inputs + outputs), 2 / outputs, 1.0, 0.02**2)
+    for square in squares:
+        yield Law(NORMAL, 0.0, _float32(square**0.5))
+
+
+def _fan_in(shape: tuple[int, ...]) -> float:
+    return max(1, math.prod(shape[1:]))
+
+
+def _fitted(values: Float64Array) -> Law | None:
+    """Return a law with the mean and the spread of the values, where it fits them."""
+    low, high = float(values.min()), float(values.max())
+    reach = (high - low) / 2 * (len(values) + 1) / (len(values) - 1)
+    uniform = Law(UNIFORM, _float32((low + high) / 2), _float32(reach))
+    normal = Law(NORMAL, _float32(float(values.mean())), _float32(float(values.std())))
+    for law in (uniform, normal):
+        if _distance(values, law) <= _FITTED_DISTANCE:
+            return law
+    return None
+
+
+def _distance(values: Float64Array, law: Law) -> float:
+    """Return the distance of Kolmogorov and Smirnov, times ``√n``."""
+    if law.scale == 0:
+        return math.inf
+    places = np.sort((values - law.center) / law.scale)
+    if law.kind == UNIFORM:
+        if max(-places[0], places[-1]) > 1 + 1e-6:
+            return math.inf
+        shares = (places + 1) / 2
+    else:
+        shares = np.array([(1 + math.erf(place / math.sqrt(2))) / 2 for place in places.tolist()])
+    steps = np.arange(len(places) + 1) / len(places)
+    distance = max(float((steps[1:] - shares).max()), float((shares - steps[:-1]).max()))
+    return distance * math.sqrt(len(places))
+
+
+def _is_independent(values: Float64Array, shape: tuple[int, ...], law: Law) -> bool:
+    """Tell whether a matrix has the largest singular value of one with independent entries."""
+    if len(shape) < 2:
+        return True
+    matrix = (values - law.center).reshape(shape[0], -1)[:_LARGEST_SINGULAR, :_LARGEST_SINGULAR]
+    rows, columns = (length**0.5 for length in matrix.shape)
+    if min(matrix.shape) < 2:
+        return True
+    fluctuation = (1 / rows + 1 / columns) ** (1 / 3) / 2
+    largest = float(np.linalg.norm(matrix, 2)) / law.deviation
+    excess = (largest - rows - columns) / fluctuation
+    return bool(_EDGE[0] <= excess <= _EDGE[1])
+
+
+def _float32(number: float) -> float:
+    return float(np.float32(number))
+
+
+def _check(params: FloatArray, shapes: Shapes) -> None:
+    expected = sum(math.prod(shape) for _, shape in shapes)
+    if params.shape != (expected,):
+        raise ConfigError(f"parameters have shape {params.shape}; the tensors need ({expected},)")
+    if params.dtype not in (np.float32, np.float64):
+        raise ConfigError(f"parameters are {params.dtype}; they must be float32 or float64")
+    if not np.isfinite(params).all():
+        raise ConfigError("the first model holds NaN or infinity")
+
+
+def _tensors(params: FloatArray, shapes: Shapes) -> Iterator[Float64Array]:
+    position = 0
+    for _, shape in shapes:
+        size = math.prod(shape)
+        yield params[position : position + size].astype(np.float64)
+        position += size
+
+
+def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[bytes]:
+    number = "<d" if params.dtype == np.float64 else "<f"
+    laws = laws_of(params, shapes)
+    for (name, shape), law, values in zip(shapes, laws, _tensors(params, shapes), strict=True):
+        if law is None:
+            is_short = len(values) < _FEW
+            own = values.astype(params.dtype)
+            payload = (
+                encode_vector(own, np.zeros_like(own))
+                if is_short
+                else _round(own, ((name, shape),), bits)
+            )
+            yield bytes([_EXACT_TENSOR if is_short else _ROUNDED_TENSOR])
+            yield write_varint(len(payload)) + payload
+            continue
+        has_center = law.center != 0 or math.copysign(1, law.center) < 0
+        yield bytes([law.kind + _CENTERED * has_center])
+        yield struct.pack(number, law.center) if has_center else b""
+        yield b"" if law.kind == CONSTANT else struct.pack(number, law.scale)
+
+
+def _read_tensors(body: NDArray[np.uint8], shapes: Shapes, dtype: np.dtype[Any]) -> FloatArray:
+    seed, position = read_varint(body, 0)
+    number, size = ("<d", 8) if dtype == np.float64 else ("<f", 4)
+    found = []
+
+    def read_number() -> float:
+        nonlocal position
+        if position + size > len(body):
+            raise WireError(f"the first model ends at byte {len(body)}, inside a number")
+        (value,) = struct.unpack(number, body[position : position + size].tobytes())
+        position += size
+        if not math.isfinite(value):
+            raise WireError(f"a law of the first model has the number {value}")
+        return float(value)
+
+    for stream, (name, shape) in enumerate(shapes):
+        if position >= len(body):
+            raise WireError(f"the first model ends before tensor {name!r}")
+        kind, position = int(body[position]), position + 1
+        count = math.prod(shape)
+        if kind in (_EXACT_TENSOR, _ROUNDED_TENSOR):
+            payload, position = _piece(body, position)
+            if kind == _EXACT_TENSOR:
+                found.append(decode_vector(payload, np.zeros(count, dtype)))
+            else:
+                found.append(_unround(payload, ((name, shape),)))
+            continue
+        if kind & ~_CENTERED > NORMAL:
+            raise WireError(f"tensor {name!r} is of kind {kind}, which there is not")
+        center = read_number() if kind & _CENTERED else 0.0
+        kind &= ~_CENTERED
+        scale = 0.0 if kind == CONSTANT else read_number()
+        found.append(draw(Law(kind, center, scale), count, seed, stream))
+    if position != len(body):
+        raise WireError(f"{len(body) - position} bytes follow the first model")
+    return np.concatenate([values.astype(dtype) for values in found] or [np.zeros(0, dtype)])
+
+
+def _compared(digest: bytes, held: FloatArray | None) -> FloatArray:
+    if len(digest) != DIGEST_BYTES:
+        raise WireError(f"the digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
+    if held is None or start_digest(held) != digest:
+        raise OtherModelError("the first model is another one than that held here")
+    return held.copy()
+
+
+def _blocks(shapes: Shapes) -> NDArray[np.int64]:
+    """Return where blocks begin; none reaches over the end of a tensor."""
+    starts, position = [np.zeros(0, np.int64)], 0
+    for _, shape in shapes:
+        end = position + math.prod(shape)
+        starts.append(np.arange(position, end, BLOCK))
+        position = end
+    return np.concatenate(starts)
+
+
+def _round(params: FloatArray, shapes: Shapes, bits: int) -> bytes:
+    tensors = list(_tensors(params, shapes))
+    is_used = np.array([values.any() for values in tensors], np.bool_)
+    head = bytes([bits]) + np.packbits(is_used).tobytes()
+    if not is_used.any():
+        return head
+    values = np.concatenate([values for values, used in zip(tensors, is_used, strict=True) if used])
+    starts = _blocks([row for row, used in zip(shapes, is_used, strict=True) if used])
+    codes = _round_up(np.maximum.reduceat(np.abs(values), starts))
+    scales = np.repeat(_from_codes(codes), np.diff(starts, append=len(values)))
+    top = (1 << bits - 1) - 1
+    nonzero = scales > 0
+    levels = np.rint(values[nonzero] / scales[nonzero] * top) + top
+    planes = [Plane((codes >> np.uint16(8 * k)).astype(np.uint8), BYTES) for k in (0, 1)]
+    payloads = [encode_planes([plane], None) for plane in planes]
+    payloads.append(encode_planes([Plane(levels.astype(np.uint8), _alphabet(bits))], None))
+    return head + b"".join(write_varint(len(payload)) + payload for payload in payloads)
+
+
+def _unround(body: NDArray[np.uint8], shapes: Shapes) -> Float64Array:
+    sizes = np.array([math.prod(shape) for _, shape in shapes], np.int64)
+    position = 1 + -(-len(sizes) // 8)
+    if len(body) < position or int(body[0]) not in BITS:
+        raise WireError(f"a rounded model begins with bytes {body[:1].tobytes().hex()!r}")
+    bits = int(body[0])
+    flags = np.unpackbits(body[1:position])
+    is_used = flags[: len(sizes)].astype(np.bool_)
+    if flags[len(sizes) :].any():
+        raise WireError("the rounded model has tensors that this one does not have")
+    values = np.zeros(int(sizes.sum()))
+    starts = _blocks([row for row, used in zip(shapes, is_used, strict=True) if used])
+    if len(starts):
+        place = np.repeat(is_used, sizes)
+        codes = np.zeros(len(starts), np.uint16)
+        for k in (0, 1):
+            payload, position = _piece(body, position)
+            (plane,) = decode_planes(payload, [BYTES], len(starts), None)
+            codes |= plane.astype(np.uint16) << np.uint16(8 * k)
+        if (codes >= 0x7F80).any() or not codes.any():
+            raise WireError("the scales of the rounded model are not numbers above zero")
+        scales = np.repeat(_from_codes(codes), np.diff(starts, append=int(place.sum())))
+        place[place] = scales > 0
+        payload, position = _piece(body, position)
+        top = (1 << bits - 1) - 1
+        (levels,) = decode_planes(payload, [_alphabet(bits)], int(place.sum()), None)
+        if int(levels.max()) > 2 * top:
+            raise WireError(f"a level is {int(levels.max())}; {2 * top} is the last")
+        values[place] = (levels.astype(np.float64) - top) / top * scales[scales > 0]
+    if position != len(body):
+        raise WireError(f"{len(body) - position} bytes follow the rounded model")
+    return values
+
+
+def _alphabet(bits: int) -> Alphabet:
+    return Alphabet(bits, (1 << bits) - 1)
+
+
+def _round_up(scales: Float64Array) -> NDArray[np.uint16]:
+    """Return bfloat16 numbers, as their bits, that are at least as large."""
+    patterns = np.nextafter(scales.astype(np.float32), np.float32(np.inf))
+    is_enough = scales.astype(np.float32).astype(np.float64) >= scales
+    patterns = np.where(is_enough, scales.astype(np.float32), patterns).view(np.uint32)
+    codes = (patterns.astype(np.uint64) + 0xFFFF) >> np.uint64(16)
+    if (codes >= 0x7F80).any():
+        raise ConfigError(f"the first model holds {float(scales.max()):g}; it must be below 3e38")
+    return codes.astype(np.uint16)
+
+
+def _from_codes(codes: NDArray[np.uint16]) -> Float64Array:
+    return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def _piece(body: NDArray[np.uint8], position: int) -> tuple[NDArray[np.uint8], int]:
+    size, position = read_varint(body, position)
+    if size > len(body) - position:
+        raise WireError(f"a part claims {size} bytes where {len(body) - position} are left")
+    return body[position : position + size], position + size

@@ -1,0 +1,209 @@
+"""Payloads of modes 10 to 15: vectors in half precision, in blocks, or rotated.
+
+::
+
+    HALF        exponent + 128, a byte
+                sections of two planes: the low and the high bytes of the halves, each half's bits
+                rotated left by one
+
+    SPARSE      exponent + 128, a byte
+                where the values are: 1 where a coordinate is zero, 0 and 2 for its sign elsewhere,
+                    as the levels of a three-level grid; how they are coded (0 sections, 1 context),
+                    a byte; their number of bytes, a varint; and those bytes
+                sections of two planes: the low and the high bytes of the magnitudes, if any
+
+    BLOCKS      number of bytes of the next part, a varint
+                sections of two planes: the low and the high bytes of the blocks' bfloat16 steps
+                sections of one plane: the levels
+
+    BUCKETS     coordinates in a block, a varint; then as BLOCKS
+
+    ROTATED     seed of the rotation, 4 bytes
+                a float32 scale for every block
+                the signs of all blocks, a bit each
+
+    TURNED      bits of a code, one byte; then as ROTATED, with codes in place of signs
+
+The largest coordinates of a gradient cluster: with the context coder their places and signs take a
+fifth less than the ``log2(n choose k) + k`` bits of random ones, and less than coded as gaps.
+``benchmarks/sparse_frames.py`` measures it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aqg.core.blockwise import BLOCK, LONGEST_BLOCK, TOP, BlockUpload, num_blocks
+from aqg.core.halves import HalfUpload, SparseUpload
+from aqg.core.rotation import WIDTHS, RotatedUpload, block_lengths
+from aqg.errors import WireError
+from aqg.wire import context
+from aqg.wire.bitpack import pack, unpack
+from aqg.wire.sections import (
+    BLOCKED_LENGTH,
+    BYTES,
+    Alphabet,
+    Plane,
+    decode_planes,
+    encode_planes,
+)
+from aqg.wire.varint import read_part, read_varint, write_varint
+
+Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload
+HALF, SPARSE, BLOCKS, ROTATED, BUCKETS, TURNED = 10, 11, 12, 13, 14, 15
+SIGNS = Alphabet(width=2, size=3)
+MAGNITUDES = [BYTES, Alphabet(width=7, size=128)]
+BLOCK_LEVELS = Alphabet(width=8, size=2 * TOP + 1)
+SECTIONS, CONTEXT = 0, 1
+EXPONENT_OFFSET = 128
+SEED_BYTES = 4
+SCALE_BYTES = 4
+
+
+def encode_other(upload: Other, threads: int | None) -> tuple[int, bytes]:
+    """Return the mode and the payload of a message."""
+    threads = _useful_threads(len(upload), threads)
+    if isinstance(upload, HalfUpload):
+        return HALF, _encode_half(upload, threads)
+    if isinstance(upload, SparseUpload):
+        return SPARSE, _encode_sparse(upload, threads)
+    if isinstance(upload, RotatedUpload):
+        return (ROTATED if upload.width == 1 else TURNED), _encode_rotated(upload)
+    if upload.block == BLOCK:
+        return BLOCKS, _encode_blocks(upload, threads)
+    return BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
+
+
+def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: int | None) -> Other:
+    """Undo `encode_other`; the parts of the message fit each other, its values may not.
+
+    Memory is taken in proportion to ``length`` only.
+    """
+    threads = _useful_threads(length, threads)
+    if mode == HALF:
+        return _decode_half(payload, length, threads)
+    if mode == SPARSE:
+        return _decode_sparse(payload, length, threads)
+    if mode == BLOCKS:
+        return _decode_blocks(payload, length, threads, BLOCK)
+    if mode == BUCKETS:
+        block, start = read_varint(payload, 0)
+        if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
+            raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
+        return _decode_blocks(payload[start:], length, threads, block)
+    if mode == ROTATED:
+        return _decode_rotated(payload, length, width=1)
+    width = int(payload[0]) if len(payload) else 0
+    if width not in WIDTHS or width == 1:
+        raise WireError(f"codes of {width} bits are not what mode TURNED has")
+    return _decode_rotated(payload[1:], length, width)
+
+
+def _useful_threads(length: int, threads: int | None) -> int | None:
+    """Return 1 for messages that are not cut into blocks: the work takes less than a thread."""
+    return threads if length >= BLOCKED_LENGTH else 1
+
+
+def _encode_half(upload: HalfUpload, threads: int | None) -> bytes:
+    bits = np.ascontiguousarray(upload.halves).view(np.uint16)
+    planes = _low_and_high(bits << np.uint16(1) | bits >> np.uint16(15), [BYTES] * 2)
+    return bytes([upload.exponent + EXPONENT_OFFSET]) + encode_planes(planes, threads)
+
+
+def _decode_half(payload: NDArray[np.uint8], length: int, threads: int | None) -> HalfUpload:
+    exponent = _read_exponent(payload)
+    low, high = decode_planes(payload[1:], [BYTES] * 2, length, threads)
+    rotated = low | high.astype(np.uint16) << np.uint16(8)
+    bits = rotated >> np.uint16(1) | rotated << np.uint16(15)
+    return HalfUpload(bits.view(np.float16), exponent)
+
+
+def _encode_sparse(upload: SparseUpload, threads: int | None) -> bytes:
+    places = np.ones(upload.length, np.uint8)
+    places[upload.indices] = np.where(np.signbit(upload.halves), 0, 2)
+    coder, coded = SECTIONS, encode_planes([Plane(places, SIGNS)], threads)
+    if len(upload) <= context.LONGEST:
+        better = context.encode(places, SIGNS.size)
+        if len(better) < len(coded):
+            coder, coded = CONTEXT, better
+    head = bytes([upload.exponent + EXPONENT_OFFSET, coder]) + write_varint(len(coded))
+    if not len(upload.halves):
+        return head + coded
+    bits = np.ascontiguousarray(upload.halves).view(np.uint16) & np.uint16(0x7FFF)
+    return head + coded + encode_planes(_low_and_high(bits, MAGNITUDES), threads)
+
+
+def _decode_sparse(payload: NDArray[np.uint8], length: int, threads: int | None) -> SparseUpload:
+    exponent = _read_exponent(payload)
+    if len(payload) < 2:
+        raise WireError("the frame ends where the coder of the places should be named")
+    coder = int(payload[1])
+    if coder not in (SECTIONS, CONTEXT):
+        raise WireError(f"places are coded as {coder}; it must be {SECTIONS} or {CONTEXT}")
+    coded, rest = read_part(payload, 2, "the places claim")
+    if coder == SECTIONS:
+        (places,) = decode_planes(coded, [SIGNS], length, threads)
+    else:
+        context.require_short(length)
+        places = context.decode(coded, length, SIGNS.size).astype(np.uint8, copy=False)
+    if length and int(places.max()) >= SIGNS.size:
+        raise WireError(f"a place holds {int(places.max())}; it must be below {SIGNS.size}")
+    indices = np.flatnonzero(places != 1)
+    if len(indices) == 0:
+        if len(rest):
+            raise WireError(f"{len(rest)} bytes follow the places of no values")
+        return SparseUpload(indices, np.empty(0, np.float16), exponent, length)
+    low, high = decode_planes(rest, MAGNITUDES, len(indices), threads)
+    bits = low | high.astype(np.uint16) << np.uint16(8)
+    bits |= (places[indices] == 0).astype(np.uint16) << np.uint16(15)
+    return SparseUpload(indices, bits.view(np.float16), exponent, length)
+
+
+def _low_and_high(numbers: NDArray[np.uint16], alphabets: list[Alphabet]) -> list[Plane]:
+    low, high = numbers.astype(np.uint8), (numbers >> np.uint16(8)).astype(np.uint8)
+    return [Plane(low, alphabets[0]), Plane(high, alphabets[1])]
+
+
+def _read_exponent(payload: NDArray[np.uint8]) -> int:
+    if len(payload) == 0:
+        raise WireError("the frame ends where the exponent should be")
+    return int(payload[0]) - EXPONENT_OFFSET
+
+
+def _encode_blocks(upload: BlockUpload, threads: int | None) -> bytes:
+    bits = np.ascontiguousarray(upload.steps).view(np.uint32)
+    planes = [Plane((bits >> np.uint32(shift)).astype(np.uint8), BYTES) for shift in (16, 24)]
+    steps = encode_planes(planes, threads)
+    levels = encode_planes([Plane(upload.levels, BLOCK_LEVELS)], threads)
+    return write_varint(len(steps)) + steps + levels
+
+
+def _decode_blocks(
+    payload: NDArray[np.uint8], length: int, threads: int | None, block: int
+) -> BlockUpload:
+    coded, rest = read_part(payload, 0, "the steps claim")
+    low, high = decode_planes(coded, [BYTES] * 2, num_blocks(length, block), threads)
+    bits = low.astype(np.uint32) << np.uint32(16) | high.astype(np.uint32) << np.uint32(24)
+    (levels,) = decode_planes(rest, [BLOCK_LEVELS], length, threads)
+    return BlockUpload(levels, bits.view(np.float32), block)
+
+
+def _encode_rotated(upload: RotatedUpload) -> bytes:
+    scales = upload.scales.astype("<f4", copy=False).tobytes()
+    head = b"" if upload.width == 1 else bytes([upload.width])
+    codes = pack(upload.signs, upload.width).tobytes()
+    return head + struct.pack("<I", upload.seed) + scales + codes
+
+
+def _decode_rotated(payload: NDArray[np.uint8], length: int, width: int) -> RotatedUpload:
+    lengths = block_lengths(length)
+    start = SEED_BYTES + SCALE_BYTES * len(lengths)
+    if len(payload) < start:
+        raise WireError(f"seed and {len(lengths)} scales take {start} bytes, not {len(payload)}")
+    seed = int.from_bytes(payload[:SEED_BYTES].tobytes(), "little")
+    scales = np.frombuffer(payload[SEED_BYTES:start].tobytes(), "<f4").astype(np.float32)
+    signs = unpack(payload[start:], width, sum(lengths)).astype(np.uint8, copy=False)
+    return RotatedUpload(signs, scales, seed, length, width)

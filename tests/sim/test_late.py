@@ -1,0 +1,197 @@
+"""Rounds that end before all replies are there, in simulated time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from aqg.cli.app import run_app
+from aqg.core.downlink import make_downlink
+from aqg.core.dropouts import BernoulliDropout
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.server import age_weight
+from aqg.errors import ConfigError
+from aqg.runs.config import resolve
+from aqg.runs.cost import Meter, heads
+from aqg.sim.engine import FastSimulation
+from aqg.sim.late import Late, Outages, Speeds, make_late
+from aqg.sim.local import LocalTraining
+from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
+from aqg.sim.training import Training
+
+from tests.problems import tiny_problem
+
+LOCAL = LocalTraining(batch_size=8, steps=3, rate=0.05)
+SPEEDS = Speeds(sigma=1.0, jitter=0.3)
+NUM_CLIENTS = 6
+WITHOUT_MIRRORS = [
+    name
+    for name in RECIPES
+    if not make_recipe(name).for_updates(are_exact=False).memory.keeps_mirror
+]
+
+
+def simulate(kind, name, late, *, seed=4, dropout=None, step_size=0.05, training=None, **options):
+    problem = tiny_problem(num_clients=NUM_CLIENTS, unequal=True)
+    recipe = make_recipe(name)
+    training = replace(training or Training(LOCAL), late=late)
+    return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
+
+
+def run(simulation, rounds=15):
+    return [simulation.run_round() for _ in range(rounds)]
+
+
+@pytest.mark.parametrize("name", ["auto", "fedavg", "qsgd", "onebit", "stc"])
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+def test_engine_equals_the_reference_bit_for_bit(name, participation):
+    late = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01)
+    recipe = make_recipe(name)
+    downlink = make_downlink("condensed") if name != "fedavg" else make_downlink("full")
+    options = {
+        "late": late,
+        "dropout": BernoulliDropout(0.1, seed=8),
+        "training": Training(LOCAL, participation=participation, downlink=downlink),
+    }
+    assert not recipe.memory.keeps_mirror
+    reference = simulate(ReferenceSimulation, name, **options)
+    fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
+    assert run(fast) == run(reference)
+    expected = reference.state().to_arrays()
+    for key, value in fast.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", WITHOUT_MIRRORS)
+def test_a_round_that_waits_for_all_is_as_before(name):
+    plain = simulate(FastSimulation, name, None)
+    for late in (Late(SPEEDS, NUM_CLIENTS), Late(SPEEDS)):
+        timed = simulate(FastSimulation, name, late)
+        for record, expected in zip(run(timed, 8), run(plain, 8), strict=True):
+            assert record._replace(simulated_seconds=None) == expected
+        assert np.array_equal(timed.parameters, plain.parameters)
+        plain = simulate(FastSimulation, name, None)
+
+
+def test_a_late_update_is_that_of_the_model_it_began_with():
+    """Two clients, one so slow that its first reply comes in the third round."""
+    problem = tiny_problem(num_clients=2)
+    late = Late(Speeds(share=0.5, times=2.5), buffer_size=1)
+    training = Training(LOCAL, late=late)
+    simulation = FastSimulation(problem, make_recipe("fedavg"), 0.05, seed=1, training=training)
+    slow = int(np.argmax(late.speeds.of_clients(2, 1)))
+    models, records = [simulation.parameters.copy()], []
+    for _ in range(3):
+        records.append(simulation.run_round())
+        models.append(simulation.parameters.copy())
+    assert [record.widths[slow] for record in records] == [AT_WORK, AT_WORK, 32]
+    assert [record.widths[1 - slow] for record in records] == [32, 32, AT_WORK]
+    assert [record.simulated_seconds for record in records] == [1.0, 2.0, 2.5]
+
+    _, update = LOCAL.update(problem.objective, models[0], *problem.clients[slow], (1, slow, 1))
+    sent = update.astype(np.float32).astype(np.float64)
+    expected = models[2] - 0.05 * 2 * age_weight(2) * sent  # the mean of one, times two clients
+    assert models[3] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [FastSimulation, ReferenceSimulation])
+def test_it_goes_on_from_a_checkpoint(kind):
+    late = Late(SPEEDS, 2, Outages(0.3, 5.0))
+    training = Training(LOCAL, downlink=make_downlink("condensed"))
+    whole = simulate(kind, "auto", late, training=training)
+    records = run(whole, 12)
+    first = simulate(kind, "auto", late, training=training)
+    run(first, 5)
+    arrays = first.state().to_arrays()
+    assert arrays["late_lengths"].size == 4  # of six clients two have replied
+    second = simulate(kind, "auto", late, training=training)
+    second.restore(SimulationState.from_arrays(arrays))
+    assert run(second, 7) == records[5:]
+    assert np.array_equal(second.parameters, whole.parameters)
+
+
+def test_slow_clients_do_not_hold_up_the_others():
+    speeds = Speeds(share=0.34, times=100.0)
+    waiting = run(simulate(FastSimulation, "auto", Late(speeds)), 10)
+    buffered = run(simulate(FastSimulation, "auto", Late(speeds, 3)), 10)
+    assert waiting[-1].simulated_seconds == pytest.approx(1000)
+    assert buffered[-1].simulated_seconds == pytest.approx(10)
+    assert all(record.num_uploads == 3 for record in buffered)
+
+
+def test_transfers_take_time():
+    slow = run(simulate(FastSimulation, "fedavg", Late(Speeds(), mbit=0.001)), 1)[0]
+    moved = slow.client_upload_bytes[0] + slow.client_download_bytes[0]
+    assert slow.simulated_seconds == pytest.approx(1 + moved * 8 / 1000)
+
+
+def test_only_so_many_are_at_work():
+    training = Training(LOCAL, participation=0.5)
+    simulation = simulate(FastSimulation, "auto", Late(SPEEDS, 1), training=training)
+    for record in run(simulation, 20):
+        assert sum(width != DROPPED for width in record.widths) == 3
+        assert record.num_uploads == 1
+
+
+def test_bytes_of_those_at_work():
+    widths = [(4, AT_WORK, DROPPED), (AT_WORK, 4, DROPPED)]
+    rounds = [
+        RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
+    ]
+    meter, head = Meter(1000, make_downlink("exact")), heads()
+    first, second = [meter.charge(record).total_bytes for record in rounds]
+    assert first == 2020 + 2 * head.first_order + head.reply  # one of them has not replied
+    assert second == 20 + head.order + head.reply  # and does not need another order now
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"buffer_size": 3}, "buffer_size is 3 without speeds"),
+        ({"link_mbit": 2.0}, "link_mbit is 2.0 without speeds"),
+        ({"speeds": "equal", "buffer_size": 0}, "buffer_size is 0; it must be at least 1"),
+        (
+            {"speeds": "equal", "buffer_size": 11, "local_steps": 2},
+            r"buffer_size is 11; it must be in 1\.\.10",
+        ),
+        ({"speeds": "equal", "buffer_size": 3}, "mirror of every client"),
+        ({"speeds": "equal", "buffer_size": 3, "recipe": "laq"}, "mirror of every client"),
+        ({"speeds": "walk"}, "unknown speeds 'walk'; choose from equal, lognormal, stragglers"),
+        ({"speeds": "lognormal:sigma=-1"}, "sigma is -1; it must be at least 0"),
+        ({"speeds": "equal:seconds=0"}, "seconds is 0; it must be above 0"),
+        ({"speeds": "stragglers:share=2"}, "share is 2; it must be at least 0 and at most 1"),
+        ({"speeds": "equal", "outages": "random:chance=nan"}, "chance is nan"),
+        ({"speeds": "equal", "link_mbit": -1.0}, "link_mbit is -1.0; it must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve({"recipe": "auto", **settings})
+
+
+def test_nothing_said_is_nothing_simulated():
+    assert make_late(None, None, None, 0.0) is None
+    record = run(simulate(FastSimulation, "auto", None), 1)[0]
+    assert record.simulated_seconds is None
+
+
+def test_the_command_shows_time_and_bytes(tmp_path, capsys):
+    out = tmp_path / "out"
+    options = "--recipe auto,fedavg --rounds 6 --batch-size 16 --local-steps 2 --buffer-size 3"
+    arguments = ["run", *options.split(), "--speeds", "lognormal:sigma=1", "--out", str(out)]
+    assert run_app(arguments) == 0
+    shown = capsys.readouterr().out
+    assert " time " in shown
+    lines = (out / "auto" / "rounds.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["simulated_seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    summary = json.loads((out / "auto" / "summary.json").read_text())
+    assert summary["simulated_seconds"] == seconds[-1]
+    assert run_app(["run", "--resume", str(out), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["runs"][0]
+    assert again["simulated_seconds"] == seconds[-1]

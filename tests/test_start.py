@@ -1,0 +1,235 @@
+"""A first model travels in four ways, and arrives as the server has it, to the bit."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from aqg.errors import ConfigError, WireError
+from aqg.first_draw import CONSTANT, NORMAL, UNIFORM, Law, draw, normal_quantiles
+from aqg.start import WAYS, OtherModelError, laws_of, pack, settle, unpack
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from aqg.models.nets import Transformer  # noqa: E402
+from aqg.objectives.layout import ModelLayout  # noqa: E402
+
+
+def make_mlp():
+    return nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def make_cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 10)
+    )
+
+
+def make_transformer():
+    return Transformer(num_tokens=80, length=64, width=32, layers=1, heads=2)
+
+
+def flat(make, seed=0):
+    torch.manual_seed(seed)
+    module = make()
+    layout = ModelLayout.of(module)
+    return layout.flatten(module), layout.shapes
+
+
+def tensors(params, shapes):
+    ends = np.cumsum([math.prod(shape) for _, shape in shapes])
+    return dict(zip([name for name, _ in shapes], np.split(params, ends[:-1]), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("make", [make_mlp, make_cnn, make_transformer])
+def test_what_the_server_starts_from_is_what_arrives(make, dtype, way):
+    params, shapes = flat(make)
+    params = params.astype(dtype)
+    started, message = settle(params, shapes, way, seed=3)
+    arrived = unpack(message, shapes, dtype, params)
+    assert arrived.dtype == params.dtype
+    assert arrived.tobytes() == started.tobytes()
+    if way in ("digest", "exact"):
+        assert started.tobytes() == params.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("make", [make_mlp, make_cnn, make_transformer])
+def test_drawn_tensors_have_the_mean_and_spread_of_the_modules_own(make, seed):
+    params, shapes = flat(make, seed)
+    started, message = settle(params, shapes, "seed", seed=seed)
+    assert None not in laws_of(params, shapes)
+    assert len(message) < 100
+    own, drawn = tensors(params, shapes), tensors(started, shapes)
+    for name, values in own.items():
+        if values.std() == 0:
+            np.testing.assert_array_equal(drawn[name], values)
+            continue
+        assert not np.array_equal(drawn[name], values)
+        error = 4.5 * values.std() * math.sqrt(2 / len(values))
+        assert abs(drawn[name].mean() - values.mean()) < error
+        assert abs(drawn[name].std() - values.std()) < error
+        assert stats.ks_2samp(drawn[name], values).pvalue > 1e-4
+
+
+def test_draws_are_these_bits():
+    drawn = [draw(Law(kind, 0.0, 0.5), 3, seed=2**40, stream=5) for kind in (UNIFORM, NORMAL)]
+    assert np.concatenate(drawn).tobytes().hex() == (
+        "000080a16b1cbe3f0000401eab88cc3f000020ba90a1d93f"
+        "a48ae45ebb26c33ff8beb11ae6edd23f693a9c179a8ce43f"
+    )
+
+
+def test_draws_have_their_law():
+    normal = draw(Law(NORMAL, 1.0, 2.0), 50_000, seed=1, stream=0)
+    uniform = draw(Law(UNIFORM, 1.0, 2.0), 50_000, seed=1, stream=1)
+    assert stats.kstest(normal, stats.norm(1, 2).cdf).pvalue > 0.01
+    assert stats.kstest(uniform, stats.uniform(-1, 4).cdf).pvalue > 0.01
+    shares = (np.arange(2**16) + 0.5) / 2**16
+    assert np.abs(normal_quantiles(shares) - stats.norm.ppf(shares)).max() < 1e-6
+
+
+def test_streams_and_seeds_differ():
+    law = Law(UNIFORM, 0.0, 1.0)
+    rows = [draw(law, 8, seed, stream) for seed in (0, 1) for stream in (0, 1)]
+    assert len({row.tobytes() for row in rows}) == 4
+    with pytest.raises(ConfigError, match="seed -1 is not in"):
+        draw(law, 8, -1, 0)
+
+
+def test_trained_weights_travel():
+    """Their marginal distribution may still be that of an initialization."""
+    params, shapes = flat(make_mlp)
+    trained = params.copy()
+    left, right = np.random.default_rng(0).standard_normal((2, 100))
+    trained[:6400] += 0.002 * np.outer(left, right[:64]).reshape(-1) * 20
+    laws = dict(zip([name for name, _ in shapes], laws_of(trained, shapes), strict=True))
+    assert laws["0.weight"] is None
+    assert laws["2.weight"] is not None
+    started, _ = settle(trained, shapes, "seed")
+    assert np.abs(started[:6400] - trained[:6400]).max() < 0.01
+
+
+def test_orthogonal_weights_travel():
+    module = nn.Linear(64, 64)
+    nn.init.orthogonal_(module.weight)
+    layout = ModelLayout.of(module)
+    assert laws_of(layout.flatten(module), layout.shapes)[0] is None
+
+
+def test_measured_laws():
+    module = nn.Linear(50, 40)
+    torch.manual_seed(0)
+    nn.init.normal_(module.weight, 0.3, 0.07)
+    nn.init.constant_(module.bias, -2.5)
+    layout = ModelLayout.of(module)
+    weight, bias = laws_of(layout.flatten(module), layout.shapes)
+    assert weight.kind == NORMAL
+    assert (weight.center, weight.scale) == pytest.approx((0.3, 0.07), abs=0.006)
+    assert bias == Law(CONSTANT, -2.5)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_rounding_stays_within_half_a_step_of_each_block(bits):
+    params, shapes = flat(make_mlp)
+    started = unpack(pack(params, shapes, "rounded", bits=bits), shapes, "float32")
+    error, place = np.abs(started - params), 0
+    for _, shape in shapes:
+        for start in range(place, place + math.prod(shape), 64):
+            block = slice(start, min(start + 64, place + math.prod(shape)))
+            scale = np.abs(params[block]).max() * (1 + 2**-7)
+            assert error[block].max() <= scale / (2 ** (bits - 1) - 1) / 2 * (1 + 1e-6)
+        place += math.prod(shape)
+    assert len(pack(params, shapes, "rounded", bits=bits)) < len(params) * (bits + 0.3) / 8
+
+
+def test_zeros_cost_nothing():
+    """As the half of an adapter that begins at zero."""
+    shapes = (("lora_A", (8, 512)), ("lora_B", (512, 8)))
+    params = np.zeros(8192, np.float32)
+    params[:4096] = np.random.default_rng(0).normal(0, 0.1, 4096)
+    whole = len(pack(params, shapes, "rounded", bits=4))
+    half = len(pack(params[:4096], shapes[:1], "rounded", bits=4))
+    assert whole < half + 40
+
+
+def test_difference_to_what_is_held():
+    params, shapes = flat(make_mlp)
+    held = params + np.random.default_rng(0).normal(0, 1e-3, len(params)).astype(np.float32)
+    message = pack(params, shapes, "rounded", bits=4, held=held)
+    arrived = unpack(message, shapes, "float32", held)
+    assert np.abs(arrived - params).max() < 5e-4
+    with pytest.raises(WireError, match="not held here"):
+        unpack(message, shapes, "float32")
+
+
+def test_another_model_is_told_by_its_digest():
+    params, shapes = flat(make_mlp)
+    message = pack(params, shapes, "digest")
+    with pytest.raises(OtherModelError, match="another one"):
+        unpack(message, shapes, "float32", params + np.float32(1e-3))
+    with pytest.raises(OtherModelError, match="another one"):
+        unpack(message, shapes, "float32")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_damaged_bytes_are_refused(way):
+    params, shapes = flat(make_cnn)
+    message = pack(params, shapes, way)
+    for place in (0, 1, 2, len(message) // 2, len(message) - 1):
+        broken = bytearray(message)
+        broken[place] ^= 0x40
+        with pytest.raises(WireError):
+            unpack(bytes(broken), shapes, "float32", params)
+    for end in (0, 3, len(message) // 2, len(message) - 1):
+        with pytest.raises(WireError):
+            unpack(message[:end], shapes, "float32", params)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hostile_bytes_with_a_right_checksum_are_refused_or_read(way):
+    import zlib
+
+    params, shapes = flat(make_cnn)
+    body = pack(params, shapes, way)[:-4]
+    random = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(200):
+        broken = bytearray(body[: random.integers(2, len(body) + 1)])
+        broken[random.integers(0, min(len(broken), 60))] = random.integers(256)
+        data = bytes(broken) + zlib.crc32(bytes(broken)).to_bytes(4, "little")
+        try:
+            assert unpack(data, shapes, "float32", params).shape == params.shape
+        except WireError:
+            num_refused += 1
+    assert num_refused > 150
+
+
+def test_bad_input_is_named():
+    params, shapes = flat(make_mlp)
+    for arguments, pattern in (
+        ((params, shapes, "post"), "start is 'post'; choose from seed, digest, rounded, exact"),
+        ((params[1:], shapes, "seed"), r"shape \(7509,\); the tensors need \(7510,\)"),
+        ((params.astype(np.float16), shapes, "seed"), "float16; they must be"),
+        ((np.full_like(params, np.nan), shapes, "exact"), "NaN or infinity"),
+    ):
+        with pytest.raises(ConfigError, match=pattern):
+            pack(*arguments)
+    with pytest.raises(ConfigError, match="9 bits per parameter; there are 2 to 8"):
+        pack(params, shapes, "rounded", bits=9)
+    with pytest.raises(ConfigError, match="cannot be sent as 'seed'"):
+        pack(params, shapes, "seed", held=params)
+    with pytest.raises(WireError, match="has 7510 parameters; the one here has 3"):
+        unpack(pack(params, shapes, "exact"), (("weight", (3,)),), "float32")
+
+
+def test_a_model_without_parameters_in_a_tensor():
+    shapes = (("empty", (0, 4)), ("weight", (2,)))
+    params = np.array([1.0, -2.0])
+    for way in WAYS:
+        started, message = settle(params, shapes, way)
+        np.testing.assert_allclose(unpack(message, shapes, "float64", params), started)
