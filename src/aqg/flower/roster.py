@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
+
 class Roster:
     """Binds nodes to client indices ``0..num_clients-1``.
 
@@ -162,9 +163,7 @@ class Roster:
         self._refused.pop(node, None)
 
 
-def wait_for(
-    grid: Grid, roster: Roster, num_clients: int, seconds: float, patience: float
-) -> bool:
+def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float, patience: float) -> bool:
     """Wait until so many clients are there; return whether they came in time.
 
     A node that has not introduced itself for as long as ``patience`` is asked again.
