@@ -133,6 +133,10 @@ class WatchedRun:
         mirror = book.state.mirror(client)
         return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
 
+    def is_forgotten(self, client: int) -> bool:
+        """Whether a client has deleted what it kept of a run that has ended."""
+        return not list(self.deployment.state_directory(client).glob("p*"))
+
     def model_agrees(self, client: int) -> bool:
         """Whether the model that a client has saved is one that the server had."""
         end, digests = time.monotonic() + PATIENCE_SECONDS, set()
