@@ -316,7 +316,6 @@ class AQG(Strategy):
 
     def _begin(self, grid: Grid, settings: Settings, model: ServerModel, journal: Journal) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        recipe = settings.make_recipe() if self._recipe is None else self._recipe
         chosen = ChannelSettings(
             recipe=settings.recipe,
             bits=settings.bits,

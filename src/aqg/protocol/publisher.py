@@ -177,20 +177,11 @@ class Publisher:
         entries = delivery.merged or log.frame(delivery.first)
         return Parcel(self.round, self.digest, entries, snapshot)
 
-    def is_new(self, client: int) -> bool:
-        """Tell whether a client has said nothing so far."""
-        return bool(self._starts[client] == _UNKNOWN)
-
     def followed(self, client: int) -> None:
         """Take note that a client holds the model of this round."""
         self.positions[client] = self.round
         if self._starts[client] == _UNKNOWN:  # it can have come from there only
             self._starts[client] = _HAS
-
-    def started(self, client: int) -> None:
-        """Take note that a client gets the starting model, and nothing else, by other means."""
-        self._starts[client] = _HAS
-        self.positions[client] = 1 if self._log.first == 1 else _NOTHING
 
     def lost(self, client: int, holding: Holding) -> None:
         """Take note of what a client holds that could not follow.
