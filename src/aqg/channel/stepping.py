@@ -284,7 +284,8 @@ class SteppingChannel(Channel):
             whole = np.rint(mean) if held.dtype.kind in "iub" else mean
             self._values = {**self._values, name: whole.astype(held.dtype)}
         average = self._stepping.rule.average
-        for name in names if average else []:
+        floats = [name for name in names if self._values[name].dtype.kind == "f"]
+        for name in floats if average else []:
             newest = self._values[name].astype(np.float64)
             old = self._means.get(name, newest)
             self._means[name] = old + share_of_newest(average, self.version) * (newest - old)

@@ -174,10 +174,6 @@ class MirrorBook:
             return None
         return self.publisher.parcel(client, self.public)
 
-    def is_new(self, client: int) -> bool:
-        """Tell whether a client has never said what it holds of the model."""
-        return self.publisher is not None and self.publisher.is_new(client)
-
     def note_holding(self, client: int, reply: Reply) -> None:
         """Take note of the model that a client holds, by its reply to an order of this round."""
         if self.publisher is None or reply.round != self.round:
@@ -185,16 +181,6 @@ class MirrorBook:
         if reply.lost:
             self.publisher.lost(client, reply.holding)
         elif reply.held_round == self.round:
-            self.publisher.followed(client)
-
-    def note_start(self, client: int) -> None:
-        """Take note that a client is sent the starting model with its next order."""
-        if self.publisher is not None:
-            self.publisher.started(client)
-
-    def note_followed(self, client: int) -> None:
-        """Take note that a client holds the model of this round."""
-        if self.publisher is not None:
             self.publisher.followed(client)
 
     def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
