@@ -816,7 +816,7 @@ def test_a_recipe_can_be_an_object_on_both_sides(tmp_path: Path) -> None:
     assert max(max(row["staleness"]) for row in federation.rows()) <= 4
 
 
-@pytest.mark.parametrize("downlink", ["full", "exact"])
+@pytest.mark.parametrize("downlink", [pytest.param("full", marks=pytest.mark.soak), "exact"])
 def test_large_models_travel_as_arrays(tmp_path: Path, downlink: str) -> None:
     size = LARGE_BYTES // 3
     federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0, downlink=downlink)
