@@ -19,6 +19,7 @@ from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.follower import (
+    STATE_DIGEST_BYTES,
     LostError,
     Parcel,
     Terms,
@@ -344,7 +345,7 @@ def test_the_log_comes_back_from_arrays() -> None:
     assert again[:5] == state[:5]
     assert again.positions.tolist() == state.positions.tolist()
     arrays = state.to_arrays()
-    arrays["log_digests"] = arrays["log_digests"][:16]
+    arrays["log_digests"] = arrays["log_digests"][:STATE_DIGEST_BYTES]
     with pytest.raises(RunError, match="digests for 3 entries"):
         LogState.from_arrays(arrays)
 

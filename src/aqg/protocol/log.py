@@ -290,6 +290,7 @@ class Publisher:
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
         self._mark: int | None = None
+        self._offered: dict[int, int] = {}  # the round since which a client has not replied
 
     @property
     def round(self) -> int:
@@ -342,7 +343,9 @@ class Publisher:
         else:
             delivery = log.deliver(position, lambda: self._snapshot(public), lambda: public)
         snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
-        entries = delivery.merged or log.frame(delivery.first)
+        is_sure = self._offered.setdefault(client, self.round) == self.round
+        entries = delivery.merged if is_sure else b""  # whoever is ahead leaves out what it has
+        entries = entries or log.frame(delivery.first)
         return Parcel(self.round, self.digest, entries, snapshot)
 
     def is_new(self, client: int) -> bool:
@@ -351,12 +354,14 @@ class Publisher:
 
     def followed(self, client: int) -> None:
         """Take note that a client holds the model of this round."""
+        self._offered.pop(client, None)
         self.positions[client] = self.round
         if self._starts[client] == _UNKNOWN:  # it can have come from there only
             self._starts[client] = _HAS
 
     def started(self, client: int) -> None:
         """Take note that a client gets the starting model, and nothing else, by other means."""
+        self._offered.pop(client, None)
         self._starts[client] = _HAS
         self.positions[client] = 1 if self._log.first == 1 else _NOTHING
 
@@ -365,6 +370,7 @@ class Publisher:
 
         If it holds just what it was thought to hold, entries were no help to it.
         """
+        self._offered.pop(client, None)
         has_start = self.start is not None and holding.start == self._start_digest
         self._starts[client] = _HAS if has_start else _LACKS
         place = holding.round - self._log.first

@@ -215,7 +215,8 @@ class ClientStore:
             )
             track = Track(position, velocity, direction, np.ones(1, np.bool_))
             history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
-            return Public(int(row["round"]), track, history, quantum, row["mark"])
+            public = Public(int(row["round"]), track, history, quantum, row["mark"])
+            return public if isinstance(self._vault, MemoryVault) else public.marked()
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
             _logger.warning("the client's saved model cannot be used: %r", error)
