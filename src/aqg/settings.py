@@ -190,7 +190,7 @@ class RunSettings(CommonSettings):
         "rounded, or exact.",
         PROBLEM,
         ("auto", "seed", "digest", "rounded", "exact"),
-        shown="`seed`; with `init`, `rounded`",
+        shown="`seed`; with `init`, `exact`",
     )
     clients: int = setting(..., "How many clients.", PROBLEM, FROM_1, shown="the dataset's")
     samples: int | None = setting(None, "Use so many training samples only.", PROBLEM, FROM_1)

@@ -100,10 +100,10 @@ class RunConfig(RunSettings):
 
     @property
     def way_to_start(self) -> str:
-        """How the first model travels (`aqg.start`); one from a file is no fresh one."""
+        """How the first model travels (`aqg.start`); one from a file stays as it is."""
         if self.start != "auto":
             return self.start
-        return "seed" if self.init is None else "rounded"
+        return "seed" if self.init is None else "exact"
 
     @property
     def title(self) -> str:
