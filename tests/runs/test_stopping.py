@@ -10,6 +10,7 @@ import pytest
 from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import resolve
+from aqg.runs.cost import Meter
 from aqg.runs.directory import CHECKPOINT, read_lines, read_summary
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.setup import build_problem, check_target, find_minimum, make_simulation
@@ -111,7 +112,8 @@ def test_costs_are_those_of_the_plain_simulation(tmp_path):
     outcome = run(SOFTMAX, tmp_path / "run", minimum=minimum)
     assert outcome["ending"] == "reached"
     reference = make_simulation(replace(SOFTMAX, engine="reference"), problem)
-    records = [reference.run_round() for _ in range(outcome["rounds"] + 20)]
+    meter = Meter(problem.start_bytes, SOFTMAX.training().downlink)
+    records = [meter.charge(reference.run_round()) for _ in range(outcome["rounds"] + 20)]
     residuals = [record.loss - minimum for record in records]
     assert residuals[outcome["rounds"] - 1] > 0.2
     assert max(residuals[outcome["rounds"] :]) <= 0.2
