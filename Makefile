@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: without bytecode, each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test soak quick check compiled format docs clean
+.PHONY: run test soak quick check tested compiled format docs clean
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
@@ -20,14 +20,13 @@ run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what th
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
 
 test: $(VENV)/.ready-test  ## what a push needs, within five minutes: format, lint, types, tests
-	$(MAKE) --no-print-directory --jobs=2 check compiled
-	$(PYTEST) --dist=loadfile --no-loadscope-reorder -m "not soak"
+	$(MAKE) --no-print-directory --jobs=2 check tested
 
 soak: $(VENV)/.ready-test compiled  ## the rest, within half an hour: faults, installs, many examples
 	$(PYTEST) --dist=worksteal -m "soak or hypothesis" --hypothesis-profile=soak
 
 # What most changes break first: the algorithm, the frames, both simulators, and their examples.
-QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine_rounds.py \
+QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine.py \
 	tests/objectives/test_gradients.py tests/runs/test_config.py tests/runs/test_directory.py \
 	tests/test_public_names.py src/aqg/core src/aqg/wire src/aqg/runs \
 	--ignore=tests/wire/test_hostile.py
@@ -39,6 +38,9 @@ check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+
+tested: compiled
+	$(PYTEST) --dist=loadfile --no-loadscope-reorder -m "not soak"
 
 compiled: $(VENV)/.ready-test  # else each of the processes that run tests would compile the same
 	$(BIN)/python -c 'from aqg.warmup import warm_up; warm_up()'

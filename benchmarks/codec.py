@@ -22,8 +22,7 @@ import numpy as np
 import zstandard
 
 from aqg.core.grids import Grid, level_dtype, num_levels
-from aqg.core.innovation import measure
-from aqg.core.kernels import quantize
+from aqg.core.kernels import measure, quantize
 from aqg.core.messages import DenseUpload, Upload
 from aqg.wire import decode, encode, warm_up
 from aqg.wire.bitpack import pack, unpack

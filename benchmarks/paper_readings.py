@@ -22,9 +22,9 @@ import numpy as np
 
 from aqg.core.dropouts import BernoulliDropout
 from aqg.core.grids import Grid
-from aqg.core.movement import Movement
 from aqg.core.policies import Case, Lazy, Multilevel, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Request
+from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.runs.setup import build_problem, find_minimum

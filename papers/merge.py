@@ -6,8 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from aqg.errors import RunError
-from aqg.studies.paper.execute import count_runs
-from aqg.studies.paper.outcomes import ROUNDING_SECTION, Results, read_results, write_results
+from aqg.studies.paper.outcomes import (
+    ROUNDING_SECTION,
+    Results,
+    count_runs,
+    read_results,
+    write_results,
+)
 from aqg.studies.paper.plan import Scale, make_plan
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from aqg.objectives import make_objective
+from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
+from aqg.sim.reference import ReferenceSimulation
+
+Simulation = FastSimulation | ReferenceSimulation
 
 
 def tiny_problem(
@@ -23,3 +27,13 @@ def tiny_problem(
         clients.append(Samples(features.astype(dtype), labels.astype(np.int64)))
     initial = objective.init_params(3).astype(dtype)
     return Problem(objective, tuple(clients), initial, test=clients[0])
+
+
+def assert_same(one: Simulation, other: Simulation, rounds: int = 0) -> None:
+    """Both do the same in so many rounds, and come to the same state, to the last bit."""
+    for _ in range(rounds):
+        assert one.run_round() == other.run_round()
+    assert one.loss() == other.loss()
+    expected = other.state().to_arrays()
+    for key, value in one.state().to_arrays().items():
+        assert np.array_equal(value, expected[key]), key

@@ -118,7 +118,16 @@ def test_every_command_is_one_that_there_is(page):
             command.make_context("aqg", arguments, resilient_parsing=False)
 
 
-@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        page
+        if page.name == "README.md" or page.parent.name == "tutorials"
+        else pytest.param(page, marks=pytest.mark.soak)
+        for page in RUN_PAGES
+    ],
+    ids=name_of,
+)
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -189,7 +189,9 @@ def installed(
     made = Environment(folder)
     wheel, *more = requirements
     what = (f"{built / WHEEL}{wheel}", *more)
-    done = made.install("--retries=1", "--timeout=30", *what, constraints=constraints)
+    # compiled: Ray gives its processes fifteen seconds to import what they need
+    options = ("--compile", "--retries=1", "--timeout=30")
+    done = made.install(*options, *what, constraints=constraints)
     if "No matching distribution" in done.stderr or "NewConnectionError" in done.stderr:
         pytest.skip(f"not within reach of the package index: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stderr

@@ -269,7 +269,7 @@ class _Server:
         taken.commit()
         phase.channel.note(node, phase)
         if kind == DataKind.WEIGHT_DIFF:
-            values = {n: _less(tensor, phase.values[n]) for n, tensor in values.items()}
+            values = {n: np.subtract(tensor, phase.values[n]) for n, tensor in values.items()}
         return DXO(kind, _like(values, _torch_types(self._given)), dict(dxo.meta))
 
     def _take_whole(self, phase: Phase, dxo: DXO) -> DXO | None:
@@ -408,7 +408,3 @@ def _like(values: Mapping[str, Tensor], types: Mapping[str, str]) -> dict[str, A
         name: torch.tensor(value, dtype=getattr(torch, types[name])) if name in types else value
         for name, value in values.items()
     }
-
-
-def _less(one: Tensor, other: Tensor) -> Tensor:
-    return np.asarray(np.subtract(one, other))

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from aqg.core.grids import Grid, affine
-from aqg.core.innovation import measure
-from aqg.core.kernels import add_levels, move_mirror, quantize
+from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.objectives import make_objective

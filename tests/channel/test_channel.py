@@ -15,7 +15,7 @@ from aqg.channel.server import Channel, LostError
 from aqg.channel.settings import Settings
 from aqg.core.recipes import RECIPES
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore, MemoryVault
 
 RNG = np.random.default_rng(0)

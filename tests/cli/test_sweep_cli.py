@@ -171,6 +171,7 @@ def _sleepy(bits):
 """
 
 
+@pytest.mark.soak
 def test_a_second_interrupt_stops_at_once(tmp_path):
     (tmp_path / "plugin.py").write_text(SLEEPER)
     (tmp_path / "grid.toml").write_text('plugins = ["plugin.py"]\n[grid]\nrecipe = ["sleepy"]\n')

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aqg.cli.app import run_app
 from aqg.contrib import theory
 from aqg.contrib.theory import global_constants, local_curvature, step_weights, watch_run
-from aqg.core.movement import Movement
+from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective

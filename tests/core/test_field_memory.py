@@ -17,7 +17,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 
 def after(*stages, name):
@@ -52,10 +52,8 @@ def test_engines_agree_and_resume(name, dtype):
         assert fast.run_round() == record
         if k >= 17:
             assert resumed.run_round() == record
-    expected = reference.state().to_arrays()
-    for simulation in (fast, resumed):
-        for key, value in simulation.state().to_arrays().items():
-            assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference)
+    assert_same(resumed, reference)
 
 
 def test_only_what_a_recipe_needs_is_kept():

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.downlink import Condensed
@@ -23,6 +23,8 @@ from aqg.core.messages import Upload
 from aqg.core.public import Entry, Public, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
+from aqg.core.space import NumpySpace
+from aqg.core.track import Correction, follow, init_track
 from aqg.errors import WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
@@ -39,6 +41,7 @@ from aqg.wire.entry import (
 from tests.wire.logs import sealed
 
 LENGTH = 64
+SPACE = NumpySpace()
 RECIPE = make_recipe("qsgd")
 STEP = Step(1.0, downlink=Condensed(keep=0.25))
 
@@ -149,7 +152,6 @@ def same(one: Public, other: Public) -> bool:
 
 
 @given(st.lists(powers, min_size=2, max_size=12), st.sampled_from(["float32", "float64"]), powers)
-@settings(max_examples=50, deadline=None)
 def test_merged_entries_lead_where_each_of_them_does(steps, dtype: str, radius: float) -> None:
     """From wherever a client left off; not across a round that names another quantum."""
     start = (radius * np.random.default_rng(2).normal(size=LENGTH)).astype(dtype)
@@ -218,7 +220,6 @@ def coefficient(place: int) -> int:
 
 
 @given(st.lists(st.integers(-(2**54) + 1, 2**54 - 1), max_size=30), st.integers(0, 2**40))
-@settings(max_examples=50, deadline=None)
 def test_the_linear_digest_is_what_plain_integers_make(numbers: list[int], first: int) -> None:
     places = np.arange(len(numbers)) * 7 + first
     expected = sum(coefficient(p) * k for p, k in zip(places.tolist(), numbers, strict=True))
@@ -226,7 +227,6 @@ def test_the_linear_digest_is_what_plain_integers_make(numbers: list[int], first
 
 
 @given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
-@settings(max_examples=50, deadline=None)
 def test_marks_follow_entries(steps, dtype: str, radius: float) -> None:
     """What an entry makes of the mark is that of all coordinates; any other bit has another one."""
     start = (radius * np.random.default_rng(4).normal(size=LENGTH)).astype(dtype)
@@ -245,3 +245,31 @@ def test_marks_follow_entries(steps, dtype: str, radius: float) -> None:
     if frame is not None:
         found = follow_log(frame, held[0], RECIPE.movement)
         assert public_digest(found) == public_digest(held[-1])
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["float32", "float64"]), st.integers(1, 9))
+def test_no_order_of_sums_parts_two_copies(seed: int, dtype: str, num_batches: int) -> None:
+    """Corrections on a grid: one after the other, shuffled, in batches, by torch: the same bits."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(seed)
+    steps = 2.0 ** rng.integers(-18, -2, 12)
+    parts = [upload(rng, float(step)) for step in steps]
+    quantum = choose_quantum(16.0, 1.0, np.dtype(dtype))
+    start = snap(rng.normal(size=LENGTH).astype(dtype), quantum)
+    track = init_track(LENGTH, np.dtype(dtype))._replace(position=start[None])
+    one, shuffled = track, track
+    for part in parts:
+        one = follow(SPACE, one, Correction(np.arange(1), [part]))
+    for place in rng.permutation(len(parts)):
+        shuffled = follow(SPACE, shuffled, Correction(np.arange(1), [parts[place]]))
+    batches = start
+    for batch in np.array_split(rng.permutation(len(parts)), num_batches):
+        total = sum((parts[place].values(np.float64) for place in batch), np.zeros(LENGTH))
+        batches = batches + total.astype(dtype)
+    there = torch.from_numpy(start.copy())
+    for part in reversed(parts):
+        there += torch.from_numpy(part.values(np.dtype(dtype).type))
+    expected = one.position[0].tobytes()
+    assert shuffled.position[0].tobytes() == expected
+    assert batches.tobytes() == expected
+    assert there.numpy().tobytes() == expected

@@ -17,8 +17,7 @@ from aqg.core.grids import (
     round_up_to_bfloat16,
     value_table,
 )
-from aqg.core.innovation import measure
-from aqg.core.kernels import add_levels, quantize
+from aqg.core.kernels import add_levels, measure, quantize
 
 settings.register_profile("jit", deadline=None)
 settings.load_profile("jit")

@@ -10,8 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from aqg.core import kernels
 from aqg.core.grids import Grid, grid_step, num_levels, value_table
-from aqg.core.innovation import measure
-from aqg.core.kernels import quantize
+from aqg.core.kernels import measure, quantize
 
 SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
 

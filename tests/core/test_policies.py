@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aqg.core.innovation import Innovation
+from aqg.core.kernels import Innovation
 from aqg.core.policies import (
     Always,
     Case,

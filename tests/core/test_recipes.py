@@ -18,7 +18,7 @@ from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
@@ -84,10 +84,7 @@ def test_resumes_bit_for_bit_at_any_round(name):
         resumed = simulate(name, dropout=dropout)
         resumed.restore(SimulationState.from_arrays(states[stop].to_arrays()))
         assert run(resumed, 25 - stop) == records[stop:]
-        assert np.array_equal(resumed.parameters, whole.parameters)
-        final = whole.state().to_arrays()
-        for key, value in resumed.state().to_arrays().items():
-            assert np.array_equal(value, final[key])
+        assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))

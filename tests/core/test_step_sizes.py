@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,10 +24,8 @@ from aqg.core.step_sizes import (
     make_step,
     resolve_step,
 )
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
 
 SPACE = NumpySpace()
 SIZE = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, level_dtype, num_levels, round_up_to_bfloat16
@@ -22,6 +22,7 @@ from aqg.core.track import (
     correct,
     follow,
     init_track,
+    who_sends,
 )
 
 NUM_TRACKS, LENGTH = 4, 9
@@ -72,7 +73,6 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-@settings(max_examples=150, deadline=None)
 def test_both_ends_hold_the_same_bits(
     seed: int, dtype: str, has_velocity: bool, memory: Memory
 ) -> None:
@@ -91,7 +91,6 @@ def test_both_ends_hold_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-@settings(max_examples=100, deadline=None)
 def test_torch_follows_to_the_same_bits(
     seed: int, dtype: str, has_velocity: bool, memory: Memory
 ) -> None:
@@ -115,7 +114,6 @@ def test_torch_follows_to_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
-@settings(max_examples=100, deadline=None)
 def test_corrections_bring_a_track_within_its_tolerance(
     seed: int, dtype: str, tolerance: float
 ) -> None:
@@ -149,3 +147,21 @@ def test_what_no_grid_holds_is_not_sent() -> None:
     uploads, gaps = correct(SPACE, CODER, None, np.arange(3), truths, terms)
     assert len(uploads) == 1
     assert (gaps.senders.tolist(), gaps.faulty.tolist()) == ([0], [1, 2])
+
+
+CLIENT = st.tuples(st.booleans(), st.booleans(), st.integers(0, 5))
+
+
+@given(st.lists(CLIENT, max_size=20), st.integers(1, 4))
+def test_everyone_sends_or_is_skipping_or_is_out_of_range(clients, max_staleness):
+    columns = np.array(clients, np.int64).reshape(-1, 3)
+    wanting, in_range = columns[:, 0] == 1, columns[:, 1] == 1
+    before, after = columns[:, 2].copy(), columns[:, 2].copy()
+    senders, skipping, faulty = who_sends(wanting, in_range, after, max_staleness)
+
+    send = (wanting | (before >= max_staleness)) & in_range
+    assert senders.tolist() == np.flatnonzero(send).tolist()
+    assert skipping.tolist() == np.flatnonzero(in_range & ~send).tolist()
+    assert faulty.tolist() == np.flatnonzero(~in_range).tolist()
+    expected = np.where(send, 0, before + (in_range & ~send))
+    assert after.tolist() == expected.tolist()

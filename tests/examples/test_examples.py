@@ -34,7 +34,7 @@ def need(name, data_dir):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.soak) if n in ("lora", "cifar10") else n for n in FILES],
+    ["heart", *(pytest.param(n, marks=pytest.mark.soak) for n in FILES if n != "heart")],
 )
 def test_an_example_is_one_command(name, data_dir, tmp_path):
     need(name, data_dir)

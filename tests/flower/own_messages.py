@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord
 
 from aqg.flower.envelope import RECORD, Envelope, pack
-from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from flwr.app import Message

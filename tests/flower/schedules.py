@@ -26,6 +26,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.log import Publisher
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
     Base,
@@ -36,7 +37,6 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.publisher import Publisher
 from aqg.wire.entry import encode_log
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +29,8 @@ from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
 from aqg.flower.envelope import LARGE_BYTES, pack, unpack
-from aqg.protocol.checkpoint import book_from_arrays
-from aqg.protocol.files import read_arrays, write_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol.book import book_from_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays, write_arrays
 from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
@@ -190,8 +190,9 @@ def test_without_faults_the_model_is_the_simulators(
     assert not any(row.get("incidents") for row in rows)
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize(
+    ("recipe", "downlink"), list(zip(sorted(RECIPES), cycle(["exact", "condensed"])))
+)
 def test_every_recipe_ends_with_the_simulators_model(
     tmp_path: Path, recipe: str, downlink: str
 ) -> None:
@@ -815,7 +816,7 @@ def test_a_recipe_can_be_an_object_on_both_sides(tmp_path: Path) -> None:
     assert max(max(row["staleness"]) for row in federation.rows()) <= 4
 
 
-@pytest.mark.parametrize("downlink", ["full", "exact"])
+@pytest.mark.parametrize("downlink", [pytest.param("full", marks=pytest.mark.soak), "exact"])
 def test_large_models_travel_as_arrays(tmp_path: Path, downlink: str) -> None:
     size = LARGE_BYTES // 3
     federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0, downlink=downlink)

@@ -139,7 +139,10 @@ def test_strategies_end_where_they_do_without(name):
         assert metrics.keys() == result.evaluate_metrics_clientapp[number].keys()
 
 
-@pytest.mark.parametrize("name", AVERAGING)
+@pytest.mark.parametrize(
+    "name",
+    ["FedAvg", *(pytest.param(n, marks=pytest.mark.soak) for n in AVERAGING if n != "FedAvg")],
+)
 def test_the_noise_of_the_default_is_around_the_optimum(name):
     """One model is off by 0.35, 0.57 at the start; the mean of the last 22 by 0.09."""
     models = []
@@ -448,7 +451,7 @@ def forged_frame(reply):
     from dataclasses import replace
 
     from aqg.flower.envelope import Envelope
-    from aqg.protocol.coding import reply_from_bytes, to_bytes
+    from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
     read = reply_from_bytes(envelope.parts[0])
@@ -460,7 +463,7 @@ def other_model(reply):
     from dataclasses import replace
 
     from aqg.flower.envelope import Envelope
-    from aqg.protocol.coding import reply_from_bytes, to_bytes
+    from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
     read = reply_from_bytes(envelope.parts[0])
@@ -469,28 +472,27 @@ def other_model(reply):
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "text", "recipe"),
     [
-        (flipped, "damaged"),
-        (other_version, "same version of aqg"),
-        (cut, "damaged"),
-        (oversized, "damaged"),
-        (nothing, "without the mod"),
-        (forged_frame, "the frame has 8000 bytes"),
-        (other_model, "tensors"),
+        (flipped, "damaged", "lean"),
+        (other_version, "same version of aqg", "lean"),
+        (cut, "damaged", "auto"),
+        (oversized, "damaged", "lean"),
+        (nothing, "without the mod", "auto"),
+        (forged_frame, "the frame has 8000 bytes", "auto"),
+        (forged_frame, "the frame has 8000 bytes", "lean"),
+        (other_model, "tensors", "lean"),
     ],
 )
-@pytest.mark.parametrize(("recipe", "bound"), [("lean", 0.1), ("auto", FLOOR)])
-def test_bad_replies_are_refused_by_name(change, text, recipe, bound, caplog):
+def test_bad_replies_are_refused_by_name(change, text, recipe, caplog):
     """They are counted, cost one client's part of a round, and nothing is lost."""
     strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe=recipe)
     grid = tampering(make_grid(), change, rounds={2, 5})
-    result = run(strategy, grid, rounds=16)
-    refused = strategy.counts.refused
-    assert set(refused) == {101}
-    assert refused[101] == 2
+    is_long = change is forged_frame  # what is refused in one way costs the model the same
+    result = run(strategy, grid, rounds=16 if is_long else 6)
+    assert strategy.counts.refused == {101: 2}
     assert any("node 101" in line and text in line for line in caplog.messages)
-    assert distance(result.arrays) < bound
+    assert not is_long or distance(result.arrays) < (0.1 if recipe == "lean" else FLOOR)
 
 
 def test_hostile_envelopes_do_not_end_the_run():

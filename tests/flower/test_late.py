@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from aqg.channel.settings import Settings
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
-from aqg.flower import Buffered, Compressed, aqg_mod
+from aqg.flower import AQG, Buffered, Compressed, aqg_mod
 from aqg.flower.compressed import own_recipe
 from aqg.flower.grid import CompressedGrid
 
@@ -213,8 +213,9 @@ def test_nodes_at_work_are_not_evaluated():
 
 
 def test_what_cannot_be_buffered():
-    with pytest.raises(ConfigError, match=r"write Compressed\(Buffered\(FedAvg\(\), size=...\)\)"):
-        Buffered(Compressed(FedAvg()), size=2)
+    for inner in (Compressed(FedAvg()), AQG(NUM_CLIENTS)):
+        with pytest.raises(ConfigError, match=r"around (AQG|Compressed), .* Compressed\(Buffered"):
+            Buffered(inner, size=2)
     with pytest.raises(ConfigError, match="size is 0; it must be a whole number above 0"):
         Buffered(FedAvg(), size=0)
     with pytest.raises(ConfigError, match="strategy is a str; it must be a Strategy"):

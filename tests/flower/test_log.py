@@ -18,10 +18,18 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.digests import public_digest
-from aqg.protocol.files import read_arrays, write_arrays
-from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
-from aqg.protocol.publisher import LogState, Publisher
+from aqg.protocol.follower import (
+    STATE_DIGEST_BYTES,
+    LostError,
+    Parcel,
+    Terms,
+    first_held,
+    follow,
+    holding_of,
+    public_digest,
+)
+from aqg.protocol.log import LogState, Publisher
+from aqg.protocol.store import read_arrays, write_arrays
 from aqg.wire.entry import encode_log, log_rounds, log_since
 
 from tests.flower.own_messages import change_order, flipped, order_in
@@ -337,7 +345,7 @@ def test_the_log_comes_back_from_arrays() -> None:
     assert again[:5] == state[:5]
     assert again.positions.tolist() == state.positions.tolist()
     arrays = state.to_arrays()
-    arrays["log_digests"] = arrays["log_digests"][:16]
+    arrays["log_digests"] = arrays["log_digests"][:STATE_DIGEST_BYTES]
     with pytest.raises(RunError, match="digests for 3 entries"):
         LogState.from_arrays(arrays)
 

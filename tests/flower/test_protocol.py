@@ -20,7 +20,17 @@ from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.book import MirrorBook, Verdict
-from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
+from aqg.protocol.follower import (
+    STATE_DIGEST_BYTES,
+    Holding,
+    LostError,
+    Parcel,
+    Start,
+    Terms,
+    first_held,
+    follow,
+)
+from aqg.protocol.log import Publisher
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
     Base,
@@ -31,7 +41,6 @@ from aqg.protocol.mirrors import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.protocol.publisher import Publisher
 from aqg.wire.entry import follow_log, log_since
 from aqg.wire.snapshot import decode_snapshot
 
@@ -436,7 +445,7 @@ def test_fields_of_any_kind_are_read_or_refused(
         return
     assert set(reply.to_fields()) == set(fields)
     assert isinstance(reply.fault, str)
-    assert len(reply.digest) == len(reply.base_digest) == 16
+    assert len(reply.digest) == len(reply.base_digest) == STATE_DIGEST_BYTES
 
 
 def test_messages_come_back_as_they_were() -> None:

@@ -19,9 +19,8 @@ from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, aqg_mod, make_server_app
-from aqg.protocol.checkpoint import book_from_arrays
-from aqg.protocol.files import read_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol.book import book_from_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 
 from tests.flower.memory_grid import server_context
 from tests.flower.small_app import (

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aqg.channel.client import CopyStore
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
-from aqg.flower.checkpoint import load_checkpoint
-from aqg.protocol.digests import public_digest
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol.book import book_from_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 from aqg.sim.record import DROPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqg.flower.checkpoint import Checkpoint
+    from aqg.protocol.book import MirrorBook
 
     from tests.lab.deployment import ConfigValue, Deployment
 
@@ -123,39 +123,43 @@ class WatchedRun:
 
         While a round is under way, that is the client's state before its last answer.
         """
-        checkpoint, store = self._saved(client)
-        stamp = checkpoint.book.entries[client].stamp
-        memory = store.load()
+        book, _, (mirrors, _) = self._saved(client)
+        stamp = book.entries[client].stamp
+        memory = mirrors.load()
         if memory is None:  # read while it was written
             return False
         found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
-        mirror = checkpoint.book.state.mirror(client)
+        mirror = book.state.mirror(client)
         return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
 
+    def is_forgotten(self, client: int) -> bool:
+        """Whether a client has deleted what it kept of a run that has ended."""
+        return not list(self.deployment.state_directory(client).glob("p*"))
+
     def model_agrees(self, client: int) -> bool:
-        """Whether the model that a client has saved is one of the server's last two."""
-        end = time.monotonic() + PATIENCE_SECONDS
+        """Whether the model that a client has saved is one that the server had."""
+        end, digests = time.monotonic() + PATIENCE_SECONDS, set()
         while time.monotonic() < end:
-            checkpoint, store = self._saved(client)
-            publisher, public = checkpoint.book.publisher, store.load_public()
-            assert publisher is not None
-            digests = publisher.state().digests[-2:]
-            if public is not None and public_digest(public) in digests:
+            _, digest, (_, copies) = self._saved(client)
+            digests.add(digest)
+            held = copies.load()
+            if held is not None and held[0].digest in digests:
                 return True
-            time.sleep(0.1)
+            time.sleep(0.02)
         return False
 
-    def _saved(self, client: int) -> tuple[Checkpoint, ClientStore]:
+    def _saved(self, client: int) -> tuple[MirrorBook, bytes, tuple[ClientStore, CopyStore]]:
         """Return what the server and a client have saved."""
         recipe = make_recipe(str(self.config.get("recipe", "lean")))
-        checkpoint = load_checkpoint(self.directory, recipe, resolve_downlink("auto", recipe))
-        assert checkpoint is not None
-        (directory,) = (
-            path
-            for path in self.deployment.state_directory(client).iterdir()
-            if path.name.startswith(checkpoint.run)
+        arrays = read_arrays(self.directory / "checkpoint.npz")
+        book = book_from_arrays(arrays, recipe, resolve_downlink("auto", recipe), None)
+        state, run = self.deployment.state_directory(client), f"{arrays['run']}0"
+        (mirrors,) = state.glob(f"{run}-*")
+        stores = (
+            ClientStore(DirectoryVault(mirrors), mirrors.name),
+            CopyStore(DirectoryVault(state / run), run),
         )
-        return checkpoint, ClientStore(DirectoryVault(directory), directory.name)
+        return book, arrays["copy_digest"].tobytes(), stores
 
     def mirrors_settle(self, client: int, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether the mirrors agree once the client has done what it was about to do."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from aqg.objectives import Objective, Scaling, make_objective
 
 torch = pytest.importorskip("torch")
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NUM_FEATURES = 5
 MODELS = [("logistic", 2), ("softmax", 2), ("softmax", 4), ("mlp:6", 3)]

@@ -17,6 +17,8 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 
+from tests.problems import assert_same
+
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
@@ -503,11 +505,7 @@ def test_fast_equals_reference_bit_for_bit(name: str, unequal: bool, dtype: str)
     arguments = (problem, make_recipe(name), 0.02, BernoulliDropout(0.3, seed=8), 4)
     reference = ReferenceSimulation(*arguments)
     fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
-    for _ in range(25):
-        assert fast.run_round() == reference.run_round()
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=25)
 
 
 def test_torch_backend_takes_the_same_decisions() -> None:

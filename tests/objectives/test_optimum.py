@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Scaling, make_objective
 from aqg.objectives.optimum import Optimum, cached_optimum, find_optimum
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 Client = tuple["NDArray[np.float64]", "NDArray[np.int64]"]
 

@@ -13,7 +13,7 @@ import pytest
 from aqg import make_recipe
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
-from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.wire.snapshot import SNAPSHOT_MARK
 
 NUM_PARAMS = 6

@@ -88,7 +88,7 @@ def test_reports_and_pictures_have_them(finished) -> None:
     header = curves_csv([found]).splitlines()[0]
     assert header.endswith("residual,mse,r2,largest_error")
     assert "largest_error" in summary_csv([found]).splitlines()[0]
-    assert draw_comparison(compare([found])).startswith(b"\x89PNG")
+    assert draw_comparison(compare([found]), "regression").startswith(b"\x89PNG")
 
 
 def test_a_metric_beyond_all_numbers_is_none() -> None:

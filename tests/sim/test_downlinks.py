@@ -20,7 +20,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 if TYPE_CHECKING:
     from aqg.core.dropouts import Dropout
@@ -69,11 +69,7 @@ def simulations(
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, setting: str) -> None:
     reference, fast = simulations(name, setting, downlink)
-    for _ in range(ROUNDS):
-        assert fast.run_round() == reference.run_round()
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)

@@ -1,16 +1,26 @@
-"""The fast engine against the reference: the same uploads, widths, bytes and models."""
+"""The fast engine against the reference: uploads, widths, bytes and models; and its shortcuts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
+from aqg.core.grids import Grid, affine, grid_step, value_table
+from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.space import as_index
+from aqg.objectives import make_objective
+from aqg.parallel import num_threads
+from aqg.sim.backends import NumpyBackend
 from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.stacks import cut, join, stack_small_clients
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
 
@@ -24,12 +34,7 @@ def test_equals_the_reference_bit_for_bit(name, loses):
     reference = ReferenceSimulation(*arguments)
     # Two clients per block, so that a round takes several.
     fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
-    for _ in range(24):
-        assert fast.run_round() == reference.run_round()
-    assert fast.loss() == reference.loss()
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=24)
 
 
 def run_both(device, name, rounds, tolerance):
@@ -58,3 +63,240 @@ def test_cuda_takes_the_same_decisions(name):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     run_both("cuda", name, 60, 1e-9)
+
+
+TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(0, 2**32 - 1),
+    TINY_OR_HUGE,
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from(list(Grid)),
+)
+def test_compiled_steps_are_those_of_the_grid(size, seed, scale, dtype, grid):
+    vector = (np.random.default_rng(seed).standard_normal(size) * scale).astype(dtype)
+    radius = float(np.abs(vector).max())
+    mean_abs = float(np.abs(vector).sum(dtype=np.float64)) / size
+    steps = measure(vector, grid, 6).steps
+    for width in range(1, 7):
+        expected = grid_step(grid, width, radius, mean_abs)
+        if width == 1 and grid is Grid.MIDTREAD:  # a sum may round in another order
+            assert steps[0] == pytest.approx(expected, rel=1 / 128)
+        else:
+            assert steps[width - 1] == expected
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from(list(Grid)),
+    st.integers(1, 9),
+    st.sampled_from([1.0, 0.3]),
+)
+def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
+    size, seed, dtype, grid, width, weight
+):
+    random = np.random.default_rng(seed)
+    delta = random.standard_normal(size).astype(dtype)
+    step = grid_step(grid, width, float(np.abs(delta).max()), float(np.abs(delta).mean()))
+    levels = quantize(delta, grid, width, step)
+    values = value_table(grid, width, step, dtype)
+    old, total = random.standard_normal(size).astype(dtype), random.standard_normal(size)
+    new = add_levels(old, levels, values)
+    expected = total + weight * (new.astype(np.float64) - old)
+    move_mirror(old, levels, affine(grid, width, step), total, weight)
+    assert np.array_equal(old, new)
+    assert np.array_equal(total, expected)
+
+
+def wide_problem(num_clients: int, dtype: str = "float64") -> Problem:
+    """Clients whose gradients fill a megabyte, so that threads share the work."""
+    random = np.random.default_rng(5)
+    objective = make_objective("softmax", 3000, 8, 0.1, "mean")
+    features = random.standard_normal((num_clients, 4, 3000)).astype(dtype)
+    labels = random.integers(0, 8, (num_clients, 4))
+    clients = tuple(Samples(*samples) for samples in zip(features, labels, strict=True))
+    return Problem(objective, clients, objective.init_params(1).astype(dtype))
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("name", ["lean", "aqg-2", "onebit"])
+def test_threads_change_nothing(name, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    problem = wide_problem(num_clients=7)
+    assert 7 * problem.initial_params.nbytes > 1 << 20
+    arguments = (problem, make_recipe(name), 0.02)
+    fast, reference = FastSimulation(*arguments), ReferenceSimulation(*arguments)
+    assert_same(fast, reference, rounds=4)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gd", "aqg", "lean"])
+def test_logistic_equals_the_reference(name, dtype):
+    """The compiled gradient serves both engines, also for features that are slices."""
+    random = np.random.default_rng(2)
+    objective = make_objective("logistic", 5, 2, 0.01, "sum")
+    table = random.standard_normal((6, 23, 9)).astype(dtype)
+    labels = random.integers(0, 2, (6, 23))
+    clients = tuple(Samples(table[m, :, :5], labels[m]) for m in range(6))
+    problem = Problem(objective, clients, objective.init_params(0).astype(dtype))
+    arguments = (problem, make_recipe(name), 0.01)
+    fast, reference = FastSimulation(*arguments), ReferenceSimulation(*arguments)
+    assert_same(fast, reference, rounds=25)
+
+
+def test_views_side_by_side_are_joined_without_a_copy():
+    data = np.arange(24.0).reshape(4, 3, 2)
+    joined = join(list(data))
+    assert np.shares_memory(joined, data)
+    assert np.array_equal(joined, data)
+    assert not joined.flags.writeable
+    reordered = join([data[2], data[0], data[3]])
+    assert not np.shares_memory(reordered, data)
+    assert np.array_equal(reordered, data[[2, 0, 3]])
+
+
+def test_clients_that_share_samples_take_no_memory_of_their_own():
+    few = wide_problem(num_clients=5)
+    base = few.clients[0].features.base
+    many = Problem(few.objective, few.clients * 3, few.initial_params)
+    stacks = stack_small_clients(many)
+    assert [stacks[m].first for m in range(15)] == [0] * 5 + [5] * 5 + [10] * 5
+    assert all(np.shares_memory(stack.features, base) for stack in stacks.values())
+    arguments = (many, make_recipe("lean"), 0.01)
+    assert FastSimulation(*arguments).run_round() == ReferenceSimulation(*arguments).run_round()
+
+
+def test_a_block_that_ends_inside_a_stack():
+    problem = tiny_problem(num_clients=7)
+    sizes = [3 * problem.initial_params.nbytes, 1 << 26]
+    small, large = (
+        FastSimulation(problem, make_recipe("lean"), 0.05, block_bytes=size) for size in sizes
+    )
+    assert_same(small, large, rounds=12)
+
+
+@given(st.sets(st.integers(0, 30), min_size=1))
+def test_consecutive_clients_become_a_slice(chosen):
+    clients = np.array(sorted(chosen))
+    table = np.arange(31)
+    index = as_index(clients)
+    assert table[index].tolist() == clients.tolist()
+    assert isinstance(index, slice) == (clients[-1] - clients[0] == len(clients) - 1)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("1", 1), ("5", 5), ("0", 1)])
+def test_threads_follow_the_setting_that_blas_follows(setting, expected, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    assert num_threads() == expected
+
+
+def uneven_rows(length, dtype):
+    """Rows of all magnitudes, one of them zero and one with a NaN."""
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((5, length)) * 10.0 ** random.integers(-9, 9, (5, 1))
+    rows[3] = 0
+    rows[4, 7] = np.nan
+    return rows.astype(dtype)
+
+
+def compare_statistics(found, rows, grid):
+    expected = measure(rows, grid, 4)
+    assert found.in_range.tolist() == expected.in_range.tolist() == [True] * 4 + [False]
+    tolerance = 1e-5 if rows.dtype == np.float32 else 1e-12
+    for name in ("steps", "errors", "squared_norm", "quantized_norm"):
+        ours, theirs = getattr(expected, name)[:4], getattr(found, name)[:4]
+        assert theirs == pytest.approx(ours, rel=tolerance, abs=1e-300), name
+
+
+@pytest.mark.parametrize("grid", list(Grid))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_torch_measures_the_same(grid, dtype):
+    torch = pytest.importorskip("torch")
+    from aqg.sim.torch_backend import measure_rows
+
+    rows = uneven_rows(1000, dtype)
+    compare_statistics(measure_rows(torch.tensor(rows), grid, 4), rows, grid)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_steps_that_overflow_are_taken_without_a_word(dtype):
+    """Warnings are errors here: a run that diverges must reach its end all the same."""
+    backend = NumpyBackend(tiny_problem(num_clients=2))
+    params = np.array([1.0, -2.0, 3.0, 4.0], dtype)
+    direction = np.array([0.1, 1e300, -1e300, np.inf])
+    stepped, squared_norm = backend.take_step(params, direction, direction, 1e10)
+    with np.errstate(over="ignore"):
+        expected = params - (1e10 * direction).astype(dtype)
+    assert stepped.dtype == dtype
+    assert np.array_equal(stepped, expected)
+    assert np.isinf(squared_norm)
+
+
+def test_the_loss_of_absent_clients_counts_too():
+    problem = tiny_problem(num_clients=4)
+    dropout = ScriptedDropout((Absence(1, 2, 3), Absence(3, 1, 4)))
+    simulation = FastSimulation(problem, make_recipe("aqg"), 0.05, dropout)
+    for _ in range(5):
+        expected = simulation.loss()
+        assert simulation.run_round().loss == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("scaling", ["mean", "sum"])
+def test_pieces_have_the_losses_and_gradients_of_whole_clients(scaling):
+    torch = pytest.importorskip("torch")
+
+    random = np.random.default_rng(4)
+    objective = make_objective("softmax", 7, 3, 0.2, scaling)
+    sizes = [1100, 512, 3, 700]
+    clients = [
+        Samples(random.standard_normal((size, 7)), random.integers(0, 3, size)) for size in sizes
+    ]
+    params = random.standard_normal(objective.num_params)
+    pieces = cut(clients, objective.sample_weight, torch.tensor)
+    assert pieces.features.shape == (3 + 1 + 1 + 2, 512, 7)
+    losses, gradients = pieces.losses_and_gradients(objective, torch.tensor(params))
+    for client, samples in enumerate(clients):
+        loss, gradient = objective.losses_and_gradients(params, *samples)
+        assert losses[client].item() == pytest.approx(loss, rel=1e-12)
+        assert gradients[client].numpy() == pytest.approx(gradient, rel=1e-10, abs=1e-12)
+
+
+def cuda_or_skip():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return torch
+
+
+@pytest.mark.parametrize("grid", list(Grid))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("has_mirror", [True, False])
+def test_fused_statistics_on_cuda(grid, dtype, has_mirror):
+    torch = cuda_or_skip()
+    from aqg.contrib.triton_kernels import compare
+    from aqg.sim.torch_backend import read_statistics
+
+    gradients = uneven_rows(3000, dtype)
+    held = gradients[::-1][[1, 1, 2, 1, 1]].copy()
+    mirrors = torch.tensor(held, device="cuda") if has_mirror else None
+    deltas, table = compare(grid, 4, torch.tensor(gradients, device="cuda"), mirrors)
+    rows = gradients - held if has_mirror else gradients
+    assert np.array_equal(deltas.cpu().numpy(), rows, equal_nan=True)
+    compare_statistics(read_statistics(table.cpu().numpy(), 4), rows, grid)
+
+
+def test_fused_cross_entropy_on_cuda():
+    torch = cuda_or_skip()
+    from aqg.objectives.closed_form import cross_entropy
+
+    random = np.random.default_rng(3)
+    logits, labels = random.standard_normal((3, 10, 77)) * 9, random.integers(0, 10, (3, 77))
+    expected = cross_entropy(logits.copy(), labels)
+    found = cross_entropy(torch.tensor(logits, device="cuda"), torch.tensor(labels, device="cuda"))
+    for theirs, ours in zip(found, expected, strict=True):
+        assert theirs.cpu().numpy() == pytest.approx(ours, rel=1e-12, abs=1e-12)

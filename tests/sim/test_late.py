@@ -14,6 +14,7 @@ from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
+from aqg.objectives.base import Objective
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter, heads
 from aqg.sim.engine import FastSimulation
@@ -24,7 +25,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 LOCAL = LocalTraining(batch_size=8, steps=3, rate=0.05)
 SPEEDS = Speeds(sigma=1.0, jitter=0.3)
@@ -61,10 +62,7 @@ def test_engine_equals_the_reference_bit_for_bit(name, participation):
     assert not recipe.memory.keeps_mirror
     reference = simulate(ReferenceSimulation, name, **options)
     fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
-    assert run(fast) == run(reference)
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=15)
 
 
 @pytest.mark.parametrize("name", WITHOUT_MIRRORS)
@@ -172,6 +170,19 @@ def test_bytes_of_those_at_work():
 def test_settings_that_cannot_be(settings, text):
     with pytest.raises(ConfigError, match=text):
         resolve({"recipe": "auto", **settings})
+
+
+def test_statistics_that_the_server_averages_come_with_the_round():
+    torch = pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=NUM_CLIENTS)
+    layers = torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    objective = Objective.from_module(torch.nn.Sequential(*layers), torch.nn.MSELoss())
+    start = objective.init_params(0).astype(problem.dtype)
+    problem = replace(problem, objective=objective, initial_params=start)
+    training = Training(LOCAL, late=Late(SPEEDS, 2))
+    for kind in (FastSimulation, ReferenceSimulation):
+        with pytest.raises(ConfigError, match="buffer_size is 2 with a module whose running"):
+            kind(problem, make_recipe("auto"), 0.05, training=training)
 
 
 def test_nothing_said_is_nothing_simulated():

@@ -20,6 +20,8 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
+from tests.problems import assert_same
+
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
@@ -131,9 +133,7 @@ def test_engine_equals_the_reference_bit_for_bit(name: str, recipe: str) -> None
         assert fast.run_round() == reference.run_round()
     assert fast.loss() == reference.loss()
     assert fast.problem.measure(fast.parameters) == reference.problem.measure(reference.parameters)
-    expected = reference.state().to_arrays()
-    for key, value in fast.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -20,7 +20,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 NATURAL = 0.05 * 3 / 6
@@ -66,12 +66,7 @@ def test_the_engine_takes_the_steps_of_the_reference(
     setting: str, downlink: str, recipe: str
 ) -> None:
     reference, fast = simulations(setting, downlink, recipe)
-    for _ in range(ROUNDS):
-        assert fast.run_round() == reference.run_round()
-    expected = reference.state().to_arrays()
-    found = fast.state().to_arrays()
-    for key, value in found.items():
-        assert np.array_equal(value, expected[key]), key
+    assert_same(fast, reference, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])

@@ -27,7 +27,7 @@ from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 from aqg.wire import decode
 
-from tests.problems import tiny_problem
+from tests.problems import assert_same, tiny_problem
 
 FEATURES = {
     "minibatch": Training(LocalTraining(batch_size=8)),
@@ -51,12 +51,6 @@ def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **op
     return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
 
 
-def assert_same_state(left, right):
-    expected = right.state().to_arrays()
-    for key, value in left.state().to_arrays().items():
-        assert np.array_equal(value, expected[key]), key
-
-
 @pytest.mark.parametrize(
     ("name", "feature"),
     [(n, f) for i, f in enumerate(FEATURES) for n in ("lean", ("gd", "qsgd", "onebit")[i % 3])],
@@ -65,10 +59,7 @@ def test_engine_equals_the_reference_bit_for_bit(name, feature):
     options = {"training": FEATURES[feature], "dropout": BernoulliDropout(0.2, seed=8)}
     reference = simulate(ReferenceSimulation, name, **options)
     fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
-    for _ in range(15):
-        assert fast.run_round() == reference.run_round()
-    assert fast.loss() == reference.loss()
-    assert_same_state(fast, reference)
+    assert_same(fast, reference, rounds=15)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -91,7 +82,7 @@ def test_resumes_and_repeats_bit_for_bit(feature, kind):
     resumed = simulate(kind, "lean", FEATURES[feature])
     resumed.restore(SimulationState.from_arrays(saved))
     assert [resumed.run_round() for _ in range(8)] == records[7:]
-    assert_same_state(resumed, whole)
+    assert_same(resumed, whole)
     again = simulate(kind, "lean", FEATURES[feature])
     assert [again.run_round() for _ in range(15)] == records
 

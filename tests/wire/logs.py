@@ -9,8 +9,8 @@ import numpy as np
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.movement import Movement
 from aqg.core.public import Entry, Public, advance, init_public
+from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Change
 from aqg.wire.entry import LOG_MARK, encode_entry, follow_log, known_velocity, log_since

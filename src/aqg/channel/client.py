@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import zlib
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -35,8 +36,8 @@ from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError
 from aqg.protocol.client import intact_base, log_reply
-from aqg.protocol.coding import order_from_bytes, to_bytes
 from aqg.protocol.follower import Holding
+from aqg.protocol.messages import order_from_bytes, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
 from aqg.wire.snapshot import decode_snapshot
@@ -387,6 +388,8 @@ class CopyStore:
             index: dict[str, Any] = json.loads(text) if text else {}
             if index.get("key") != self._key:
                 return None
+            if index.pop("checksum") != _checksum(index):
+                raise RunError("its checksum is wrong")
             self._arrays.reserve(_numbers_in(index))
             position, velocity, direction = (
                 self._arrays.read(cell)[None] for cell in index["track"]
@@ -416,7 +419,13 @@ class CopyStore:
             "digests": {name: digest.hex() for name, digest in copy.digests.items()},
             "digest": copy.digest.hex(),
         }
+        index["checksum"] = _checksum(index)
         self._arrays.commit(json.dumps(index), _numbers_in(index))
+
+
+def _checksum(index: dict[str, Any]) -> int:
+    """Return the CRC-32 of an index; large arrays have checksums of their own."""
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
 
 
 def _numbers_in(index: dict[str, Any]) -> set[int]:

@@ -28,8 +28,8 @@ import numpy as np
 
 from aqg.channel.tensors import decode_kept, flatten, rounded, unflatten
 from aqg.core.messages import Skip
-from aqg.core.movement import Movement
 from aqg.core.public import Public
+from aqg.core.recipe import Movement
 from aqg.core.track import Memory, Track, advance
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES

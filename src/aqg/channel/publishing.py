@@ -119,7 +119,7 @@ def condense(
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.selection.largest` does, in little memory.
+    """Return what `aqg.core.sparsifiers.largest` does, in little memory.
 
     The bits of positive numbers are in the order of the numbers: their upper halves are counted,
     then the lower halves of those with the same upper half as the last one that is taken.

@@ -27,11 +27,9 @@ from aqg.channel.tensors import (
 from aqg.core.budget import first_budget
 from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
 from aqg.errors import ConfigError, MessageError
-from aqg.protocol.coding import reply_from_bytes, to_bytes
 from aqg.protocol.digests import STATE_DIGEST_BYTES
-from aqg.protocol.messages import Order
-from aqg.protocol.mirrors import fingerprint
-from aqg.protocol.peers import Peer, first_peer, take_reply, update_of
+from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
+from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
 from aqg.wire import encode
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
 from aqg.errors import MessageError
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.checkpoint import book_from_arrays, book_to_arrays
+from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.wire.entry import encode_entry as encode_step
 from aqg.wire.entry import known_velocity
 from aqg.wire.snapshot import encode_snapshot
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from aqg.channel.settings import Settings
     from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.types import Float64Array
-    from aqg.protocol.peers import Peer
+    from aqg.protocol.mirrors import Peer
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -285,7 +284,8 @@ class SteppingChannel(Channel):
             whole = np.rint(mean) if held.dtype.kind in "iub" else mean
             self._values = {**self._values, name: whole.astype(held.dtype)}
         average = self._stepping.rule.average
-        for name in names if average else []:
+        floats = [name for name in names if self._values[name].dtype.kind == "f"]
+        for name in floats if average else []:
             newest = self._values[name].astype(np.float64)
             old = self._means.get(name, newest)
             self._means[name] = old + share_of_newest(average, self.version) * (newest - old)

@@ -303,8 +303,8 @@ def demo(
     )
     console.print(_byte_table(rows).to_terminal())
     console.print(
-        "up, down: frames and models, and both (total); as float32: what plain gradients and "
-        "models would take in total.",
+        "up, down: what Flower was handed, heads and metrics included, and both (total); as "
+        "float32: what plain gradients and models would take in total.",
         style="dim",
     )
     say(console, f"Results: {running.run_directory}")

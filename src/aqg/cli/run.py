@@ -144,7 +144,8 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
     summaries = [result.summary for result in results]
     shown = group_runs(read_runs([plan.directory]))
-    write_atomically(plan.directory / FIGURE, draw_comparison(shown))
+    dropout = f", dropout {config.dropout:g}" if config.dropout else ""
+    write_atomically(plan.directory / FIGURE, draw_comparison(shown, config.title + dropout))
     text = loop.batch_summary(summaries)
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())

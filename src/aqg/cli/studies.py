@@ -59,8 +59,14 @@ from aqg.studies.contest.tasks import (
     parse_target,
     parse_tasks,
 )
-from aqg.studies.paper import execute as paper
-from aqg.studies.paper.outcomes import Results, read_results
+from aqg.studies.paper.figures import keep_results
+from aqg.studies.paper.outcomes import (
+    RUN_DIRECTORY,
+    Results,
+    adopt_devices,
+    missing_from,
+    read_results,
+)
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
 from aqg.studies.paper.tables import all_tables
 
@@ -607,9 +613,9 @@ def reproduce(
     directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
     plan = make_plan(scale, device or _best_device(), parse_sections(only))
     if missing is not None:
-        plan = paper.missing_from(missing, plan)
+        plan = missing_from(missing, plan)
     code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
-    show_results(console, paper.keep_results(plan, scale, directory))
+    show_results(console, keep_results(plan, scale, directory))
     say(console, f"Tables, pictures and data: {directory}")
     return code
 
@@ -624,8 +630,8 @@ def _best_device() -> str:
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
     """Do what is unfinished; return the exit code."""
-    plan = paper.adopt_devices(plan, directory)
-    runs = directory / paper.RUN_DIRECTORY
+    plan = adopt_devices(plan, directory)
+    runs = directory / RUN_DIRECTORY
     with _lock(runs):
         batch = Batch((planned.run for planned in plan), runs)
         num_left = len(batch.left)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from aqg.core.grids import Grid
-from aqg.core.innovation import Innovation
+from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory

@@ -182,7 +182,7 @@ def _add_blocks(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `aqg.objectives.softmax.cross_entropy`; the logits, ``(..., C, n)``, stay.
+    """Compute `aqg.objectives.closed_form.cross_entropy`; the logits, ``(..., C, n)``, stay.
 
     The slopes are laid out with the classes of a sample side by side.
     """

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aqg.core.grids import MAX_WIDTH, Grid, grid_step, value_table
-from aqg.core.innovation import Innovation, measure
-from aqg.core.kernels import quantize
+from aqg.core.kernels import Innovation, measure, quantize
 from aqg.core.messages import Upload
 from aqg.core.policies import Case, Decision
 from aqg.core.quantizers import Request

@@ -95,7 +95,7 @@ def round_up_to_bfloat16(value: float) -> float:
 def nearest_power_of_two(value: float) -> float:
     """Return the power of two nearest to a positive number, within what a step can be.
 
-    >>> [nearest_power_of_two(value) for value in (1.0, 1.4, 1.5, 0.0)]
+    >>> [nearest_power_of_two(value) for value in (1.0, 1.4, 1.5, 1e-99)]
     [1.0, 1.0, 2.0, 1.1754943508222875e-38]
     """
     mantissa, exponent = math.frexp(value)
@@ -111,7 +111,7 @@ def largest_multiple(dtype: np.dtype[Any]) -> float:
 def choose_quantum(radius: float, step: float, dtype: np.dtype[Any]) -> float:
     """Return the finest quantum for vectors within ``radius``, with room to grow.
 
-    >>> choose_quantum(1.0, 2.0**-10, np.dtype("float32")) == 2.0**-23
+    >>> choose_quantum(1.0, 2.0**-10, np.dtype("float32")) == 2.0**-22
     True
     """
     exponent = math.frexp(max(radius, _FIRST_STEPS * step))[1]

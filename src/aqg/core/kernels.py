@@ -11,12 +11,12 @@ the mirrors, allow nothing: their products are exact and their additions round o
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Affine, Grid, level_dtype
-from aqg.core.types import Float64Array, FloatArray, Levels
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray, Levels
 from aqg.jit import njit, part
 
 _BLOCK = 1024
@@ -25,28 +25,65 @@ _SAFE_EXPONENT = 40
 _BIT_TYPES = {4: np.uint32, 8: np.uint64}
 
 
-def measure_rows(
-    rows: FloatArray, grid: Grid, max_width: int
-) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
-    """Return, per row, what `aqg.core.innovation.Innovation` holds.
+class Innovation(NamedTuple):
+    """Statistics of ``Δ``; every array has the leading (client) axes of ``Δ``, possibly none.
 
-    These are the radius ``‖Δ‖_∞``, the step of every width, ``‖ε_b‖²`` for every width,
-    ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``. For a row with NaN, infinity or a value above `MAX_RADIUS` the
-    radius is not at most `MAX_RADIUS`, the steps are zero and the sums NaN.
+    Attributes:
+        in_range: False where ``Δ`` has NaN, infinity or values beyond any grid.
+        squared_norm: ``‖Δ‖²``.
+        steps: the step each width ``b = 1..b_max`` would send, on the last axis.
+        errors: ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis.
+        quantized_norm: ``‖Q_bmax(Δ)‖²``.
+
     """
+
+    in_range: BoolArray
+    squared_norm: Float64Array
+    steps: Float64Array
+    errors: Float64Array
+    quantized_norm: Float64Array
+
+    def of(self, clients: IntArray | int) -> Innovation:
+        """Return the statistics of some clients on the leading axis, or of one."""
+        return Innovation(
+            np.asarray(self.in_range[clients]),
+            np.asarray(self.squared_norm[clients]),
+            self.steps[clients],
+            self.errors[clients],
+            np.asarray(self.quantized_norm[clients]),
+        )
+
+
+def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
+    """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
+
+    Where a row has NaN, infinity or a value above `MAX_RADIUS`, steps are zero and sums NaN.
+
+    >>> stats = measure(np.array([1.0, -0.5, 0.25]), Grid.MIDTREAD, max_width=3)
+    >>> stats.squared_norm.item(), stats.steps.tolist()
+    (1.3125, [0.5859375, 1.0, 0.333984375])
+    >>> stats.errors.round(4).tolist()
+    [0.2917, 0.3125, 0.0346]
+    """
+    rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
     sums = np.empty((len(rows), 3 + 2 * max_width))
     bits = rows.view(_BIT_TYPES[rows.itemsize])
     scratch = np.empty(_BLOCK + 2 * max_width + 1, rows.dtype)
     _measure_rows(
         rows, bits, grid is Grid.MIDRISE, max_width, sums, scratch, scratch[:1].view(bits.dtype)
     )
-    return (
-        sums[:, 0],
-        sums[:, 3 : 3 + max_width],
-        sums[:, 3 + max_width :],
-        sums[:, 1],
-        sums[:, 2],
+    found = Innovation(
+        in_range=sums[:, 0] <= MAX_RADIUS,  # False for NaN and infinity too
+        squared_norm=sums[:, 2],
+        steps=sums[:, 3 : 3 + max_width],
+        errors=sums[:, 3 + max_width :],
+        quantized_norm=sums[:, 1],
     )
+    if delta.ndim == 2:  # a block of clients, as the simulator has it
+        return found
+    leading = delta.shape[:-1]
+    parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in found]
+    return Innovation(*parts)
 
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from aqg.core.innovation import Innovation
+from aqg.core.kernels import Innovation
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError
 from aqg.jit import njit

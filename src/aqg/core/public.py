@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.core.downlink import Downlink
-    from aqg.core.movement import Movement
-    from aqg.core.recipe import Recipe
+    from aqg.core.recipe import Movement, Recipe
     from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace()

@@ -15,8 +15,7 @@ import numpy as np
 from aqg.core.blockwise import LONGEST_BLOCK, BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import Grid, level_dtype, round_up_to_bfloat16
 from aqg.core.halves import HalfUpload, to_halves
-from aqg.core.innovation import Innovation, measure
-from aqg.core.kernels import quantize
+from aqg.core.kernels import Innovation, measure, quantize
 from aqg.core.messages import AnyUpload, DenseUpload, Upload
 from aqg.core.rotation import RotatedUpload, quantize_rotated
 from aqg.core.types import FloatArray

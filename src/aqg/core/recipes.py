@@ -11,17 +11,48 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.auto import NOISE, WIDEST, make_auto
-from aqg.core.field import FIELD
 from aqg.core.grids import MAX_WIDTH, Grid
-from aqg.core.movement import Movement
-from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Policy, Tolerance, TwoLevel
-from aqg.core.quantizers import MAX_BUCKET_BITS, Buckets, GridQuantizer, Sign, Stochastic, Verbatim
-from aqg.core.recipe import DEPTH, Recipe
-from aqg.core.stages import ErrorFeedback, StoredErrors, WiderTolerance
+from aqg.core.policies import (
+    Always,
+    Lazy,
+    LazyExact,
+    LazyOwn,
+    Multilevel,
+    Policy,
+    StageWidth,
+    Tolerance,
+    TwoLevel,
+)
+from aqg.core.quantizers import (
+    MAX_BUCKET_BITS,
+    Blockwise,
+    Buckets,
+    GridQuantizer,
+    Half,
+    QsgdAtWidth,
+    Rotated,
+    Sign,
+    Stochastic,
+    Verbatim,
+)
+from aqg.core.recipe import DEPTH, Movement, Recipe
+from aqg.core.rotation import WIDTHS
+from aqg.core.sparsifiers import SparseTernary, TopK
+from aqg.core.stages import (
+    DoublingLevels,
+    ErrorControl,
+    ErrorFeedback,
+    LossSchedule,
+    OwnMovement,
+    RunningAverage,
+    StoredErrors,
+    WiderTolerance,
+)
 from aqg.core.track import Memory
 from aqg.errors import ConfigError
-from aqg.spec import make_named
+from aqg.spec import defaults, make_named
 
 Maker = Callable[..., Recipe]
 
@@ -37,8 +68,7 @@ class Entry:
     @property
     def options(self) -> dict[str, float]:
         """The recipe's own options with their defaults."""
-        parameters = inspect.signature(self.make).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return defaults(self.make)
 
 
 RECIPES: dict[str, Entry] = {}
@@ -175,5 +205,121 @@ def _onebit() -> Recipe:
     return Recipe(policy=Always(1), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
 
 
-for _name, _summary, _make in FIELD:
-    register(_name, _summary)(_make)
+# The field: published compressors, to compare with. ``docs/reference/recipes.md`` lists the
+# formulas, and where a reading of a paper had to be chosen.
+
+
+@register("fp16", "every gradient in half precision, no memory")
+def _fp16() -> Recipe:
+    """IEEE 754 half precision, as in Micikevicius et al., Mixed Precision Training."""
+    return Recipe(policy=Always(16), quantizer=Half(), step="dog")
+
+
+@register("blockwise8", "8 bits and a step for every 256 coordinates, no memory")
+def _blockwise8() -> Recipe:
+    """Dettmers et al., 8-bit Optimizers via Block-wise Quantization."""
+    return Recipe(policy=Always(8), quantizer=Blockwise(), step="dog")
+
+
+@register("stc", "STC: the signs of the largest and their mean magnitude, error feedback")
+def _stc(*, keep: float = 0.01) -> Recipe:
+    """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
+    quantizer = SparseTernary(keep)
+    return Recipe(policy=Always(2), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
+
+
+@register("stc-both", "STC, and the server sends the same share of its sum, as published")
+def _stc_both(*, keep: float = 0.01) -> Recipe:
+    """Sattler et al., as published: the server condenses its sum in the same way."""
+    return replace(_stc(keep=keep), downlink=f"condensed:keep={keep}")
+
+
+@register("topk", "the largest coordinates in half precision, with error feedback")
+def _topk(*, keep: float = 0.01) -> Recipe:
+    """Stich et al., Sparsified SGD with Memory; Aji & Heafield, Sparse Communication."""
+    return Recipe(policy=Always(16), quantizer=TopK(keep), stages=(ErrorFeedback(),), step="dog")
+
+
+@register("ef21", "EF21: the largest coordinates of every innovation")
+def _ef21(*, keep: float = 0.01) -> Recipe:
+    """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""
+    return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep))
+
+
+@register("ef21-both", "EF21-BC: EF21, and the server condenses its sum to the same share")
+def _ef21_both(*, keep: float = 0.01) -> Recipe:
+    """Fatkhullin et al., EF21 with Bells & Whistles: EF21-BC, compressed in both directions."""
+    return replace(_ef21(keep=keep), downlink=f"condensed:keep={keep}")
+
+
+@register("econtrol", "EControl: EF21 with a share of the error added, for noisy updates")
+def _econtrol(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
+    """Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control."""
+    return replace(_ef21(keep=keep), stages=(ErrorControl(eta),))
+
+
+@register("ef21-m", "EF21 on a running average of the client's gradients")
+def _ef21_momentum(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
+    """Fatkhullin et al., Momentum Provably Improves Error Feedback!."""
+    return replace(_ef21(keep=keep), stages=(RunningAverage(eta),) if eta != 1 else ())
+
+
+@register("clag", "CLAG: EF21, skips while the gap is small against its own movement")
+def _clag(*, keep: float = 0.01, zeta: float = 1.0) -> Recipe:
+    """Richtárik et al., 3PC: Three Point Compressors for Communication-Efficient Training."""
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=LazyOwn(zeta, width=16),
+        quantizer=TopK(keep),
+        stages=(OwnMovement(),),
+    )
+
+
+@register("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory")
+def _fedpaq(*, levels: float = 4) -> Recipe:
+    """Reisizadeh et al., FedPAQ; its quantizer is that of Alistarh et al., QSGD."""
+    largest = (1 << (MAX_WIDTH - 1)) - 1
+    if not 1 <= levels <= largest or levels != int(levels):
+        raise ConfigError(f"levels is {levels}; it must be a whole number in 1..{largest}")
+    quantizer = Stochastic(int(levels))
+    width = int(levels).bit_length() + 1
+    return Recipe(policy=Always(width), quantizer=quantizer, step="dog")
+
+
+@register("eden", "EDEN: the signs of the randomly rotated gradient, no memory")
+def _eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
+    """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error."""
+    if unbiased not in (0, 1):
+        raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
+    if width not in WIDTHS:
+        raise ConfigError(f"width is {width:g}; it must be one of {', '.join(map(str, WIDTHS))}")
+    return Recipe(policy=Always(int(width)), quantizer=Rotated(bool(unbiased)), step="dog")
+
+
+@register("aquila", "AQUILA: a width from the innovation's shape, or nothing")
+def _aquila(*, beta: float = 0.1) -> Recipe:
+    """Zhao et al., AQUILA."""
+    return Recipe(
+        memory=Memory.INNOVATION,
+        policy=AquilaPolicy(),
+        quantizer=AquilaQuantizer(),
+        movement=Movement((beta,)),
+    )
+
+
+@register("dadaquant", "DAdaQuant: QSGD, levels double when the loss stalls")
+def _dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
+    """Hönig et al., DAdaQuant: Doubly-adaptive Quantization for Federated Learning."""
+    for name, value in (("q", q), ("phi", phi)):
+        if not float(value).is_integer():
+            raise ConfigError(f"{name} is {value}; it must be a whole number")
+    return Recipe(
+        policy=StageWidth(),
+        quantizer=QsgdAtWidth(),
+        stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
+        step="dog",
+    )
+
+
+FROM_MEMORY = frozenset({"aquila"})
+"""Recipes that were written down from memory, without their paper's text."""

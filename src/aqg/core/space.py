@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, Grid, affine
-from aqg.core.innovation import Innovation, measure
-from aqg.core.kernels import move_mirror
+from aqg.core.kernels import Innovation, measure, move_mirror
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
 from aqg.core.track import Memory, Part, advance

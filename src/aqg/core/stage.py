@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.innovation import Innovation
+from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.space import Space
 from aqg.core.types import Float64Array, FloatArray, IntArray

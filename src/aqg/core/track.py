@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aqg.core.innovation import Innovation
+    from aqg.core.kernels import Innovation
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
     from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray

@@ -174,10 +174,9 @@ def _dirichlet(concentration: float) -> Split:
         label_sizes = np.bincount(dataset.labels, minlength=dataset.num_classes)
         for _ in range(_MAX_DRAWS):
             shares = generator.dirichlet(np.full(num_clients, concentration), size=len(label_sizes))
-            ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis])
+            ends = np.floor(np.cumsum(shares, axis=1) * label_sizes[:, np.newaxis]).astype(np.int64)
             ends[:, -1] = label_sizes  # the shares sum to one only up to rounding
-            ends = np.pad(ends, ((0, 0), (1, 0))).astype(np.int64)
-            counts = ends[:, 1:] - ends[:, :-1]  # labels × clients
+            counts = np.diff(ends, axis=1, prepend=0)  # labels × clients
             if counts.sum(axis=0).all():
                 break
         else:

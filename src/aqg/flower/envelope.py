@@ -8,7 +8,7 @@ byte 0                 ``0xA1``: an envelope, version 1
 head                   number of bytes, a varint; JSON: the version of ``aqg``, and for every
                        record of the app its name and kind, and the content of small ones
 parts                  for every array record that is compressed: number of bytes, a varint,
-                       and an order or a reply (`aqg.protocol.coding`)
+                       and an order or a reply (`aqg.protocol.messages`)
 last four bytes        CRC-32 of all before
 ====================== =====================================================================
 

@@ -19,8 +19,8 @@ from aqg.flower.memory import BY_PARTITION
 from aqg.flower.metrics import EVALUATED, TRAINED, metric_fields
 from aqg.flower.reports import RoundReport, summarize_reports
 from aqg.objectives.metrics import METRICS
-from aqg.protocol.checkpoint import check_book
-from aqg.protocol.files import read_arrays, write_arrays
+from aqg.protocol.book import check_book
+from aqg.protocol.store import read_arrays, write_arrays
 from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import CHECKPOINT, ROUNDS, Line, finite_or_none, read_rows
 from aqg.runs.files import locked

@@ -15,6 +15,7 @@ It stands on the grid's public interface, so that a grid that compresses can be 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
 from aqg.flower.arrays import is_readable, record_of, values_of
+from aqg.flower.private import pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -35,10 +37,9 @@ if TYPE_CHECKING:
 
     from aqg.channel.tensors import Tensor, Values
 
-_logger = logging.getLogger("flwr.aqg")
+    Pairs = Iterator[tuple[str, Tensor]]
 
-_PAUSE_SHARE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.01, 1.0
-"""Between two polls, of the time waited so far, and in seconds."""
+_logger = logging.getLogger("flwr.aqg")
 
 
 class Buffered(Strategy):
@@ -58,10 +59,10 @@ class Buffered(Strategy):
                 f"strategy is a {type(strategy).__name__}; it must be a Strategy of "
                 "flwr.serverapp.strategy, such as FedAvg"
             )
-        if type(strategy).__name__ == "Compressed":
+        for name in {"Compressed", "AQG"} & {kind.__name__ for kind in type(strategy).__mro__}:
             raise ConfigError(
-                "Compressed must be the outermost strategy: write "
-                "Compressed(Buffered(FedAvg(), size=...)), not Buffered(Compressed(FedAvg()), ...)"
+                f"Buffered does not go around {name}, which makes a grid of its own: write "
+                "Compressed(Buffered(FedAvg(), size=...))"
             )
         if not is_whole(size) or size < 1:
             raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
@@ -121,8 +122,7 @@ class BufferedGrid(Grid):
     """
 
     def __init__(self, grid: Grid, size: int) -> None:
-        self._grid, self._size = grid, size
-        self._round = 0
+        self._grid, self._size, self._round = grid, size, 0
         self._begun: dict[str, _Begun] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -160,7 +160,7 @@ class BufferedGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages to nodes that are not at work; of training, return what is there first."""
+        """Send messages to nodes that are not at work; of training, return what comes first."""
         messages = list(messages)
         busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
         idle = [message for message in messages if message.metadata.dst_node_id not in busy]
@@ -180,27 +180,28 @@ class BufferedGrid(Grid):
     def finish(self) -> None:
         """Log whose replies come too late for the run."""
         for begun in self._begun.values():
-            node = begun.message.metadata.dst_node_id
-            _logger.info("Buffered: node %d, at work since round %d, is late", node, begun.round)
+            text = "Buffered: node %d, at work since round %d, is late"
+            _logger.info(text, begun.message.metadata.dst_node_id, begun.round)
 
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
         replies: list[Message] = []
-        started, num_valid = time.monotonic(), 0
-        while True:
+        num_valid, seconds = 0, math.inf if timeout is None else timeout
+        started = time.monotonic()
+        while self._begun:
             for reply in self._grid.pull_messages(set(self._begun)):
                 begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
-                if begun is None:  # nobody waits for it
+                if begun is None:
                     continue
                 if not reply.has_error():
                     num_valid += 1
                     self._bring_up_to_date(reply, begun, models)
                 replies.append(reply)
             waited = time.monotonic() - started
-            if num_valid >= self._size or not self._begun or waited >= (timeout or waited + 1.0):
-                return replies
-            pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-            time.sleep(pause if timeout is None else min(pause, timeout - waited))
+            if num_valid >= self._size or not self._begun or waited >= seconds:
+                break
+            time.sleep(pause_after(waited, seconds))
+        return replies
 
     def _bring_up_to_date(
         self, reply: Message, begun: _Begun, models: Mapping[int, Message]
@@ -238,9 +239,7 @@ def _shapes(record: ArrayRecord) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in record.items()}
 
 
-def _moved(
-    reply: Values, began: Values, now: Values, weight: float
-) -> Iterator[tuple[str, Tensor]]:
+def _moved(reply: Values, began: Values, now: Values, weight: float) -> Pairs:
     """Yield ``now + weight·(reply - began)``; whole numbers, which count, are not scaled."""
     for name, tensor in reply.items():
         change = tensor - began[name]

@@ -43,13 +43,6 @@ def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str
     return means
 
 
-def warn_of_nan(client: int, node: int, metrics: Mapping[str, float]) -> None:
-    """Say which metrics of a client are NaN: so are their means."""
-    names = sorted(name for name, value in metrics.items() if math.isnan(value))
-    if names:
-        _logger.warning("client %d (node %d) reports NaN for %s", client, node, ", ".join(names))
-
-
 def loss_in(metrics: Mapping[str, float]) -> float:
     """Return the loss among a client's metrics; NaN where there is none.
 

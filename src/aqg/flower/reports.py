@@ -23,8 +23,6 @@ INCIDENTS = {
     "rollback": "rollbacks",
     "rejected": "rejected",
     "fault": "fault_count",
-    "stale": "stale",
-    "late": "late",
     "error": "errors",
     "missing": "missing",
     "refused": "refused",
@@ -39,8 +37,6 @@ resync      a mirror was started again from zero
 rollback    a client took back an upload that had not arrived
 rejected    a reply was forged, damaged, oversized or for another state: nothing of it was used
 fault       a client could not send: its gradient was not finite
-stale       a client was asked for a round that it had answered before, and did nothing
-late        a reply came after its round was over, and was thrown away
 error       Flower reports that a client failed
 missing     a client that was asked had not answered when the round ended
 refused     a node that is no client: too many, a partition taken already, absurd samples

@@ -15,7 +15,8 @@ from flwr.app import Message, RecordDict
 
 from aqg.errors import AqgError, MessageError
 from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, unpack
-from aqg.flower.private import pause_after
+from aqg.flower.metrics import plain
+from aqg.flower.private import bounded_pulls, pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from aqg.core.types import Float64Array
 
 _logger = logging.getLogger("flwr.aqg")
-_HELLO_SECONDS = 5.0
-"""How long to wait for introductions; then a node is asked again."""
 
 
 class Roster:
@@ -45,6 +44,8 @@ class Roster:
 
     Attributes:
         num_samples: of each client, 0 where unknown.
+        asked: until when each node has time to introduce itself.
+        pending: the messages that ask for it.
 
     """
 
@@ -52,6 +53,8 @@ class Roster:
         self.num_clients = num_clients
         self.trust_partition_id = trust_partition_id
         self.num_samples = np.zeros(num_clients)
+        self.asked: dict[int, float] = {}
+        self.pending: set[str] = set()
         self._nodes: dict[int, int] = {}
         self._clients: dict[int, int] = {}
         self._online: set[int] = set()
@@ -160,16 +163,16 @@ class Roster:
         self._refused.pop(node, None)
 
 
-def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float) -> bool:
-    """Wait until so many clients are there; return whether they came in time."""
-    started, asked = time.monotonic(), dict[int, float]()
+def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float, patience: float) -> bool:
+    """Wait until so many clients are there; return whether they came in time.
+
+    A node that has not introduced itself for as long as ``patience`` is asked again.
+    """
+    started = time.monotonic()
     while True:
         roster.update(set(grid.get_node_ids()))
-        waited = time.monotonic() - started
         if roster.trust_partition_id:
-            news = [n for n in roster.strangers() if waited >= asked.get(n, 0.0)]
-            asked |= dict.fromkeys(news, waited + _HELLO_SECONDS)
-            _introduce(grid, roster, news, max(min(_HELLO_SECONDS, seconds - waited), 0.0))
+            _introduce(grid, roster, patience)
         if len(roster.present) >= num_clients:
             return True
         waited = time.monotonic() - started
@@ -178,27 +181,29 @@ def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float) -> bo
         time.sleep(pause_after(waited, seconds))
 
 
-def _introduce(grid: Grid, roster: Roster, nodes: list[int], seconds: float) -> None:
+def _introduce(grid: Grid, roster: Roster, patience: float) -> None:
     """Ask nodes for their partitions: by a train message, for which every app has a handler."""
+    now, asked = time.monotonic(), roster.asked
     content = RecordDict({RECORD: pack(Envelope([("", HELLO, None)]))})
-    messages = [Message(content, node, "train", ttl=_HELLO_SECONDS, group_id="0") for node in nodes]
-    pending = set(grid.push_messages(messages)) if messages else set()
-    started = time.monotonic()
-    while pending:
-        for reply in grid.pull_messages(pending):
-            pending.discard(reply.metadata.reply_to_message_id)
-            node = reply.metadata.src_node_id
-            try:
-                if reply.has_error():
-                    raise MessageError(reply.error.reason or f"code {reply.error.code}")
-                [(partition, kind, _)] = unpack(reply.content).records
-                if kind != HELLO:
-                    raise MessageError("the reply is no introduction")
-                roster.introduce(node, int(partition))
-            except (AqgError, ValueError) as error:
-                advice = "; does its app have mods=[aqg_mod]?"
-                _logger.warning("node %d could not introduce itself: %s%s", node, error, advice)
-        waited = time.monotonic() - started
-        if pending and waited >= seconds:
-            return
-        time.sleep(pause_after(waited, seconds) if pending else 0.0)
+    nodes = [node for node in roster.strangers() if now >= asked.get(node, 0.0)]
+    messages = [Message(content, node, "train", ttl=patience, group_id="0") for node in nodes]
+    asked |= dict.fromkeys(nodes, now + patience)
+    if messages:
+        roster.pending |= set(grid.push_messages(messages))
+    if not roster.pending:
+        return
+    with bounded_pulls(patience):
+        replies = list(grid.pull_messages(roster.pending))
+    for reply in replies:
+        roster.pending.discard(reply.metadata.reply_to_message_id)
+        node = reply.metadata.src_node_id
+        try:
+            if reply.has_error():
+                raise MessageError(plain(reply.error.reason or f"code {reply.error.code}"))
+            [(partition, kind, _)] = unpack(reply.content).records
+            if kind != HELLO:
+                raise MessageError("the reply is no introduction")
+            roster.introduce(node, int(partition))
+        except (AqgError, ValueError) as error:
+            advice = "does its app have mods=[aqg_mod]?"
+            _logger.warning("node %d could not introduce itself: %s; %s", node, error, advice)

@@ -316,7 +316,6 @@ class AQG(Strategy):
 
     def _begin(self, grid: Grid, settings: Settings, model: ServerModel, journal: Journal) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        recipe = settings.make_recipe() if self._recipe is None else self._recipe
         chosen = ChannelSettings(
             recipe=settings.recipe,
             bits=settings.bits,
@@ -360,7 +359,8 @@ class AQG(Strategy):
             _logger.info("going on with run %s at round %d", saved.run, channel.version)
         accounts = Accounts(settings, roster, channel, compressed.counts)
         compressed.check_reply = accounts.check
-        if not wait_for(grid, roster, settings.num_clients, settings.start_timeout):
+        patience = settings.start_timeout, settings.round_timeout
+        if not wait_for(grid, roster, settings.num_clients, *patience):
             _logger.warning(
                 "%d of %d clients are connected; starting without the others",
                 len(roster.present),
@@ -391,7 +391,8 @@ class AQG(Strategy):
             self._before["metrics"] = self._measured(run, measure, result)
             tensors = run.model.tensors(run.channel.averaged()) if settings.run_dir else None
         needed = settings.needed_clients
-        if not wait_for(run.grid.inner, run.roster, needed, settings.start_timeout):
+        patience = settings.start_timeout, settings.round_timeout
+        if not wait_for(run.grid.inner, run.roster, needed, *patience):
             raise RunError(
                 f"{len(run.roster.present)} clients are connected after "
                 f"{settings.start_timeout:g} s, and {needed} are needed; start again with the "

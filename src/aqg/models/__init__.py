@@ -3,6 +3,112 @@
 Logistic and softmax regression and the perceptron are no modules; see `aqg.objectives`.
 """
 
-from aqg.models.names import MODULES, DataShape, is_module, make_module
+from __future__ import annotations
 
-__all__ = ["MODULES", "DataShape", "is_module", "make_module"]
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aqg.data import Dataset
+from aqg.errors import ConfigError
+from aqg.spec import Code, make_named, seeded
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODULES: dict[str, str] = {
+    "cnn": "two convolutions and a linear layer, for images [width=8]",
+    "resnet8": "three residual blocks, for images [norm=group, width=16]",
+    "transformer": "predicts the next token at every place of a sequence "
+    "[width=64, layers=2, heads=4, dropout=0]",
+}
+"""Built-in modules, with a line about each."""
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What a model may know of the data.
+
+    Attributes:
+        input_shape: of one sample.
+        target_shape: of one sample's target; ``()`` for a class or a number.
+        num_classes: 0 where the targets are not classes.
+        num_tokens: one more than the largest whole number among samples and targets that are
+            whole numbers; 0 where the samples are not.
+
+    """
+
+    input_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    num_classes: int
+    num_tokens: int
+
+    @staticmethod
+    def of(dataset: Dataset) -> DataShape:
+        """Look at a dataset.
+
+        >>> from aqg.data import load_dataset
+        >>> DataShape.of(load_dataset("digits"))
+        DataShape(input_shape=(64,), target_shape=(), num_classes=10, num_tokens=0)
+        """
+        parts = (dataset.features, dataset.labels, dataset.test_features, dataset.test_labels)
+        num_tokens = 0
+        if dataset.features.dtype.kind in "iu":
+            num_tokens = 1 + max(
+                int(part.max()) for part in parts if part is not None and part.dtype.kind in "iu"
+            )
+        return DataShape(
+            dataset.sample_shape, dataset.labels.shape[1:], dataset.num_classes, num_tokens
+        )
+
+    def offered(self) -> dict[str, Any]:
+        """Return what a function that makes a model can ask for by name."""
+        return {
+            "input_shape": self.input_shape,
+            "target_shape": self.target_shape,
+            "num_classes": self.num_classes,
+            "num_tokens": self.num_tokens,
+        }
+
+
+def is_module(spec: str) -> bool:
+    """Tell whether a model is a torch module: built in, or made by a function in a file.
+
+    >>> is_module("resnet8:norm=batch"), is_module("models.py:make"), is_module("mlp:200")
+    (True, True, False)
+    """
+    return spec.partition(":")[0] in MODULES or Code.parse(spec) is not None
+
+
+def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
+    """Make the module that ``spec`` names, its parameters drawn from ``seed``.
+
+    >>> images = DataShape((32, 32, 3), (), num_classes=10, num_tokens=0)
+    >>> module = make_module("resnet8:norm=batch", images, seed=0)
+    >>> sum(parameter.numel() for parameter in module.parameters())
+    78042
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError(
+            f"model {spec!r} is a torch module: pip install 'aqg[torch]', or use softmax or mlp:200"
+        ) from None
+    code = Code.parse(spec)
+    with seeded(seed):
+        module = _built_in(spec, shape) if code is None else code.call(**shape.offered(), seed=seed)
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"model {spec!r} returned {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _built_in(spec: str, shape: DataShape) -> nn.Module:
+    from aqg.models import nets
+
+    makers: dict[str, Callable[..., nn.Module]] = {
+        "cnn": nets.make_cnn,
+        "resnet8": nets.make_resnet8,
+        "transformer": nets.make_transformer,
+    }
+    module: nn.Module = make_named("model", spec, makers, shape)
+    return module

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aqg.errors import ConfigError
-from aqg.models.names import DataShape
+from aqg.models import DataShape
 
 _MAX_CHANNELS = 4
 """An axis this short, first or last, is taken as the colors of an image."""

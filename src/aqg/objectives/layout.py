@@ -7,17 +7,13 @@ A `ModelLayout` is made once from a module and used by the simulator and by Flow
 * *buffers* that belong to the module's saved state, such as the running statistics of batch
   normalization, are carried beside ``θ`` and never compressed (see `aqg.objectives.statistics`);
 * frozen parameters, and everything else, stay where they are.
-
-Both ends of a deployment make their own layout and compare its `fingerprint`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -33,10 +29,6 @@ if TYPE_CHECKING:
 POLICIES = ("average", "local", "frozen")
 """What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
 
-DIGEST_BYTES = 16
-
-_VALUES_LOOKED_AT = 4096
-"""Of a tensor that never travels, so many values make up its digest."""
 
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 """How the buffers of normalization layers are called, where there is no module to look at."""
@@ -231,64 +223,6 @@ class ModelLayout:
         """Whether there are buffers that training may change and that are not left alone."""
         return self.policy != "frozen" and bool(self.statistics or self.counters)
 
-    @property
-    def fingerprint(self) -> bytes:
-        """A digest of all names, shapes, dtypes and of the policy: equal for equal layouts."""
-        alike = replace(self, model="", left_out=())
-        return hashlib.blake2b(alike.to_json().encode(), digest_size=DIGEST_BYTES).digest()
-
-    def to_json(self) -> str:
-        groups = {
-            group: [[spec.name, list(spec.shape), spec.dtype] for spec in getattr(self, group)]
-            for group in ("parameters", "statistics", "counters")
-        }
-        tracked = [int(flag) for flag in self.tracked]
-        row = {
-            "model": self.model,
-            **groups,
-            "tracked": tracked,
-            "policy": self.policy,
-            "left_out": list(self.left_out),
-        }
-        return json.dumps(row, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        try:
-            row = json.loads(text)
-            return cls(
-                model=str(row["model"]),
-                parameters=read_specs(row["parameters"]),
-                statistics=read_specs(row["statistics"]),
-                counters=read_specs(row["counters"]),
-                tracked=tuple(bool(flag) for flag in row["tracked"]),
-                policy=str(row["policy"]),
-                left_out=tuple(str(name) for name in row["left_out"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"not the description of a model: {error!r}") from None
-
-    def difference(self, other: ModelLayout) -> str | None:
-        """Return the first way in which another layout differs, in words; None where equal.
-
-        >>> from torch import nn
-        >>> wide, narrow = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
-        >>> ModelLayout.of(wide).difference(ModelLayout.of(narrow))
-        "parameter 1 is 'weight' (2, 4) float32 here and 'weight' (4, 2) float32 there"
-        """
-        groups = ("parameters", "statistics", "counters")
-        for group, word in zip(groups, ("parameter", "buffer", "counter"), strict=True):
-            mine, theirs = getattr(self, group), getattr(other, group)
-            for number, (here, there) in enumerate(zip(mine, theirs, strict=False), 1):
-                if here != there:
-                    return f"{word} {number} is {here} here and {there} there"
-            if len(mine) != len(theirs):
-                longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "there")
-                return f"{word} {longer[min(len(mine), len(theirs))]} is only {where}"
-        if self.policy != other.policy:
-            return f"statistics are {self.policy!r} here and {other.policy!r} there"
-        return None if self.tracked == other.tracked else "normalization layers differ"
-
     def check(self, module: nn.Module) -> None:
         """Raise unless every tensor of the layout is in the module, with its shape and dtype."""
         tensors = tensors_of(module)
@@ -341,26 +275,6 @@ class ModelLayout:
                     f"parameter {spec.name!r} {spec.shape} holds NaN or infinity in {bad} of "
                     f"{spec.size} values"
                 )
-
-    def constants_digest(self, module: nn.Module) -> bytes:
-        """Return a digest of what both ends must have alike, because it never travels.
-
-        That is the frozen parameters and the buffers of no normalization layer, or of all where
-        statistics are frozen. Of a long tensor some thousand values are looked at: enough to tell
-        one checkpoint from another.
-        """
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        buffers = zip((*self.statistics, *self.counters), self.tracked, strict=True)
-        names = [name for name, value in module.named_parameters() if not value.requires_grad]
-        names += [s.name for s, tracked in buffers if self.policy == "frozen" or not tracked]
-        tensors = tensors_of(module)
-        for name in names:
-            tensor = tensors[name]
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _VALUES_LOOKED_AT)]
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            digest.update(np.ascontiguousarray(to_numpy(sample)).tobytes())
-        return digest.digest()
 
     def read_buffers(self, module: nn.Module) -> Buffers:
         tensors = tensors_of(module)

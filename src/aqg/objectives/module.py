@@ -124,9 +124,6 @@ class ModuleObjective(Objective):
         bound._reset = False
         return bound
 
-    def constants_digest(self) -> bytes:
-        return self.model_layout.constants_digest(self._calls.module)
-
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
         """Return the objective for samples of this shape: itself, or one that knows the shape."""
         if len(shape) == 1 or self.input_shape is not None:

@@ -1,36 +1,40 @@
 """The server's side of the mirror protocol: the model, its log, and a mirror of every client.
 
 A reply is checked as a whole before anything of it is used (`aqg.protocol.mirrors` has the rules).
+
+The book goes into a file as named arrays.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
-from aqg.core.messages import Skip
-from aqg.core.public import Entry, lies_on_grid
+from aqg.core.messages import Message, Skip
+from aqg.core.optimizers import ServerOptimizer
+from aqg.core.per_client import PerClient
+from aqg.core.persistence import model_from_arrays, model_to_arrays
+from aqg.core.public import Entry, Public, lies_on_grid
+from aqg.core.recipe import Recipe
+from aqg.core.server import Peer as Client
 from aqg.core.server import ServerState, Step, forget, init_server, publish_round, take_message
-from aqg.core.step_sizes import Fixed
-from aqg.errors import MessageError, WireError
-from aqg.protocol.messages import Order, Reply
-from aqg.protocol.mirrors import Held, Snapshot
-from aqg.protocol.peers import Peer, take_reply
-from aqg.protocol.publisher import Publisher, initial_state
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.messages import Message
-    from aqg.core.optimizers import ServerOptimizer
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
-    from aqg.core.step_sizes import StepRule
-    from aqg.core.types import Float64Array, FloatArray
-    from aqg.protocol.follower import Parcel
+from aqg.core.step_sizes import Fixed, StepRule
+from aqg.core.track import Track, init_mirrors
+from aqg.core.types import Float64Array, FloatArray
+from aqg.errors import MessageError, RunError, WireError
+from aqg.protocol.digests import DIGEST_BYTES, public_digest
+from aqg.protocol.follower import Parcel
+from aqg.protocol.log import LogState, Publisher, initial_state
+from aqg.protocol.messages import Order, Reply, Stamp
+from aqg.protocol.mirrors import Held, Peer, Snapshot, content_digest, take_reply
+from aqg.protocol.store import read_arrays, write_arrays
 
 _FULL = Full()
 _FIXED = Fixed()
@@ -170,10 +174,6 @@ class MirrorBook:
             return None
         return self.publisher.parcel(client, self.public)
 
-    def is_new(self, client: int) -> bool:
-        """Tell whether a client has never said what it holds of the model."""
-        return self.publisher is not None and self.publisher.is_new(client)
-
     def note_holding(self, client: int, reply: Reply) -> None:
         """Take note of the model that a client holds, by its reply to an order of this round."""
         if self.publisher is None or reply.round != self.round:
@@ -181,16 +181,6 @@ class MirrorBook:
         if reply.lost:
             self.publisher.lost(client, reply.holding)
         elif reply.held_round == self.round:
-            self.publisher.followed(client)
-
-    def note_start(self, client: int) -> None:
-        """Take note that a client is sent the starting model with its next order."""
-        if self.publisher is not None:
-            self.publisher.started(client)
-
-    def note_followed(self, client: int) -> None:
-        """Take note that a client holds the model of this round."""
-        if self.publisher is not None:
             self.publisher.followed(client)
 
     def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
@@ -276,3 +266,169 @@ class MirrorBook:
         if self.publisher is not None:
             self.publisher.publish(entry, before, self.public)
         return entry
+
+
+_logger = logging.getLogger("aqg.protocol")
+
+_START = "start.npz"
+_CLIENTS = {"mirrors": "held", "directions": "moved"}
+"""Where it is written whose rows there are."""
+GROUP_BYTES = 64 << 20
+"""Mirrors of many clients are written together, up to about this size."""
+
+
+def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str, NDArray[Any]]:
+    """Return named arrays, with mirrors in groups of about ``group_bytes``.
+
+    Mirrors and directions that are zero are left out.
+    """
+    state, entries = book.state, book.entries
+    tracks = [peer.track for peer in state.peers]
+    mirrors = [client for client, track in enumerate(tracks) if track.is_held[0]]
+    directions = _moved(tracks)
+    arrays: dict[str, NDArray[Any]] = {
+        "weights": book.weights,
+        **model_to_arrays(state.model),
+        "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
+        "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
+        "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
+        "digests": np.stack([as_array(entry.stamp.digest) for entry in entries]),
+        "lineages": np.stack([as_array(entry.lineage) for entry in entries]),
+        "held": np.array(mirrors, np.int64),
+        "moved": np.array(directions, np.int64),
+    }
+    for name, group in _groups("mirrors", mirrors, tracks[0].position.nbytes, group_bytes):
+        arrays[name] = _rows([tracks[client].position for client in group])
+    for name, group in _groups("directions", directions, tracks[0].direction.nbytes, group_bytes):
+        arrays[name] = _rows([tracks[client].direction for client in group])
+    if book.publisher is not None:
+        arrays |= book.publisher.state().to_arrays()
+    return arrays
+
+
+def book_from_arrays(
+    arrays: dict[str, NDArray[Any]],
+    recipe: Recipe,
+    downlink: Downlink,
+    directory: Path | None,
+    rule: StepRule = _FIXED,
+) -> MirrorBook:
+    """Return the book that `book_to_arrays` wrote.
+
+    ``directory`` has the starting model; None where no client has it.
+    """
+    entries = [
+        Held(
+            Stamp(int(epoch), int(uploads), digest.tobytes()),
+            lineage.tobytes(),
+            int(last_upload),
+        )
+        for epoch, uploads, digest, lineage, last_upload in zip(
+            arrays["epochs"],
+            arrays["uploads"],
+            arrays["digests"],
+            arrays["lineages"],
+            arrays["last_uploads"],
+            strict=True,
+        )
+    ]
+    model = model_from_arrays(arrays)
+    zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
+    mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
+    peers = PerClient(len(entries), Client(zero))
+    for client in sorted({*mirrors, *directions}):
+        mirror, direction = mirrors.get(client), directions.get(client)
+        track = Track(
+            zero.position if mirror is None else mirror[None],
+            zero.velocity,
+            zero.direction if direction is None else direction[None],
+            np.array([mirror is not None and bool(mirror.any())]),
+        )
+        peers = peers.replaced(client, Client(track))
+    publisher = None
+    start = None if directory is None else _load_start(directory)
+    if not isinstance(downlink, Full) and "log_first" in arrays:
+        merges = lies_on_grid(recipe, downlink)
+        publisher = Publisher(start, LogState.from_arrays(arrays), merges)
+    state = ServerState(model, peers)
+    return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
+
+
+def check_book(book: MirrorBook, file: Path) -> None:
+    """Raise `RunError` unless every mirror and the model have the digests that are noted."""
+    zero: dict[bytes, bytes] = {}
+    for client, (peer, entry) in enumerate(zip(book.state.peers, book.entries, strict=True)):
+        digest = _digest_of(peer.track, entry.lineage, zero)
+        if digest != entry.stamp.digest:
+            raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
+    publisher = book.publisher
+    if publisher is not None and public_digest(book.public) != publisher.digest:
+        raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
+
+
+def _moved(tracks: list[Track]) -> list[int]:
+    """Return the clients whose direction is not zero; many share one array of zeros."""
+    zeros: set[int] = set()
+    moved = []
+    for client, track in enumerate(tracks):
+        if id(track.direction) in zeros:
+            continue
+        if track.direction.any():
+            moved.append(client)
+        else:
+            zeros.add(id(track.direction))
+    return moved
+
+
+def _groups(
+    name: str, clients: list[int], row_bytes: int, group_bytes: int
+) -> Iterator[tuple[str, list[int]]]:
+    size = max(1, group_bytes // max(1, row_bytes))
+    for start in range(0, len(clients), size):
+        yield f"{name}-{start}", clients[start : start + size]
+
+
+def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[Any]]:
+    """Return the rows that `save_checkpoint` wrote, by client; once there was one for each."""
+    starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
+    rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
+    if "format" not in arrays:
+        return dict(enumerate(rows))
+    clients = arrays[_CLIENTS[name]].tolist()
+    return dict(zip(clients, rows, strict=True))
+
+
+def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
+    """Return the digest of a link; those that are shared by many clients are looked at once."""
+    if track.is_held[0] or track.direction.any():
+        return content_digest(lineage, track)
+    if lineage not in zero:
+        zero[lineage] = content_digest(lineage, track)
+    return zero[lineage]
+
+
+def save_start(directory: Path, publisher: Publisher) -> None:
+    """Write the starting model, once: snapshots are relative to it."""
+    file = directory / _START
+    is_first = publisher.round == 1 or not file.exists()
+    if publisher.start is not None and is_first:
+        write_arrays(file, {"parameters": publisher.start})
+
+
+def _load_start(directory: Path) -> FloatArray | None:
+    """Read the starting model; without it, snapshots stand alone."""
+    try:
+        return read_arrays(directory / _START)["parameters"]
+    except (RunError, KeyError) as error:
+        _logger.warning("snapshots will be longer, the starting model is not there: %s", error)
+        return None
+
+
+def as_array(digest: bytes) -> NDArray[np.uint8]:
+    """Return a digest as an array."""
+    return np.frombuffer(digest[:DIGEST_BYTES], np.uint8)
+
+
+def _rows(vectors: Any) -> NDArray[Any]:
+    """Put rows below each other; a single one is not copied."""
+    return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

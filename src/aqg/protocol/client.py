@@ -18,10 +18,9 @@ import numpy as np
 
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
-from aqg.protocol.coding import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.digests import start_digest
-from aqg.protocol.files import write_atomically
 from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
     ClientMirror,
@@ -31,7 +30,7 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault
+from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

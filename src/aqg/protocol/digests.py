@@ -1,18 +1,16 @@
-"""Digests of the public model, by which both sides find out whether they hold the same."""
+"""Digests: short numbers that tell states apart."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.public import Public
-    from aqg.core.types import FloatArray
+from aqg.core.public import Public
+from aqg.core.types import FloatArray
 
 DIGEST_BYTES = 16
 STATE_DIGEST_BYTES = 4

@@ -21,18 +21,18 @@ from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.checkpoint import (
+from aqg.protocol.book import (
+    MirrorBook,
     as_array,
     book_from_arrays,
     book_to_arrays,
     check_book,
     save_start,
 )
-from aqg.protocol.coding import NO_TERMS, reply_from_bytes, to_bytes
-from aqg.protocol.files import read_arrays, write_arrays
+from aqg.protocol.log import Publisher
+from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
-from aqg.protocol.publisher import Publisher
+from aqg.protocol.store import read_arrays, write_arrays
 from aqg.start import require_way, settle
 
 if TYPE_CHECKING:

@@ -10,29 +10,79 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.core.public import Public
 from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
-from aqg.protocol.files import read_arrays, write_arrays, write_atomically
 from aqg.protocol.messages import Stamp
 from aqg.protocol.mirrors import ClientMirror, Snapshot
 
-if TYPE_CHECKING:
-    from pathlib import Path
+Vector = NDArray[Any]
 
-    from numpy.typing import NDArray
 
-    Vector = NDArray[Any]
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on disk, where the system can."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # a system that does not open directories
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
+    """Save named arrays, whole or not at all, without a copy of them in memory."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def read_arrays(path: Path) -> dict[str, Vector]:
+    """Load the arrays that `write_arrays` saved."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"{str(path)!r} is missing or damaged: {error}") from None
+
 
 _logger = logging.getLogger("aqg.protocol")
 
@@ -165,7 +215,8 @@ class ClientStore:
             )
             track = Track(position, velocity, direction, np.ones(1, np.bool_))
             history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
-            return Public(int(row["round"]), track, history, quantum, row["mark"])
+            public = Public(int(row["round"]), track, history, quantum, row["mark"])
+            return public if isinstance(self._vault, MemoryVault) else public.marked()
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
             _logger.warning("the client's saved model cannot be used: %r", error)

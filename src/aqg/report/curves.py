@@ -24,9 +24,9 @@ from aqg.sim.record import DROPPED
 Floats = NDArray[np.float64]
 
 AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
+SECONDS = "simulated_seconds"
+"""One more axis, for runs that have a clock."""
 LOSSES = ("residual", "loss")
-TIME = "simulated_seconds"
-"""An axis of pictures where time is simulated."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
     if axis == "rounds":
         last = run.rounds[-1] if len(run.rounds) else 0
         costs = np.append(run.rounds - 1, last).astype(np.float64)
-    elif axis == TIME:
-        costs = np.concatenate(([0.0], run.extras[TIME]))
+    elif axis == SECONDS:
+        costs = np.concatenate(([0.0], run.extras[SECONDS]))
     else:
         spent = {
             "uploads": run.uploads,

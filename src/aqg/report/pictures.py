@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from aqg.report.curves import (
     LOSSES,
-    TIME,
+    SECONDS,
     combine,
     count_widths,
     metric_names,
@@ -60,9 +60,10 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     return pictures
 
 
-def draw_comparison(comparison: Comparison) -> bytes:
+def draw_comparison(comparison: Comparison, title: str) -> bytes:
     """Draw loss and metrics against rounds, uploads and bytes in one picture."""
-    return _draw_curves(comparison, [_loss_of(comparison), *metric_names(comparison.runs)])
+    metrics = [_loss_of(comparison), *metric_names(comparison.runs)]
+    return _draw_curves(comparison, metrics, title)
 
 
 def _loss_of(comparison: Comparison) -> str:
@@ -84,25 +85,29 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_curves(comparison: Comparison, metrics: Sequence[str]) -> bytes:
+def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = "") -> bytes:
     legend = 0.4 + 0.2 * math.ceil(len(comparison.groups) / 4)
-    figure = _figure(13, 4 * len(metrics) + legend)
-    is_timed = all(TIME in run.extras for run in comparison.runs)
-    shown = _AXES | ({TIME: "simulated seconds"} if is_timed else {})
-    rows = figure.subplots(len(metrics), len(shown), sharey="row", squeeze=False)
+    columns = dict(_AXES)
+    if all(SECONDS in run.extras for run in comparison.runs):
+        columns[SECONDS] = "simulated seconds"
+    figure = _figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
+    rows = figure.subplots(len(metrics), len(columns), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
     for axes, metric in zip(rows, metrics, strict=True):
-        for panel, (axis, title) in zip(axes, shown.items(), strict=True):
+        for panel, (axis, label) in zip(axes, columns.items(), strict=True):
             for group in comparison.groups:
                 _draw_group(panel, group, axis, metric)
-            panel.set_xlabel(title)
+            panel.set_xlabel(label)
             has_points = any(len(line.get_xdata()) for line in panel.lines)
-            if axis not in ("rounds", TIME) and has_points:  # else a logarithm has no limits
+            # Without points, a logarithm has no limits.
+            if axis in ("uploads", "total_bytes") and has_points:
                 panel.set_xscale("log")
             if metric in LOSSES and has_points:
                 panel.set_yscale("log")
             _tidy(panel)
         axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
+    if title:
+        figure.suptitle(title, fontsize=11)
     handles, labels = rows[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return _png(figure)
@@ -113,7 +118,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
     if band is None:
         panel.plot([], [], label=group.label)
         return
-    seen = np.ones(len(band.x), bool) if axis in ("rounds", TIME) else band.x > 0
+    seen = np.ones(len(band.x), bool) if axis in ("rounds", SECONDS) else band.x > 0
     if metric in LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]

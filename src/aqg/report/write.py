@@ -66,17 +66,8 @@ _HISTOGRAM_BINS = 120
 _MAX_MARKED_FAULTS = 500
 _MAX_FAULT_ROWS = 200
 _SPREAD = (
-    "rounds",
-    "uploads",
-    "bits_per_param",
-    "upload_bytes",
-    "download_bytes",
-    "total_bytes",
-    "target_upload_bytes",
-    "target_total_bytes",
-    "final_loss",
-    "residual",
-    "faults",
+    *("rounds", "uploads", "bits_per_param", "upload_bytes", "download_bytes", "total_bytes"),
+    *("target_upload_bytes", "target_total_bytes", "final_loss", "residual", "faults"),
 )
 
 
@@ -91,6 +82,7 @@ def make_document(
     if not colors:
         colors = assign_colors(list(dict.fromkeys(others)))
     extras = _telling_extras(runs)
+    all_extras = dict.fromkeys(name for run in runs for name in run.extras)
     position = {id(run): index for index, run in enumerate(runs)}
     widths = sorted({int(width) for run in runs for width in np.unique(run.widths) if width > 0})
     return {
@@ -111,7 +103,7 @@ def make_document(
         "widths": widths,
         "metrics": [_metric(name, runs) for name in metric_names(runs)],
         "extras": extras,
-        "never": [name for name in _extra_names(runs) if name not in extras],
+        "never": [name for name in all_extras if name not in extras],
         "groups": [_group(group, comparison, position, extras, packer) for group in groups],
         "runs": [
             _run(run, group_index, len(runs), packer)
@@ -135,10 +127,6 @@ def _telling_extras(runs: Sequence[Run]) -> list[str]:
             lowest[name] = min(lowest.get(name, np.inf), known.min(initial=np.inf))
     names = [name for name in highest if highest[name] != 0 or lowest[name] != 0]
     return sorted(names, key=lambda name: highest[name] == lowest[name])
-
-
-def _extra_names(runs: Iterable[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.extras))
 
 
 def _group(
@@ -173,7 +161,7 @@ def _group(
         "runs": [position[id(run)] for run in group.runs],
         "finished": all(result.finished for result in results),
         "state": _state(results),
-        "results": {name: spread_of(results, name) for name in _SPREAD}
+        "results": {name: spread([getattr(r, name) for r in results]) for name in _SPREAD}
         | {f"test_{name}": spread([r.metrics.get(name) for r in results]) for name in metrics},
         "target": common(result.target for result in results),
         "reached": sum(result.target_upload_bytes is not None for result in results),
@@ -237,11 +225,8 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
             "counts": packer.counts(histogram.counts),
         },
         "activity": {
-            "edges": packer.counts(activity.edges),
-            "clients": packer.counts(activity.client_edges),
-            "uploads": packer.counts(activity.uploads),
-            "bits": packer.counts(activity.bits),
-            "away": packer.counts(activity.away),
+            name.replace("client_edges", "clients"): packer.counts(values)
+            for name, values in vars(activity).items()
         },
         "clients": {
             "upload": _per_client(run.client_upload_bytes, activity.client_edges, packer),
@@ -366,7 +351,7 @@ def headline(comparison: Comparison) -> str | None:
     sets: dict[str, dict[str, float]] = {}
     target = common(result.target for result in results.values())
     for group in comparison.groups:
-        found = spread_of([results[id(run)] for run in group.runs], "target_total_bytes")
+        found = spread([results[id(run)].target_total_bytes for run in group.runs])
         if found is not None:
             config = group.runs[0].config
             others = {
@@ -395,11 +380,6 @@ def headline(comparison: Comparison) -> str | None:
 def _range(values: Sequence[float], write: Callable[[float], str]) -> str:
     low, high = write(min(values)), write(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def spread_of(results: Sequence[Result], name: str) -> list[float] | None:
-    """Return median, smallest and largest of a result; None unless every run has a value."""
-    return spread([getattr(result, name) for result in results])
 
 
 def spread(values: Sequence[float | None]) -> list[float] | None:

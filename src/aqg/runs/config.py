@@ -359,11 +359,10 @@ def located(name: str, value: Any) -> Any:
         return value
     if name == "init" or (name == "dataset" and is_dataset_file(value)):
         return str(Path(value).expanduser().resolve())
-    if name in ("model", "problem"):
-        code = Code.parse(value)
-        if code is None and name == "problem":
-            raise ConfigError(f"problem is {value!r}; it must be FILE.py:FUNCTION")
-        return value if code is None else str(code.located())
+    if name == "problem":
+        return str(Code.required(name, value).located())
+    if name == "model" and (code := Code.parse(value)) is not None:
+        return str(code.located())
     return value
 
 
@@ -509,7 +508,7 @@ def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions 
 
 def problem_settings(spec: str) -> dict[str, Any]:
     """Return the defaults that a problem's file brings."""
-    code = _parse(spec)
+    code = Code.required("problem", spec)
     settings = getattr(load_file(code.path), "SETTINGS", {})
     if not isinstance(settings, dict):
         raise ConfigError(f"SETTINGS in {str(code.path)!r} is {settings!r}; it must be a dict")
@@ -522,7 +521,6 @@ def problem_settings(spec: str) -> dict[str, Any]:
 
 
 def problem_facts(spec: str, dtype: str, data_dir: Path | None) -> Facts:
-    """Return what the defaults of a run depend on."""
     problem = make_own_problem(spec, 0, dtype, data_dir)
     num_samples = sum(len(client.labels) for client in problem.clients)
     return Facts(num_samples, problem.num_clients, has_classes=False)
@@ -530,7 +528,7 @@ def problem_facts(spec: str, dtype: str, data_dir: Path | None) -> Facts:
 
 def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:
     """Call the function and check what it made; the last problem is kept."""
-    code = _parse(spec)
+    code = Code.required("problem", spec)
     digest = file_digest(code.path)
     return _make(code, digest, seed, dtype, data_directory(data_dir))
 
@@ -551,10 +549,3 @@ def _make(code: Code, digest: str, seed: int, dtype: str, data_dir: Path) -> Pro
             f"{problem.dtype}, or let the function take dtype and use it"
         )
     return problem
-
-
-def _parse(spec: str) -> Code:
-    code = Code.parse(spec)
-    if code is None:
-        raise ConfigError(f"problem is {spec!r}; it must be FILE.py:FUNCTION")
-    return code

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink
 from aqg.core.types import IntArray
-from aqg.protocol.coding import to_bytes
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
-from aqg.protocol.messages import Order, Reply
+from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 
 

@@ -359,7 +359,6 @@ class Processes:
             self._drop(worker)
 
     def wait(self, seconds: float, receive: Handle) -> None:
-        """Say what the processes say, and which of them died."""
         busy = {worker.connection: worker for worker in self._workers if worker.index is not None}
         for ready in pipes.wait(list(busy), seconds):
             worker = busy[ready]  # type: ignore[index]
@@ -369,7 +368,6 @@ class Processes:
             receive(event)
 
     def pass_on(self, index: int, note: Any) -> None:
-        """Send a note to the process that does the task."""
         for worker in self._workers:
             if worker.index == index:
                 worker.send(_NOTE, note)

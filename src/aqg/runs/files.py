@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
-from aqg.protocol.files import write_atomically as write_atomically
+from aqg.protocol.store import write_atomically as write_atomically
 
 _SEAL = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*\}\s*$')
 _COMMENT = b"aqg "

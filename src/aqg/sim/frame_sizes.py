@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from aqg.core.messages import AnyUpload, Skip, Upload
-from aqg.core.space import map_messages
-from aqg.protocol.log import length
+from aqg.core.space import Space, map_messages
+from aqg.core.track import Track
+from aqg.core.types import IntArray
+from aqg.protocol.log import Content, length
 from aqg.sim.record import DROPPED, RoundRecord
+from aqg.sim.statistics import StatisticsTraffic
 from aqg.wire import Known, encoded_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.space import Space
-    from aqg.core.track import Track
-    from aqg.core.types import IntArray
-    from aqg.protocol.log import Content
-    from aqg.sim.statistics import StatisticsTraffic
 
 SKIP_BYTES = encoded_size(Skip())
 

@@ -20,6 +20,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.types import Float64Array, IntArray
 from aqg.errors import GradientError, RunError
 from aqg.objectives.layout import Buffers
+from aqg.objectives.statistics import SharedStatistics, describe_change
 from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.training import Training
@@ -139,8 +140,6 @@ class Averaged:
     """One set of buffers for all, which the server averages."""
 
     def __init__(self, objective: ModuleObjective, *, fine: bool, average: float) -> None:
-        from aqg.objectives.statistics import SharedStatistics  # needs torch
-
         self._layout = objective.model_layout
         self._shared = SharedStatistics.first(
             self._layout, objective.initial_buffers(), fine=fine, average=average
@@ -158,8 +157,6 @@ class Averaged:
         return self._start
 
     def finish(self, client: int, buffers: Buffers) -> None:
-        from aqg.objectives.statistics import describe_change
-
         try:
             frame = describe_change(self._layout, self._start, buffers, self._known)
         except GradientError as error:
@@ -289,6 +286,4 @@ class Local:
 
 
 def _split(row: Float64Array, num_values: int) -> Buffers:
-    from aqg.objectives.layout import Buffers
-
     return Buffers(row[:num_values].copy(), row[num_values:].astype(np.int64))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
-from aqg.core.innovation import Innovation
+from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
@@ -262,7 +262,7 @@ class TorchBackend(NumpySpace):
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:
-    """Compute `aqg.core.innovation.measure` with torch; one transfer brings all results back."""
+    """Compute `aqg.core.kernels.measure` with torch; one transfer brings all results back."""
     return read_statistics(statistics(rows, grid, max_width).cpu().numpy(), max_width)
 
 

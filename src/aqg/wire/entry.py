@@ -43,8 +43,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
-from aqg.core.movement import Movement
 from aqg.core.public import Entry, Merged, Public, advance, follow_merged
+from aqg.core.recipe import Movement
 from aqg.core.track import Change, Part
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError

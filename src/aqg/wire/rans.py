@@ -17,7 +17,7 @@ Invariants, which bound every shift and product below, on hostile input too:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,12 +114,7 @@ def decode_symbols(
 
 @njit()
 def _fill_steps(
-    scale_bits: int,
-    frequencies: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    limits: NDArray[np.int64],
-    inverses: NDArray[np.float64],
-    gains: NDArray[np.uint64],
+    scale_bits: Any, frequencies: Any, starts: Any, limits: Any, inverses: Any, gains: Any
 ) -> None:
     for i in range(len(frequencies)):
         limits[i] = frequencies[i] << (STATE_BITS - scale_bits)
@@ -129,14 +124,8 @@ def _fill_steps(
 
 @part(forceinline=True)
 def _put(
-    symbol: int,
-    x: int,
-    position: int,
-    limits: NDArray[np.int64],
-    inverses: NDArray[np.float64],
-    gains: NDArray[np.uint64],
-    words: NDArray[np.uint16],
-) -> tuple[int, int]:
+    symbol: Any, x: Any, position: Any, limits: Any, inverses: Any, gains: Any, words: Any
+) -> Any:
     """Absorb one symbol; return the new state and the position of the next word.
 
     The word is always stored and kept only if the state was too full: no branch to mispredict.
@@ -152,14 +141,7 @@ def _put(
 
 
 @njit()
-def _encode(
-    symbols: NDArray[np.uint8],
-    limits: NDArray[np.int64],
-    inverses: NDArray[np.float64],
-    gains: NDArray[np.uint64],
-    states: NDArray[np.int64],
-    words: NDArray[np.uint16],
-) -> int:
+def _encode(symbols: Any, limits: Any, inverses: Any, gains: Any, states: Any, words: Any) -> Any:
     """Code backwards, filling ``words`` from its end; return how many."""
     last = len(symbols) - 1
     position = last
@@ -193,14 +175,8 @@ def _encode(
 
 @part(forceinline=True)
 def _get(
-    x: int,
-    position: int,
-    words: NDArray[np.uint8],
-    scale_bits: int,
-    frequencies: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    slots: NDArray[np.uint8],
-) -> tuple[int, int, int]:
+    x: Any, position: Any, words: Any, scale_bits: Any, frequencies: Any, starts: Any, slots: Any
+) -> Any:
     """Release one symbol; return it, the new state and the new position.
 
     The caller makes sure that two bytes can be read at ``position``, whether they are used or not.
@@ -217,14 +193,14 @@ def _get(
 
 @njit()
 def _decode(
-    words: NDArray[np.uint8],
-    scale_bits: int,
-    frequencies: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    slots: NDArray[np.uint8],
-    states: NDArray[np.int64],
-    symbols: NDArray[np.uint8],
-) -> int:
+    words: Any,
+    scale_bits: Any,
+    frequencies: Any,
+    starts: Any,
+    slots: Any,
+    states: Any,
+    symbols: Any,
+) -> Any:
     """Fill ``symbols``; return the number of bytes read, or -1 where there are too few."""
     position = 0
     done = 0

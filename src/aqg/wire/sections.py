@@ -128,7 +128,8 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
             coded += encode_symbols(plan.symbols, ranges, plan.lanes)
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
-    return bytes([Method.PACKED]) + pack(symbols, alphabet.width, threads=1).tobytes()
+    packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width, threads=1)
+    return bytes([Method.PACKED]) + packed.tobytes()
 
 
 def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:

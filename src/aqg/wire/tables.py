@@ -22,7 +22,7 @@ one.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,7 @@ def read_table(
 
 
 @part(forceinline=True)
-def _bit_length(value: int) -> int:
+def _bit_length(value: Any) -> Any:
     length = 0
     while value:
         value >>= 1
@@ -120,24 +120,24 @@ def _bit_length(value: int) -> int:
 
 
 @part(forceinline=True)
-def _zigzag(change: int) -> int:
+def _zigzag(change: Any) -> Any:
     """Map 0, -1, 1, -2, 2, … to 0, 1, 2, 3, 4, … in this order."""
     return 2 * change if change >= 0 else -2 * change - 1
 
 
 @part(forceinline=True)
-def _unzigzag(value: int) -> int:
+def _unzigzag(value: Any) -> Any:
     return -(value + 1) // 2 if value & 1 else value // 2
 
 
 @part(forceinline=True)
-def _skip(index: int, peak: int) -> int:
+def _skip(index: Any, peak: Any) -> Any:
     """Return the symbol at ``index`` among all but the peak."""
     return index + (1 if index >= peak else 0)
 
 
 @part(forceinline=True)
-def _round(share: float, precision: int) -> int:
+def _round(share: Any, precision: Any) -> Any:
     """Round to the nearest integer of 1 + ``precision`` significant bits, at least 1."""
     value = max(1, int(share + 0.5))
     dropped = _bit_length(value) - 1 - precision
@@ -149,13 +149,8 @@ def _round(share: float, precision: int) -> int:
 
 @part(forceinline=True)
 def _fill(
-    counts: NDArray[np.int64],
-    total: int,
-    peak: int,
-    scale_bits: int,
-    precision: int,
-    frequencies: NDArray[np.int64],
-) -> bool:
+    counts: Any, total: Any, peak: Any, scale_bits: Any, precision: Any, frequencies: Any
+) -> Any:
     """Give every counted symbol a frequency; return whether any is left for the peak."""
     scale = float(1 << scale_bits) / max(1, total)
     left = 1 << scale_bits
@@ -169,13 +164,7 @@ def _fill(
 
 
 @njit()
-def _choose(
-    counts: NDArray[np.int64],
-    total: int,
-    peak: int,
-    frequencies: NDArray[np.int64],
-    nowhere: NDArray[np.uint8],
-) -> tuple[int, int, float]:
+def _choose(counts: Any, total: Any, peak: Any, frequencies: Any, nowhere: Any) -> Any:
     """Try scales and precisions; leave the cheapest in ``frequencies``.
 
     Scale 16 with precision 7 is never refused: with at most 256 symbols the peak's share is at
@@ -201,7 +190,7 @@ def _choose(
 
 
 @njit()
-def _add_entropy(bits: float, counts: NDArray[np.int64], total: int) -> float:
+def _add_entropy(bits: Any, counts: Any, total: Any) -> Any:
     """Add the zero-order entropy of all symbols to ``bits``."""
     for i in range(len(counts)):
         if counts[i]:
@@ -210,7 +199,7 @@ def _add_entropy(bits: float, counts: NDArray[np.int64], total: int) -> float:
 
 
 @part(forceinline=True)
-def _write_bits(target: NDArray[np.uint8], bit: int, value: int, num_bits: int) -> int:
+def _write_bits(target: Any, bit: Any, value: Any, num_bits: Any) -> Any:
     """Write at position ``bit``; an empty ``target`` only counts. Return the position after."""
     if len(target):
         for k in range(num_bits):
@@ -219,16 +208,14 @@ def _write_bits(target: NDArray[np.uint8], bit: int, value: int, num_bits: int) 
 
 
 @part(forceinline=True)
-def _write_gamma(target: NDArray[np.uint8], bit: int, value: int) -> int:
+def _write_gamma(target: Any, bit: Any, value: Any) -> Any:
     extra = _bit_length(value) - 1
     bit = _write_bits(target, bit, 1 << extra, extra + 1)
     return _write_bits(target, bit, value, extra)
 
 
 @njit()
-def _write(
-    frequencies: NDArray[np.int64], peak: int, precision: int, target: NDArray[np.uint8]
-) -> int:
+def _write(frequencies: Any, peak: Any, precision: Any, target: Any) -> Any:
     """Write the table into zeroed bytes; return its number of bits."""
     num_others = len(frequencies) - 1
     bit = _write_bits(target, int(np.int64(0)), peak, _bit_length(num_others))
@@ -254,7 +241,7 @@ def _write(
 
 
 @part(forceinline=True)
-def _read_bits(data: NDArray[np.uint8], bit: int, num_bits: int) -> int:
+def _read_bits(data: Any, bit: Any, num_bits: Any) -> Any:
     """Read at position ``bit``, or return -1 where the data ends before."""
     if bit + num_bits > 8 * len(data):
         return -1
@@ -265,7 +252,7 @@ def _read_bits(data: NDArray[np.uint8], bit: int, num_bits: int) -> int:
 
 
 @part(forceinline=True)
-def _read_gamma(data: NDArray[np.uint8], bit: int) -> tuple[int, int]:
+def _read_gamma(data: Any, bit: Any) -> Any:
     """Read a value and the position after it; -1 where the data ends or the value is too large."""
     for extra in range(MAX_SCALE_BITS):
         one = _read_bits(data, bit + extra, 1)
@@ -276,9 +263,7 @@ def _read_gamma(data: NDArray[np.uint8], bit: int) -> tuple[int, int]:
 
 
 @njit()
-def _read(
-    data: NDArray[np.uint8], scale_bits: int, precision: int, frequencies: NDArray[np.int64]
-) -> tuple[int, int]:
+def _read(data: Any, scale_bits: Any, precision: Any, frequencies: Any) -> Any:
     """Fill the zeroed ``frequencies``; return the peak and the number of bits, or -1 if damaged."""
     num_others = len(frequencies) - 1
     bit = _bit_length(num_others)

@@ -18,8 +18,7 @@ from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost, heads
 from aqg.runs.plan import unfinished
-from aqg.studies.paper.execute import adopt_devices, count_runs, keep_results, missing_from
-from aqg.studies.paper.figures import all_figures, stack_curves
+from aqg.studies.paper.figures import all_figures, keep_results, stack_curves
 from aqg.studies.paper.outcomes import (
     CURVES,
     META,
@@ -27,8 +26,11 @@ from aqg.studies.paper.outcomes import (
     RUNS,
     Curve,
     Results,
+    adopt_devices,
+    count_runs,
     key_of,
     main_reading,
+    missing_from,
     of_setting,
     read_results,
     write_results,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqg.core.field import FROM_MEMORY
+from aqg.core.recipes import FROM_MEMORY
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest.measure import (

@@ -9,7 +9,7 @@ they are mostly noise. A user's own task is the same thing with the user's setti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -133,13 +133,12 @@ def _local(batch_size: int, steps: int, rate: float) -> dict[str, Any]:
 
 
 _IID: dict[str, Any] = {"partition": "iid"}
+_LABEL: dict[str, Any] = {"partition": "label"}
 _DIRICHLET: dict[str, Any] = {"partition": "dirichlet:0.3"}
-_LOGISTIC: dict[str, Any] = {
-    "dataset": "heterogeneous",
-    "model": "logistic",
-    "clients": 18,
-    "alpha": 0.008,
-} | {"rounds": 1000, "l2": 0.01, "dtype": "float64", "small": True}
+_LOGISTIC: dict[str, Any] = (
+    {"dataset": "heterogeneous", "model": "logistic", "clients": 18, "small": True}
+    | {"alpha": 0.008, "rounds": 1000, "l2": 0.01, "dtype": "float64"}
+)  # fmt: skip
 _SOFTMAX: dict[str, Any] = (
     {"dataset": "mnist", "model": "softmax", "clients": 10}
     | {"alpha": 0.02, "rounds": 2000, "l2": 0.01}
@@ -151,155 +150,82 @@ _SMALL_CNN: dict[str, Any] = (
     | {"alpha": 0.1 * (1000 / 64) / 10, "validation": 0.1}
 )
 _DIGITS: dict[str, Any] = {"dataset": "digits", "clients": 10, "small": True}
+_DIGITS_SOFTMAX = _SOFTMAX | _DIGITS | {"alpha": 0.1, "rounds": 1000, "dtype": "float64"}
 _MNIST: dict[str, Any] = (
     {"dataset": "mnist", "model": "mlp:200", "clients": 10, "rounds": 200} | _local(64, 5, 0.1)
 )  # fmt: skip
 _SAMPLED = {**_MNIST, "clients": 100, "participation": 0.1}
-_HEART = tuple(f"heart/processed.{h}.data" for h in ("cleveland", "hungarian", "switzerland", "va"))
-_WATCH = ("watch/watch_windows.npz",)
-_ROLES = ("shakespeare/roles.json.gz",)
-_CIFAR = ("cifar10.npz",)
+_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+_HEART: dict[str, Any] = {
+    "function": "heart",
+    "files": tuple(f"heart/processed.{h}.data" for h in _HOSPITALS),
+}
+_WATCH: dict[str, Any] = {"files": ("watch/watch_windows.npz",)}
+_ROLES: dict[str, Any] = {"files": ("shakespeare/roles.json.gz",)}
+_CIFAR: dict[str, Any] = {"files": ("cifar10.npz",), "rounds": 200}
 _UNSEEN: dict[str, Any] = {"is_hold_out": True}
 _AWAY = _bursts(clients=16, rounds=100, length=15)
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        # A fixed target.
-        _fixed(
-            *("digits-softmax", "residual", 1e-3),
-            **{
-                **_SOFTMAX,
-                **_DIGITS,
-                "partition": "label",
-                "alpha": 0.1,
-                "rounds": 1000,
-                "dtype": "float64",
-            },
-        ),
-        _fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC),
-        _fixed("logistic-source", "residual", 1e-4, partition="source", **_LOGISTIC),
-        _fixed("softmax-iid", "residual", 1e-4, **_IID, **_SOFTMAX),
-        _fixed("softmax-label", "residual", 1e-4, partition="label", **_SOFTMAX),
-        _fixed(
-            "softmax-label-dropout", "residual", 1e-4, partition="label", dropout=0.5, **_SOFTMAX
-        ),
-        _fixed("mlp-iid", "loss", 0.525, **_IID, **_PERCEPTRON),
-        _fixed("mlp-label", "loss", 0.525, partition="label", **_PERCEPTRON),
-        _fixed("cnn-dirichlet", "accuracy", 0.90, **_DIRICHLET, **_SMALL_CNN),
-        _fixed("cnn-iid", "accuracy", 0.90, **_IID, **_SMALL_CNN),
-        # Federated averaging's plateau.
-        _averaging(
-            "digits-local",
-            **{**_DIGITS, **_DIRICHLET, **_local(16, 5, 0.1)},
-            validation=0.2,
-            model="mlp:32",
-            rounds=200,
-        ),
-        _averaging(
-            *("heart", "loss"),
-            **{**_local(32, 5, 0.05), "function": "heart", "clients": 4, "rounds": 100},
-            validation=0.2,
-            files=_HEART,
-            small=True,
-        ),
-        _averaging(
-            "watch",
-            **{**_local(32, 5, 0.1), "function": "watch", "clients": 8, "rounds": 100},
-            validation=0.2,
-            files=_WATCH,
-        ),
-        _averaging("local-iid", **_IID, **_MNIST),
-        _averaging("local-dirichlet", **_DIRICHLET, **_MNIST),
-        _averaging("local-dirichlet-dropout", **_DIRICHLET, dropout=0.5, **_MNIST),
-        _averaging("sampled-dirichlet", **_DIRICHLET, **_SAMPLED),
-        _averaging("sampled-iid", **_IID, **_SAMPLED),
-        _averaging(
-            "shakespeare",
-            **{**_local(16, 20, 0.3), "function": "shakespeare:clients=60", "clients": 60},
-            rounds=200,
-            participation=0.2,
-            files=_ROLES,
-        ),
-        _averaging(
-            "cifar10",
-            **{**_local(32, 10, 0.05), "function": "cifar10:clients=10:images=12000"},
-            clients=10,
-            rounds=200,
-            files=_CIFAR,
-        ),
-        _averaging(
-            "cifar10-batchnorm",
-            **{**_local(32, 10, 0.1), "function": "cifar10:clients=20:images=24000:norm=batch"},
-            clients=20,
-            rounds=200,
-            files=_CIFAR,
-        ),
-        _averaging(
-            "hold-out-cnn",
-            **{**_local(32, 10, 0.05), "dataset": "mnist", "model": "cnn", "reset": True},
-            partition="dirichlet:0.1",
-            clients=50,
-            participation=0.2,
-            dropout=0.1,
-            samples=30_000,
-            rounds=150,
-        ),
-        _averaging(
-            "hold-out-plays",
-            **{**_local(16, 10, 0.3), "function": "shakespeare:clients=30:by=play"},
-            clients=30,
-            rounds=150,
-            participation=0.5,
-            files=_ROLES,
-        ),
-        # The next five are set aside. Their settings were written down before any run but two
-        # or three rounds of federated averaging, to see that they can be run.
-        _averaging(
-            "unseen-synthetic",
-            **{**_UNSEEN, **_local(10, 10, 0.05), "function": "synthetic:clients=30"},
-            validation=0.2,
-            clients=30,
-            rounds=100,
-            participation=1 / 3,
-            small=True,
-        ),
-        _averaging(
-            "unseen-arms",
-            **{**_UNSEEN, **_local(32, 10, 0.1), "function": "arms", "clients": 16},
-            validation=0.2,
-            rounds=100,
-            absences=_AWAY,
-            files=_WATCH,
-            small=True,
-        ),
-        _averaging(
-            "unseen-many",
-            **{**_UNSEEN, **_DIRICHLET, **_local(20, 5, 0.1), "dataset": "mnist"},
-            model="mlp:64",
-            clients=500,
-            participation=0.02,
-            rounds=200,
-        ),
-        _averaging(
-            "unseen-vit",
-            **{**_UNSEEN, **_local(32, 10, 0.05)},
-            function="vision_transformer:clients=6:images=10000",
-            clients=6,
-            rounds=120,
-        ),
-        _averaging(
-            "unseen-lstm",
-            **{**_UNSEEN, **_local(16, 10, 0.5)},
-            function="shakespeare:clients=100:skip=60:net=lstm",
-            clients=100,
-            rounds=150,
-            participation=0.1,
-            files=_ROLES,
-        ),
-    )
-}
-"""By name: those with a fixed target, the others, the cheap ones first, and those set aside."""
+
+def _tasks() -> Iterator[Task]:
+    """Yield those with a fixed target, the others, the cheap ones first, and those set aside."""
+    fixed, averaging = _fixed, _averaging
+    yield fixed("digits-softmax", "residual", 1e-3, **_LABEL, **_DIGITS_SOFTMAX)
+    yield fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC)
+    yield fixed("logistic-source", "residual", 1e-4, partition="source", **_LOGISTIC)
+    yield fixed("softmax-iid", "residual", 1e-4, **_IID, **_SOFTMAX)
+    yield fixed("softmax-label", "residual", 1e-4, **_LABEL, **_SOFTMAX)
+    yield fixed("softmax-label-dropout", "residual", 1e-4, dropout=0.5, **_LABEL, **_SOFTMAX)
+    yield fixed("mlp-iid", "loss", 0.525, **_IID, **_PERCEPTRON)
+    yield fixed("mlp-label", "loss", 0.525, **_LABEL, **_PERCEPTRON)
+    yield fixed("cnn-dirichlet", "accuracy", 0.90, **_DIRICHLET, **_SMALL_CNN)
+    yield fixed("cnn-iid", "accuracy", 0.90, **_IID, **_SMALL_CNN)
+
+    digits: dict[str, Any] = _DIGITS | _DIRICHLET | _local(16, 5, 0.1)
+    yield averaging("digits-local", validation=0.2, model="mlp:32", rounds=200, **digits)
+    local = _local(32, 5, 0.05) | {"clients": 4, "rounds": 100}
+    yield averaging("heart", "loss", validation=0.2, small=True, **_HEART, **local)
+    local = _local(32, 5, 0.1) | {"clients": 8, "rounds": 100}
+    yield averaging("watch", function="watch", validation=0.2, **_WATCH, **local)
+    yield averaging("local-iid", **_IID, **_MNIST)
+    yield averaging("local-dirichlet", **_DIRICHLET, **_MNIST)
+    yield averaging("local-dirichlet-dropout", dropout=0.5, **_DIRICHLET, **_MNIST)
+    yield averaging("sampled-dirichlet", **_DIRICHLET, **_SAMPLED)
+    yield averaging("sampled-iid", **_IID, **_SAMPLED)
+    local = _local(16, 20, 0.3) | {"clients": 60, "rounds": 200, "participation": 0.2}
+    yield averaging("shakespeare", function="shakespeare:clients=60", **_ROLES, **local)
+    local = _local(32, 10, 0.05) | {"clients": 10}
+    yield averaging("cifar10", function="cifar10:clients=10:images=12000", **_CIFAR, **local)
+    local = _local(32, 10, 0.1) | {"clients": 20}
+    function = "cifar10:clients=20:images=24000:norm=batch"
+    yield averaging("cifar10-batchnorm", function=function, **_CIFAR, **local)
+    local = _local(32, 10, 0.05) | {"clients": 50, "rounds": 150, "participation": 0.2}
+    images: dict[str, Any] = {"dataset": "mnist", "model": "cnn", "samples": 30_000, "reset": True}
+    split: dict[str, Any] = {"partition": "dirichlet:0.1", "dropout": 0.1}
+    yield averaging("hold-out-cnn", **images, **split, **local)
+    local = _local(16, 10, 0.3) | {"clients": 30, "rounds": 150, "participation": 0.5}
+    function = "shakespeare:clients=30:by=play"
+    yield averaging("hold-out-plays", function=function, **_ROLES, **local)
+
+    # The rest is set aside. The settings were written down before any run but two or three rounds
+    # of federated averaging, to see that they can be run.
+    local = _local(10, 10, 0.05) | {"clients": 30, "rounds": 100, "participation": 1 / 3}
+    small = _UNSEEN | {"validation": 0.2, "small": True}
+    yield averaging("unseen-synthetic", function="synthetic:clients=30", **small, **local)
+    local = _local(32, 10, 0.1) | {"clients": 16, "rounds": 100, "absences": _AWAY}
+    yield averaging("unseen-arms", function="arms", **_WATCH, **small, **local)
+    local = _local(20, 5, 0.1) | {"clients": 500, "rounds": 200, "participation": 0.02}
+    mnist: dict[str, Any] = {"dataset": "mnist", "model": "mlp:64"}
+    yield averaging("unseen-many", **mnist, **_DIRICHLET, **_UNSEEN, **local)
+    local = _local(32, 10, 0.05) | {"clients": 6, "rounds": 120}
+    function = "vision_transformer:clients=6:images=10000"
+    yield averaging("unseen-vit", function=function, **_UNSEEN, **local)
+    local = _local(16, 10, 0.5) | {"clients": 100, "rounds": 150, "participation": 0.1}
+    function = "shakespeare:clients=100:skip=60:net=lstm"
+    yield averaging("unseen-lstm", function=function, **_ROLES, **_UNSEEN, **local)
+
+
+TASKS: dict[str, Task] = {task.name: task for task in _tasks()}
 
 QUICK_TASKS = ("digits-softmax", "digits-local")
 """One of each kind. They need no download and take seconds."""

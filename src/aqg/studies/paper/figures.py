@@ -9,12 +9,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.core.types import Float64Array
-from aqg.studies.paper.outcomes import Outcome, Results, main_reading
+from aqg.runs.files import write_atomically
+from aqg.studies.paper.outcomes import (
+    RUN_DIRECTORY,
+    Outcome,
+    Results,
+    adopt_devices,
+    collect,
+    count_runs,
+    describe,
+    main_reading,
+    write_results,
+)
 from aqg.studies.paper.plan import (
     BY_SOURCE,
     DROPOUT_RECIPES,
@@ -23,8 +37,10 @@ from aqg.studies.paper.plan import (
     TABLE_2,
     TABLE_RECIPES,
     PaperRow,
+    PlannedRun,
+    Scale,
 )
-from aqg.studies.paper.tables import SPLITS
+from aqg.studies.paper.tables import SPLITS, all_tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,6 +63,8 @@ _PANELS = (
 _FLOOR = 1e-7
 _CEILING = 1e4
 _DPI = 100
+FIGURE_DIRECTORY = "figures"
+TABLES = "tables.md"
 _POINTS = 160
 
 
@@ -214,3 +232,25 @@ def _png(figure: Any) -> bytes:
         colors = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
         colors.save(packed, format="png", optimize=True)
     return packed.getvalue()
+
+
+def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
+    """Write results, tables and pictures of what is finished; return the results."""
+    plan = adopt_devices(plan, directory)
+    results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
+    results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
+    write_results(directory, results)
+    write_views(directory, results)
+    return results
+
+
+def write_views(directory: Path, results: Results) -> None:
+    """Write the tables as Markdown and, where matplotlib is installed, the figures as PNG."""
+    text = "\n".join(table.to_markdown() for table in all_tables(results))
+    write_atomically(directory / TABLES, text.encode())
+    if find_spec("matplotlib") is None:
+        return
+    figures = directory / FIGURE_DIRECTORY
+    figures.mkdir(exist_ok=True)
+    for name, picture in all_figures(results).items():
+        write_atomically(figures / f"{name}.png", picture)

@@ -11,24 +11,29 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from aqg import __version__
 from aqg.errors import RunError
 from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
-from aqg.runs.directory import Line, read_lines, read_summary
+from aqg.runs.directory import CONFIG, Line, read_config, read_lines, read_summary
 from aqg.runs.files import write_atomically
+from aqg.runs.plan import Job
 from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.runs.table import records_to_csv
-from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS, PlannedRun
+from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS, PlannedRun, Scale
 
+RUN_DIRECTORY = "runs"
 RUNS = "runs.csv"
 CURVES = "curves.csv"
 META = "about.json"
@@ -470,3 +475,51 @@ def paired_ratios(
         if left is not None and right is not None:
             ratios.append(getattr(left, name) / getattr(right, name))
     return ratios
+
+
+def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedRun, ...]:
+    """Let runs that were begun on another device stay on it."""
+    return tuple(PlannedRun(planned.section, _adopt(planned.run, directory)) for planned in plan)
+
+
+def _adopt(run: Job, directory: Path) -> Job:
+    place = directory / RUN_DIRECTORY / run.name
+    if not (place / CONFIG).exists():
+        return run
+    return Job(run.name, replace(run.config, device=read_config(place).get("device", "cpu")))
+
+
+def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return how many runs of each section are finished, of how many, and what made them."""
+    planned = Counter(one.section for one in plan if one.section != ROUNDING_SECTION)
+    finished = Counter(outcome.section for outcome in outcomes)
+    return {
+        "finished": {section: [finished[section], planned[section]] for section in planned},
+        "made_on": sorted({f"{o.section}: {o.machine}, {o.device}" for o in outcomes}),
+    }
+
+
+def describe(plan: Sequence[PlannedRun], scale: Scale) -> dict[str, Any]:
+    """Return what a reader of the results has to know about how they were made."""
+    devices = sorted({planned.run.config.device for planned in plan})
+    return {
+        "aqg": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "devices": devices,
+        **asdict(scale),
+    }
+
+
+def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
+    """Return what of a plan the results in ``directory`` do not have."""
+    results = read_results(directory)
+    names = {outcome.name for outcome in results.outcomes}
+    keys = {one.key for one in results.perturbed}
+
+    def is_here(planned: PlannedRun) -> bool:
+        if planned.section == ROUNDING_SECTION:
+            return key_of(planned.run.config) in keys
+        return planned.run.name in names
+
+    return tuple(planned for planned in plan if not is_here(planned))

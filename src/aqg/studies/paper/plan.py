@@ -78,22 +78,15 @@ class Scale:
 
     Attributes:
         readings: loss scaling and step size of the logistic runs.
-        logistic_rounds: their length.
-        logistic_seeds: how many seeds; a seed is a way to deal the samples to the clients.
-        perturbed_alphas: step sizes at which logistic runs are repeated with perturbed data.
-        perturbations: how many times each.
+        logistic_seeds: how many; a seed is a way to deal the samples to the clients.
+        perturbed_alphas: step sizes at which logistic runs are repeated with perturbed data,
+            ``perturbations`` times each.
         dtype: the precision of runs on MNIST.
-        softmax_rounds: length of the runs behind the network rows of the paper's table.
-        softmax_residual: the residual that those rows are measured at.
-        softmax_seeds: how many seeds; a seed is a start and, IID, a way to deal the samples.
-        dropout_rounds: length of the runs with dropouts.
-        dropout_residual: the residual that dropouts are compared at.
+        softmax_rounds: of the runs behind the network rows of the paper's table, which are measured
+            at ``softmax_residual``.
+        softmax_seeds: how many; a seed is a start and, IID, a way to deal the samples.
         dropout_rates: ``p``, for each split that is run with dropouts.
-        dropout_seeds: how many seeds.
-        dropout_eval_every: rounds between two looks at the loss.
-        network_rounds: length of the 784-200-10 runs.
-        network_splits: the splits of the 784-200-10 runs.
-        network_seeds: how many seeds, those of `ONE_SEED` aside.
+        network_rounds: of the 784-200-10 runs, with ``network_seeds``, those of `ONE_SEED` aside.
         notes: what was shortened, in words.
 
     """

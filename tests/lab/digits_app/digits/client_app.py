@@ -15,7 +15,7 @@ from flwr.supernode.runtime import run_clientapp
 from aqg.flower import make_client_app
 from aqg.flower.demo import digits_task
 from aqg.flower.envelope import RECORD, pack, unpack
-from aqg.protocol.coding import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore
 
 if TYPE_CHECKING:
