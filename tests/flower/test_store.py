@@ -11,7 +11,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from aqg import make_recipe
-from aqg.channel.server import Settings
+from aqg.channel.settings import Settings
 from aqg.channel.stepping import Stepping, SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
