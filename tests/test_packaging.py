@@ -27,13 +27,11 @@ LIBRARY = """
 import numpy as np
 import aqg
 
-recipe = aqg.make_recipe("gd")
-server = aqg.init_server(recipe, np.zeros(3), num_clients=1)
-client = aqg.init_client(recipe, 3, "float64")
+server = aqg.ServerSession(np.zeros(3), num_clients=1, recipe="gd", step_size=0.2)
+client = aqg.ClientSession()
 for _ in range(60):
-    news = aqg.broadcast(recipe, server)
-    client, frame = aqg.client_step(recipe, client, news.parameters - 2.0, news, client=0)
-    server = aqg.finish_round(recipe, aqg.receive(recipe, server, 0, frame), step_size=0.2)
+    server.take(0, client.answer(server.order(0), lambda model, number: model - 2.0))
+    server.step()
 print(aqg.__file__, server.parameters.round(2).tolist())
 """
 
