@@ -44,9 +44,11 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     if deed in BEFORE:
         os.unlink(order)
         prepare(deed, state, message)
+    content = message.content
     reply = call_next(message, context)
     if deed == "twice":
         os.unlink(order)
+        message.content = content
         again = call_next(message, context)
         assert part_of(again, reply_from_bytes).stale, "an order was obeyed twice"
     frame = b"" if reply.has_error() else part_of(reply, reply_from_bytes).frame
