@@ -20,7 +20,7 @@ from aqg.core.grids import (
 )
 from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Public, advance, init_public
+from aqg.core.public import Entry, Public, advance, init_public, public_track
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
@@ -273,3 +273,15 @@ def test_no_order_of_sums_parts_two_copies(seed: int, dtype: str, num_batches: i
     assert shuffled.position[0].tobytes() == expected
     assert batches.tobytes() == expected
     assert there.numpy().tobytes() == expected
+
+
+def test_damage_below_the_quantum_changes_the_mark():
+    position = np.array([[0.25, -0.5, 0.0]])
+    track = public_track(make_recipe("auto"), position[0])
+    public = Public(3, track, quantum=2.0**-20).marked()
+    for place, value in ((0, np.nextafter(0.25, 1)), (1, np.nextafter(-0.5, 0)), (2, -0.0)):
+        damaged = position.copy()
+        damaged[0, place] = value
+        found = public._replace(track=track._replace(position=damaged), mark=None)
+        assert found.marked().mark != public.mark
+        assert public_digest(found) != public_digest(public)

@@ -441,13 +441,13 @@ class World:
             self.seen["rotten"] += 1
 
     def rotten(self, public: Public) -> Public:
-        """Return a public model in which one number has changed."""
+        """Return a public model in which one number has changed, as it is read from disk."""
         names = [name for name in ("position", "velocity") if getattr(public.track, name).size]
         name = names[int(self.rng.integers(len(names)))]
         vector = getattr(public.track, name).copy()
         place = int(self.rng.integers(vector.size))
         vector[0, place] = np.nextafter(vector[0, place], np.inf)
-        return public._replace(track=public.track._replace(**{name: vector}))
+        return public._replace(track=public.track._replace(**{name: vector}), mark=None)
 
     # What must hold.
 

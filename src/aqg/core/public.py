@@ -118,9 +118,16 @@ class Public(NamedTuple):
         return self.parameters, self.velocity, self.track.direction[0]
 
     def marked(self, mark: int | None = None) -> Public:
-        """Return the same with its mark, which is taken of all coordinates where none is given."""
+        """Return the same with its mark, which is taken of all coordinates where none is given.
+
+        A position that is damaged below its quantum has one that no other has.
+        """
         if self.quantum and mark is None:
-            mark = linear_digest(_multiples(self.parameters, self.quantum))
+            multiples = _multiples(self.parameters, self.quantum)
+            mark = linear_digest(multiples)
+            exact = (multiples * self.quantum).astype(self.parameters.dtype)
+            if exact.tobytes() != self.parameters.tobytes():
+                mark = PRIME
         return self._replace(mark=mark)
 
 
