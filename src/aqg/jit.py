@@ -1,4 +1,4 @@
-"""Kernels compiled by numba when they are first called."""
+"""Kernels, compiled by numba when they are first called."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numba
-from numba.core import event
+numba: Any
+try:
+    import numba
+    from numba.core import event
+except ImportError:  # the fuzzers hide it: frames are coded in plain Python then, branch by branch
+    numba = None
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,6 +27,8 @@ def njit(**options: Any) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
+        if numba is None:
+            return function
         compiled: Function
         try:
             compiled = numba.njit(cache=True, nogil=True, **options)(function)
@@ -40,6 +46,8 @@ def part(**options: Any) -> Callable[[Function], Function]:
     it compiles faster. Numba compiles it again for every literal argument: pass constants
     as ``np.int64(…)``.
     """
+    if numba is None:
+        return lambda function: function
     inner: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **options}
     compiled: Callable[[Function], Function] = numba.njit(**inner)
     return compiled
@@ -48,6 +56,9 @@ def part(**options: Any) -> Callable[[Function], Function]:
 @contextmanager
 def when_compiling(notify: Callable[[], None]) -> Iterator[None]:
     """Call ``notify`` once, before the first kernel that is compiled and not found in the cache."""
+    if numba is None:
+        yield
+        return
 
     class Listener(event.Listener):  # type: ignore[misc, unused-ignore]
         is_first = True
