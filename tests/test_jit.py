@@ -97,3 +97,29 @@ def test_a_run_compiles_no_kernel_twice():
     assert counts["aqg.wire.context_model", "code_symbols"] == 1
     assert counts["aqg.core.kernels", "_measure_rows"] == 1
     assert {key for key, count in counts.items() if count > 1} == set()
+
+
+WITHOUT_NUMBA = """
+import sys
+if sys.argv[1] == "hidden":
+    sys.modules["numba"] = None
+from aqg.core.recipes import make_recipe
+from aqg.sim.engine import FastSimulation
+from tests.problems import tiny_problem
+
+for name in ("lean", "qsgd", "stc"):
+    simulation = FastSimulation(tiny_problem(num_clients=2), make_recipe(name), 0.02)
+    sizes = [simulation.run_round(evaluate=False).total_bytes for _ in range(3)]
+    print(name, sizes, simulation.parameters.tobytes().hex())
+"""
+
+
+def test_kernels_do_the_same_as_plain_python():
+    """Where numba is hidden, as the fuzzers do."""
+    command = (sys.executable, "-c", WITHOUT_NUMBA)
+    root = Path(__file__).parents[1]
+    said = [
+        subprocess.run([*command, way], cwd=root, check=True, capture_output=True).stdout
+        for way in ("compiled", "hidden")
+    ]
+    assert said[0] == said[1] != b""

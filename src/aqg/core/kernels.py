@@ -171,7 +171,7 @@ def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
     # Without its sign bit, a float's bit pattern orders as its magnitude does, with infinity above
     # every number and NaN above infinity: one integer maximum finds the radius and any bad value.
     n = len(row)
-    magnitude_mask = bits.dtype.type(~(1 << (8 * row.itemsize - 1)))
+    magnitude_mask = bits.dtype.type((1 << (8 * row.itemsize - 1)) - 1)
     largest[0] = 0
     total = 0.0
     for start in range(0, n, _BLOCK):
