@@ -71,7 +71,6 @@ def respond(
         The state after the round and the message to send. A gradient with NaN, infinity or values
         beyond any grid gives a `Skip` that says so, and leaves the state as it was (the loss, if
         it is finite, is noted all the same).
-
     """
     check_gradient(state, gradient)
     seed, client, round_number = key

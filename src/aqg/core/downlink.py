@@ -54,21 +54,16 @@ class Exact:
 
 @dataclass(frozen=True)
 class Condensed:
-    """Short corrections.
+    """Short corrections."""
 
-    Attributes:
-        tolerance: ``c``: nothing is said of the velocity while its gap is at most ``c`` times the
-            mean energy of the last steps, and else as few bits as bring it within half of that.
-        ratio: coordinates of the position that are corrected, in those of an average upload.
-        bits: the most bits per coordinate of the velocity.
-        keep: the share of the coordinates of the position that are corrected, in place of
-            ``ratio``; 0: as ``ratio`` says.
-
-    """
-
+    # ``c``: nothing is said of the velocity while its gap is at most ``c`` times the mean energy of
+    # the last steps, and else as few bits as bring it within half of that
     tolerance: float = 0.2
+    # coordinates of the position that are corrected, in those of an average upload
     ratio: float = 1.0
-    bits: int = 6
+    bits: int = 6  # the most bits per coordinate of the velocity
+    # the share of the coordinates of the position that are corrected, in place of ``ratio``; 0: as
+    # ``ratio`` says
     keep: float = 0.0
 
     name = "condensed"
@@ -99,7 +94,6 @@ class Condensed:
             num_params: ``n``.
             num_sent: coordinates in all uploads of the round.
             senders: how many clients are expected to send in a round.
-
         """
         if self.keep:
             count = num_kept(self.keep, num_params)

@@ -67,7 +67,6 @@ class ClientSession:
     ...     server.step()
     >>> bool(np.abs(server.parameters - 1.0).max() < 0.01)
     True
-
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class ClientSession:
                 server is to go against, such as a gradient, or the model less the one that local
                 training arrived at. It may return the loss as well. It is not called for an order
                 that was answered already, or that this client cannot follow.
-
         """
         try:
             read = order_from_bytes(order, self._terms.values() or self._read_terms())

@@ -58,7 +58,6 @@ class Receipt(NamedTuple):
         problem: why it was not taken; empty where it was.
         loss: what the client said, NaN where it did not.
         num_bytes: the length of the frame that it carried.
-
     """
 
     is_taken: bool
@@ -101,7 +100,6 @@ class ServerSession:
     >>> server = ServerSession(np.zeros(3), num_clients=2)
     >>> server.take(0, b"nonsense").problem
     'byte 0x6e does not begin the reply of this version of aqg'
-
     """
 
     def __init__(

@@ -35,21 +35,13 @@ _FIELDS = ("positions", "log_first", "log_lengths", "snapshot", "log_entries")
 
 
 class LogState(NamedTuple):
-    """A log and its readers between two rounds.
+    """A log and its readers between two rounds."""
 
-    Attributes:
-        positions: the round that each client holds, ``(M,)``.
-        first: the round of the first entry that is kept.
-        lengths: of the entries.
-        snapshot: round and length of the last snapshot, ``(2,)``.
-        entries: all of them, one after the other, where they can be added up; else nothing.
-
-    """
-
-    positions: IntArray
-    first: int
-    lengths: IntArray
-    snapshot: IntArray
+    positions: IntArray  # the round that each client holds, ``(M,)``
+    first: int  # the round of the first entry that is kept
+    lengths: IntArray  # of the entries
+    snapshot: IntArray  # round and length of the last snapshot, ``(2,)``
+    # all of them, one after the other, where they can be added up; else nothing
     entries: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

@@ -62,7 +62,6 @@ class FastSimulation:
         block_bytes: the most memory one block of gradients may take.
         training: what clients compute, who is sampled, how they are weighted, and the server's
             optimizer; the paper's by default.
-
     """
 
     def __init__(
@@ -294,10 +293,7 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
 
 
 def _clients_in(
-    move: Callable[[Array], Array],
-    copy: Callable[[Array], Array],
-    recipe: Recipe,
-    clients: Clients,
+    move: Callable[[Array], Array], copy: Callable[[Array], Array], recipe: Recipe, clients: Clients
 ) -> Clients:
     """Return the clients' state with its vectors in another place, and all else copied."""
     position, velocity, direction, is_held = clients.track

@@ -39,7 +39,6 @@ class RoundRecord(NamedTuple):
             record.
         client_download_bytes: of ``download_bytes``, what each client received; likewise.
         simulated_seconds: when the round ended, since the first began, where time is simulated.
-
     """
 
     round: int

@@ -37,22 +37,16 @@ _VARYING = (
 
 
 class SimulationState(NamedTuple):
-    """Server and clients together, in NumPy.
+    """Server and clients together, in NumPy."""
 
-    Attributes:
-        model: the model and what moves it.
-        clients: what the clients remember; their links are the server's as well, being equal.
-        statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
-        log: of the model, and who has read how much of it; None where clients receive models.
-        late: replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where
-            time is not simulated.
-
-    """
-
-    model: Model
-    clients: Clients
+    model: Model  # the model and what moves it
+    clients: Clients  # what the clients remember; their links are the server's as well, being equal
+    # of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none
     statistics: Float64Array = np.zeros((0, 0))
+    # of the model, and who has read how much of it; None where clients receive models
     log: LogState | None = None
+    # replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where time is not
+    # simulated
     late: Mapping[str, NDArray[Any]] | None = None
 
     @property
