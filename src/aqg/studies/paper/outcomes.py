@@ -50,8 +50,6 @@ _COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download
 
 
 class Curve(NamedTuple):
-    """Costs so far and the loss, at a few dozen rounds of a run."""
-
     costs: tuple[Cost, ...]
     losses: tuple[float, ...]
 
@@ -94,7 +92,6 @@ class Outcome:
 
     @property
     def converged(self) -> bool:
-        """Whether the run ended within `CONVERGED` of the minimum."""
         return self.residual < CONVERGED
 
     @property
@@ -223,7 +220,6 @@ _OF_THE_CONFIG = ("recipe", "partition", "scaling", "alpha", "dropout", "seed", 
 
 
 def _loss_key(planned: PlannedRun) -> str:
-    """Return what tells losses, and so their minima, apart."""
     return json.dumps(minimum_key(planned.run.config))
 
 
@@ -334,7 +330,6 @@ def _total(row: Mapping[str, str]) -> Cost:
 
 
 def _typed(made: type, names: Iterable[str], row: Mapping[str, str]) -> dict[str, Any]:
-    """Read columns by the types of a dataclass's fields: text, whole numbers, or numbers."""
     types = {one.name: one.type for one in fields(made)}
     readers = {"str": str, "int": int}
     return {
@@ -361,7 +356,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def of_setting(results: Results, setting: str, recipe: str) -> list[Outcome]:
-    """Return our runs, one per seed, of a block of the paper's table."""
     section, partition = BLOCKS[setting]
     found = results.select(section=section, partition=partition, recipe=recipe)
     if section == "logistic":
@@ -404,7 +398,6 @@ def paired_ratios(
 
 
 def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedRun, ...]:
-    """Let runs that were begun on another device stay on it."""
     adopted = []
     for section, run in plan:
         place = directory / RUN_DIRECTORY / run.name
@@ -426,14 +419,12 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 
 
 def describe(plan: Sequence[PlannedRun], scale: Scale) -> dict[str, Any]:
-    """Return what a reader of the results has to know about how they were made."""
     devices = sorted({planned.run.config.device for planned in plan})
     versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}
     return versions | {"devices": devices} | asdict(scale)
 
 
 def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
-    """Return what of a plan the results in ``directory`` do not have."""
     results = read_results(directory)
     here = {outcome.name for outcome in results.outcomes} | {one.key for one in results.perturbed}
     return tuple(

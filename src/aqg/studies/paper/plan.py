@@ -88,7 +88,6 @@ class Scale:
         dropout_rates: ``p``, for each split that is run with dropouts.
         network_rounds: of the 784-200-10 runs, with ``network_seeds``, those of `ONE_SEED` aside.
         notes: what was shortened, in words.
-
     """
 
     readings: tuple[tuple[str, float], ...]
@@ -169,8 +168,6 @@ QUICK = Scale(
 
 
 class PlannedRun(NamedTuple):
-    """A run and the section of the results that it belongs to."""
-
     section: str
     run: Job
 

@@ -74,12 +74,10 @@ def beside(paper: int | None, ours: Sequence[float]) -> str:
 
 
 def is_comparable(results: Results) -> bool:
-    """Tell whether the network runs are measured where the paper's are."""
     return bool(results.about["softmax_residual"] == PAPER_RESIDUAL)
 
 
 def all_tables(results: Results) -> list[Table]:
-    """Return every table that the results have rows for."""
     sections = dict.fromkeys(o.section for o in results.outcomes)
     tables = [table_2(results), *(section_table(results, name) for name in sections)]
     return [table for table in (*tables, rounding_table(results)) if table.rows]
