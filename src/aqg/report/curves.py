@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from aqg.objectives.metrics import named_metric
 from aqg.report.runs import Run
-from aqg.runs.cost import add_bytes
 from aqg.runs.table import write_csv
 from aqg.sim.record import DROPPED
 
@@ -418,7 +417,8 @@ def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
     sent = unknown if up is None else up.tolist()
     received = unknown if down is None else down.tolist()
     for client, sizes in enumerate(zip(sent, received, strict=True)):
-        yield run.name, run.recipe, run.seed, client, *sizes, add_bytes(*sizes)
+        total = None if None in sizes else sum(sizes)
+        yield run.name, run.recipe, run.seed, client, *sizes, total
 
 
 def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

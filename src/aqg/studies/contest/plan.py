@@ -35,7 +35,7 @@ from aqg.runs.files import Records, write_atomically
 from aqg.runs.loop import create_run, run, slug
 from aqg.runs.plan import Job
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.stopping import Limits, Target
+from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
@@ -473,7 +473,7 @@ class ContestPlan:
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
         self.num_before = 0
-        self.bytes_before: int | None = 0
+        self.bytes_before = 0
 
     @property
     def num_finished(self) -> int:
@@ -524,7 +524,7 @@ class ContestPlan:
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def note(self, job: TrialJob) -> Limits:
+    def note(self, job: TrialJob) -> float:
         """Return the bytes beyond which a run is of no interest: those of the reference.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.
@@ -533,8 +533,8 @@ class ContestPlan:
         reference = self._findings.references.get((trial.task, trial.seed))
         task = next(task for task in self._comparison.tasks if task.name == trial.task)
         if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
-            return Limits()
-        return Limits(reference.ceiling)
+            return math.inf
+        return reference.ceiling
 
     def _next_trial(self) -> tuple[Trial, Task] | None:
         for recipe, task in self._comparison.pairs():
