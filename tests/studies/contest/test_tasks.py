@@ -189,8 +189,8 @@ import sys
 from pathlib import Path
 for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
     sys.modules[name] = None
-from aqg.studies.contest.plan import run_trial
 from aqg.studies.contest.search import SELF_SETTING, Setting
+from tests.studies.contest.trials import run_trial
 setting = Setting("fedavg", multiplier=SELF_SETTING)
 outcome = run_trial("unseen-synthetic", "fedavg", setting, data_dir=Path("data"), rounds=1)
 assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0
