@@ -265,7 +265,7 @@ def test_a_deployment_need_not_say_what_it_trains(make_run, tmp_path):
 def test_the_headline_compares_equal_settings(comparison):
     costs = {}
     for group in comparison.groups:
-        costs[group.label] = sorted(result_of(run).target_total_bytes for run in group.runs)[1]
+        costs[group.label] = sorted(result_of(run)["target_total_bytes"] for run in group.runs)[1]
     savings = [
         costs[f"gd · dropout {dropout}"] / costs[f"lean · dropout {dropout}"]
         for dropout in ("0", "0.5")
