@@ -67,11 +67,13 @@ class Run:
 
     @property
     def uploads(self) -> NDArray[np.int64]:
-        return (self.widths > 0).sum(axis=1)
+        counts: NDArray[np.int64] = (self.widths > 0).sum(axis=1)
+        return counts
 
     @property
     def bits(self) -> NDArray[np.int64]:
-        return np.where(self.widths > 0, self.widths, 0).sum(axis=1, dtype=np.int64)
+        sums: NDArray[np.int64] = np.maximum(self.widths, 0).sum(axis=1, dtype=np.int64)
+        return sums
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:

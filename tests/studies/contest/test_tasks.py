@@ -163,7 +163,7 @@ def test_synthetic_clients_differ_in_size_and_labels():
 def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
     """The gradients of stacked clients, as on a GPU, are those of one after the other."""
     pytest.importorskip("torch")
-    from aqg.studies.contest.nets import LongShortTermMemory, MotionRecurrence
+    from benchmarks.unseen import LongShortTermMemory, MotionRecurrence
 
     random = np.random.default_rng(0)
     motion = random.normal(size=(3, 4, 100, 6)).astype(np.float32)

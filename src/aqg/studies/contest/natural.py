@@ -171,8 +171,8 @@ def shakespeare(
 ) -> Problem:
     """Make a client of each of the largest roles, or plays (``by=play``).
 
-    The ``skip`` largest of all are left out; by default a transformer reads them. The last tenth of every client's speeches is its part
-    of the test set.
+    The ``skip`` largest of all are left out, and by default a transformer reads them. The last
+    tenth of every client's speeches is its part of the test set.
     """
     from aqg.models.nets import Transformer
 

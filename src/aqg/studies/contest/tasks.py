@@ -72,10 +72,8 @@ class Task:
 
     def missing_file(self, data_dir: Path | None) -> Path | None:
         code = None if self.config.problem is None else Code.parse(self.config.problem)
-        paths = [
-            *(data_directory(data_dir) / f for f in self.files),
-            *([code.path] if code else []),
-        ]
+        paths = [data_directory(data_dir) / file for file in self.files]
+        paths += [] if code is None else [code.path]
         return next((path for path in paths if not path.is_file()), None)
 
 
@@ -109,8 +107,8 @@ def _averaging(
 ) -> Task:
     """Make a task whose goal is federated averaging's plateau; its step is rate · steps / clients.
 
-    ``settings`` may name a ``function`` that makes the problem, in ``natural.py`` or, of what is set
-    aside for good, in the checkout's ``benchmarks``.
+    ``settings`` may name a ``function`` that makes the problem, in ``natural.py`` or, of what is
+    set aside, in the checkout's ``benchmarks``.
     """
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
     if function := settings.pop("function", None):
