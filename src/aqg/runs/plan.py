@@ -49,6 +49,9 @@ class StudyPlan(Plan[JobType], Protocol[JobType]):
     num_before: int
     bytes_before: int
 
+    @property
+    def num_finished(self) -> int: ...
+
     def problems(self) -> Iterable[RunConfig]:
         """Return configs with every problem that runs may need."""
 
@@ -78,6 +81,10 @@ class Batch:
         self._waiting = iter(self.left)
         self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
+
+    @property
+    def num_finished(self) -> int:
+        return self.num_before + self._num_ended - len(self.failures)
 
     def problems(self) -> Iterable[RunConfig]:
         return (job.config for job in self.left)
