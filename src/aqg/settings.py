@@ -9,6 +9,7 @@ here, and an error names the setting, the value and the bound.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,23 +62,14 @@ SHARE = Bound(0, 1, open_low=True)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be known of a setting beside its name, type and default.
+    """What is to be known of a setting beside its name, type and default."""
 
-    Attributes:
-        help: what it is, in a sentence or two.
-        group: under which heading the help of a command has it; without one it has no option.
-        bound: of numbers; or the texts to choose from.
-        metavar: what to write for the value; by default its type, or the choices.
-        shown: the default in words, where it depends on other settings.
-        key: in Flower's run-config, where Flower has a word for it.
-    """
-
-    help: str
-    group: str = ""
-    bound: Bound | tuple[str, ...] | None = None
-    metavar: str | None = None
-    shown: str = ""
-    key: str = ""
+    help: str  # what it is, in a sentence or two
+    group: str = ""  # under which heading the help of a command has it; without, it has no option
+    bound: Bound | tuple[str, ...] | None = None  # of numbers; or the texts to choose from
+    metavar: str | None = None  # for the value; by default its type, or the choices
+    shown: str = ""  # the default in words, where it depends on other settings
+    key: str = ""  # in Flower's run-config, where Flower has a word for it
 
     def check(self, name: str, value: Any) -> None:
         if value is None or self.bound is None:
@@ -422,13 +414,9 @@ def table(kind: Any) -> dict[str, Setting]:
     return {field.name: field.metadata["setting"] for field in dataclasses.fields(kind)}
 
 
-_TYPES: dict[Any, dict[str, Any]] = {}
-
-
+@functools.cache
 def types(kind: Any) -> dict[str, Any]:
-    if kind not in _TYPES:
-        _TYPES[kind] = get_type_hints(kind)
-    return _TYPES[kind]
+    return get_type_hints(kind)
 
 
 def check_bounds(settings: CommonSettings, keys: Mapping[str, str] | None = None) -> None:

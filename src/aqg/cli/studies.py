@@ -22,8 +22,8 @@ from aqg.cli.options import Cluster, CompareOptions, DataDir, Jobs, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.objectives.metrics import Metric
-from aqg.runs.config import RunConfig, located, named_settings, read_settings, refuse_unnamed_code
-from aqg.runs.directory import output_directory, read_metrics
+from aqg.runs.config import RunConfig, located, named_settings, refuse_unnamed_code
+from aqg.runs.directory import output_directory, read_metrics, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
 from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train
@@ -206,7 +206,7 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             runs = sweeps.call_study(code, options.data_dir)
             document, text = {sweeps.RUNS: runs}, sweeps.runs_to_toml(runs)
         else:
-            document = read_settings(options.grid)
+            document = read_toml(options.grid)
             _guard(options.grid, document, options)
             text = options.grid.read_text(encoding="utf-8")
         # Top-level keys come before tables in TOML.
@@ -223,7 +223,7 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
         stored = options.resume / sweeps.GRID
         if stored.is_file():
-            settings = read_settings(stored)
+            settings = read_toml(stored)
             for key, value in flags.items():
                 if located(key, settings.get(key)) != value:
                     raise ConfigError(

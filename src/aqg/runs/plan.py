@@ -37,17 +37,11 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class StudyPlan(Plan[JobType], Protocol[JobType]):
-    """A plan that can be shown.
+    """A plan that can be shown."""
 
-    Attributes:
-        failures: what went wrong, by the job's name.
-        num_before: how many jobs were finished before.
-        bytes_before: what these sent and received.
-    """
-
-    failures: dict[str, AqgError]
-    num_before: int
-    bytes_before: int
+    failures: dict[str, AqgError]  # by the job's name
+    num_before: int  # how many jobs were finished before
+    bytes_before: int  # what these sent and received
 
     @property
     def num_finished(self) -> int: ...
