@@ -1,7 +1,5 @@
 """Small problems that tests train on."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from aqg.objectives import make_objective
@@ -12,9 +10,7 @@ from aqg.sim.reference import ReferenceSimulation
 Simulation = FastSimulation | ReferenceSimulation
 
 
-def tiny_problem(
-    dtype: str = "float64", num_clients: int = 4, l2: float = 0.1, unequal: bool = False
-) -> Problem:
+def tiny_problem(dtype="float64", num_clients=4, l2=0.1, unequal=False):
     """Softmax on random data: 6 features, 3 classes, each client with its own bias."""
     rng = np.random.default_rng(11)
     objective = make_objective("softmax", 6, 3, l2, "mean")
@@ -29,7 +25,7 @@ def tiny_problem(
     return Problem(objective, tuple(clients), initial, test=clients[0])
 
 
-def assert_same(one: Simulation, other: Simulation, rounds: int = 0) -> None:
+def assert_same(one, other, rounds=0):
     """Both do the same in so many rounds, and come to the same state, to the last bit."""
     for _ in range(rounds):
         assert one.run_round() == other.run_round()

@@ -1,7 +1,5 @@
 """The channel without a framework: arrays and bytes, as an adapter for any framework uses it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

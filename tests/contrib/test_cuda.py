@@ -4,8 +4,6 @@ A GPU does what it is told in order, and so does this; only no one waits. The sa
 GPU is in `tests/sim/test_engine.py`, where there is one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

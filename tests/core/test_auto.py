@@ -1,7 +1,5 @@
 """The default's rounding and its noise budget: unbiased, as noisy as allowed, without memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What clients of the field remember: any combination, in both engines, saved and restored."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

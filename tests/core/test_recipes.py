@@ -1,7 +1,5 @@
 """One contract for every recipe in the table."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import cycle
 
@@ -39,7 +37,7 @@ def run(simulation, rounds):
 
 
 @cache
-def exact_loss() -> float:
+def exact_loss():
     exact = simulate("gd")
     run(exact, 120)
     return exact.loss()

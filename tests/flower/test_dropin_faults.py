@@ -1,7 +1,5 @@
 """The drop-in used and broken: what nodes say, what strategies make, and one line of the two."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -26,14 +26,7 @@ from aqg.sim.record import DROPPED
 
 from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_key
 from tests.lab.meter import Meter, Traffic
-from tests.lab.watch import (
-    APP,
-    PATIENCE_SECONDS,
-    PRELOAD,
-    WatchedRun,
-    clean_losses,
-    incidents_of,
-)
+from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

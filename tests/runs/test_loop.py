@@ -1,7 +1,5 @@
 """Run directories: complete, resumable after any crash, and repeatable."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fast engine against the reference: uploads, widths, bytes and models; and its shortcuts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -112,7 +110,7 @@ def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
     assert np.array_equal(total, expected)
 
 
-def wide_problem(num_clients: int, dtype: str = "float64") -> Problem:
+def wide_problem(num_clients, dtype="float64"):
     """Clients whose gradients fill a megabyte, so that threads share the work."""
     random = np.random.default_rng(5)
     objective = make_objective("softmax", 3000, 8, 0.1, "mean")

@@ -1,7 +1,5 @@
 """Practical federated training: local work, weights, sampling, server optimizers."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from contextlib import nullcontext

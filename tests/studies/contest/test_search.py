@@ -1,7 +1,5 @@
 """The grid, the search along it, and the file that holds what it found."""
 
-from __future__ import annotations
-
 import pytest
 
 from aqg.core.recipes import RECIPES
