@@ -33,7 +33,6 @@ BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line as it is."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -57,7 +56,6 @@ def both_directions(progress: loop.Progress) -> str:
 def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
 ) -> Iterator[Callable[[str], Callable[[loop.Progress], None]]]:
-    """Show one bar per run; yields a function that gives the watcher of a run by name."""
     with Progress(
         TextColumn("{task.description}", style="bold"),
         BarColumn(bar_width=30),
@@ -298,7 +296,6 @@ class Overview:
         self._live.stop()
 
     def show(self, job: Job | None, event: Event) -> None:
-        """Bring the picture up to date."""
         match event:
             case Started(index) if job is not None:
                 self._names[index] = job.name

@@ -55,8 +55,6 @@ CLIENTS = "clients.txt"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to run where."""
-
     directory: Path
     runs: tuple[tuple[RunConfig, Path], ...]
     is_batch: bool
@@ -101,7 +99,6 @@ class Minimum:
 
 
 def run_command(options: RunOptions) -> None:
-    """Run the recipes one after the other, then show and save the comparison."""
     with (
         _planned(options) as plan,
         when_compiling(lambda: print(Compiling.text, file=sys.stderr, flush=True)),
@@ -175,11 +172,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
 
 def _train(
-    config: RunConfig,
-    problem: Problem,
-    minimum: loop.Minimum,
-    directory: Path,
-    contact: Contact,
+    config: RunConfig, problem: Problem, minimum: loop.Minimum, directory: Path, contact: Contact
 ) -> Result:
     try:
         return loop.run(config, problem, minimum, directory, contact)
@@ -227,7 +220,6 @@ def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) ->
 
 
 def _create(plan: _Plan, resume: bool) -> None:
-    """Make the directories; on resume, only those that an early crash left out."""
     if not resume:
         create_directory(plan.directory)
         text = to_toml(tuple(config for config, _ in plan.runs))

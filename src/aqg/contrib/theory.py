@@ -71,7 +71,6 @@ def global_constants(problem: Problem, weights: Float64Array) -> Constants | Non
     >>> client = Samples(np.array([[2.0], [4.0]]), np.array([0, 1]))
     >>> global_constants(Problem(objective, (client, client), np.zeros(1)), np.ones(2))
     Constants(smoothness=11.0, strong_convexity=1.0)
-
     """
     objective = problem.objective
     if not isinstance(objective, Logistic | Softmax):
@@ -351,7 +350,6 @@ def theorem_1(
     TheoremOne(errors_fit=True, errors_shrink=True, step_is_long=True)
     >>> theorem_1(0.3, (0.005,) * 10, 0.01, 0.01, 10, (1,), 12, **numbers).errors_shrink
     False
-
     """
     _check(alpha, smoothness)
     beta = np.append(step_weights(weights, alpha), 0.0)
@@ -463,7 +461,6 @@ def watch_run(
         weights: ``ξ_1..ξ_D``.
         alpha: the step size.
         report: is told the number of every finished round.
-
     """
     beta = step_weights(weights, alpha)
     steps: deque[float] = deque(maxlen=max(1, len(beta)))

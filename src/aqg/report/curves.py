@@ -90,7 +90,6 @@ def _number(value: object) -> float:
 
 
 def extra_points(run: Run, name: str) -> Points:
-    """Return an extra number of a run's rounds, round by round."""
     values = run.extras.get(name, np.full(len(run.rounds), np.nan))
     known = np.isfinite(values)
     return Points(run.rounds[known].astype(np.float64), values[known], ended=False)
@@ -194,7 +193,6 @@ class WidthHistogram:
             ``edges[i + 1]``.
         widths: the widths that occur, ascending.
         counts: uploads, widths × bins.
-
     """
 
     edges: Counts
@@ -213,7 +211,6 @@ class Activity:
         uploads: how many times they uploaded.
         bits: the sum of the widths they sent.
         away: how many times they had dropped out.
-
     """
 
     edges: Counts
@@ -306,7 +303,6 @@ class Result:
 
 
 def result_of(run: Run) -> Result:
-    """Sum up a run; one that is not finished counts as far as it came."""
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
@@ -373,7 +369,6 @@ def curves_csv(runs: Sequence[Run]) -> str:
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:
-    """Return the metrics that some run has, in order."""
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 

@@ -202,12 +202,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def find_studies(directories: Sequence[Path]) -> list[Path]:
-    """Return those directories that hold what ``aqg compare`` found."""
     return [directory for directory in directories if _cells(directory)]
 
 
 def of_study(directory: Path) -> list[Panel]:
-    """Return a panel for each task of a comparison."""
     cells = [
         cell
         for cell in _cells(directory)

@@ -38,8 +38,6 @@ _KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "widths",
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that went wrong in a round."""
-
     round: int
     client: int
     text: str
@@ -66,7 +64,6 @@ class Run:
         minimum: ``f*`` where it is known.
         client_upload_bytes: what each client sent in all rounds; None where it is not on record.
         client_download_bytes: what each client received in all rounds; likewise.
-
     """
 
     name: str
@@ -194,7 +191,6 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Read one run directory."""
     config = readable(read_config(path))
     rows = read_rows(path)
     summary = read_summary(path)
@@ -381,7 +377,6 @@ class Group:
         settings: the values of `Comparison.telling` for this group.
         color: index into `COLORS`.
         dash: index of the line style; groups with the same color have different ones.
-
     """
 
     runs: tuple[Run, ...]
@@ -392,7 +387,6 @@ class Group:
 
     @property
     def recipe(self) -> str:
-        """The recipe that all runs share."""
         return self.runs[0].recipe
 
 
@@ -405,12 +399,10 @@ class Comparison:
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        """The recipes, in order of appearance."""
         return tuple(dict.fromkeys(group.recipe for group in self.groups))
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs, group by group."""
         return tuple(run for group in self.groups for run in group.runs)
 
 

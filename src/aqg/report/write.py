@@ -275,7 +275,6 @@ def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
 
 def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return every setting with its value in each group."""
     names = dict.fromkeys(name for group in groups for name in group.runs[0].config)
     rows = []
     for name in names:
@@ -501,7 +500,6 @@ class Outputs:
 
 
 def check_outputs(outputs: Outputs) -> None:
-    """Refuse places that cannot be written to, before anything is read."""
     if outputs.html.is_dir():
         raise RunError(
             f"{str(outputs.html)!r} is a directory; name a file, as in --out report.html"

@@ -49,11 +49,9 @@ class Cost:
 
     @property
     def total_bytes(self) -> int | None:
-        """What the clients sent and received."""
         return add_bytes(self.upload_bytes, self.download_bytes)
 
     def plus(self, record: RoundRecord) -> Cost:
-        """Return the cost with one more round."""
         return Cost(
             self.rounds + 1,
             self.uploads + record.num_uploads,
@@ -71,7 +69,6 @@ class Heads(NamedTuple):
         first_order: to a client that is new, with all that the two agree on.
         order: any other.
         reply: to either.
-
     """
 
     first_order: int
@@ -144,7 +141,6 @@ class Meter:
     >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
     >>> [meter.charge(record).total_bytes for record in rounds]
     [1121, 63]
-
     """
 
     def __init__(self, first_model: int, downlink: Downlink) -> None:
@@ -210,26 +206,21 @@ class ClientBytes:
 
     @staticmethod
     def first(num_clients: int) -> ClientBytes:
-        """Return the totals before the first round."""
         return ClientBytes(np.zeros(num_clients, np.int64), np.zeros(num_clients, np.int64))
 
     def add(self, record: RoundRecord) -> None:
-        """Count one more round."""
         self.uploads = _sum(self.uploads, record.client_upload_bytes)
         self.downloads = _sum(self.downloads, record.client_download_bytes)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays for a checkpoint."""
         pairs = ((UPLOADS, self.uploads), (DOWNLOADS, self.downloads))
         return {name: totals for name, totals in pairs if totals is not None}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> ClientBytes:
-        """Return the totals in a checkpoint; an older one has none."""
         return ClientBytes(arrays.get(UPLOADS), arrays.get(DOWNLOADS))
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return the fields of a summary; what is unknown is left out."""
         return {name: totals.tolist() for name, totals in self.to_arrays().items()}
 
 

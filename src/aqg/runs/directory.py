@@ -153,7 +153,6 @@ def metric_fields(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics among the fields of a record."""
     return {
         key.removeprefix(METRIC_PREFIX): float(value)
         for key, value in row.items()
@@ -162,7 +161,6 @@ def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return ``value``, or None where it is no number that JSON can hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -278,7 +276,6 @@ def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Return the results of a finished run; None where there are none yet."""
     return read_json(path / SUMMARY, "delete it and resume the run")
 
 
@@ -288,7 +285,6 @@ class RunFiles:
     Args:
         path: the run's directory.
         identity: tells runs apart; a checkpoint or summary of another run is refused.
-
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -382,6 +378,5 @@ class RunFiles:
 
 
 def rewrite_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Replace ``rounds.jsonl`` by these lines."""
     text = "".join(seal(line.to_json()) + "\n" for line in lines)
     write_atomically(path / ROUNDS, text.encode())

@@ -81,7 +81,6 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return a file's content; None where there is no such file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -98,7 +97,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and infinity are none."""
     return _DECODER.decode(content.decode())
 
 
@@ -162,13 +160,11 @@ class Records:
             raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the file anew with these records."""
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
         write_atomically(self.path, text.encode())
 
 
 def _end_of_lines(path: Path) -> int:
-    """Return where the last whole line of a file ends."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -237,7 +233,6 @@ def locked(directory: Path, wait_seconds: float = 0.0) -> Iterator[None]:
     Args:
         directory: must exist.
         wait_seconds: how long to wait for one that does, such as one whose parent was killed.
-
     """
     try:
         import fcntl

@@ -81,7 +81,6 @@ class Progress:
 
 
 def slug(recipe: str) -> str:
-    """Return a directory name for a recipe spec."""
     return recipe.replace(":", "_").replace("=", "-")
 
 
@@ -149,7 +148,6 @@ def run(
 
     Raises:
         Interrupted: when asked to stop, after the round in progress was finished and saved.
-
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
@@ -296,7 +294,6 @@ class _Referee:
     Attributes:
         ending: why the run is over; None while it is not.
         limits: that hold now.
-
     """
 
     def __init__(self, config: RunConfig, minimum: float | None, limits: Limits) -> None:
@@ -320,7 +317,6 @@ class _Referee:
 
     @property
     def has_target(self) -> bool:
-        """Whether a target can end the run."""
         return self._judge is not None
 
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
@@ -330,7 +326,6 @@ class _Referee:
         return math.nan if loss is None else loss - self._minimum
 
     def is_over(self) -> bool:
-        """Tell whether the run has come to its end before the last round."""
         return self.ending is not None
 
     def look_before(self, number: int, accuracy: float) -> None:
@@ -396,7 +391,6 @@ def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], 
 
 
 def batch_summary(summaries: Sequence[Summary]) -> str:
-    """Return all runs' results as one JSON object."""
     runs = [summary.to_json() for summary in summaries]
     return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
 
@@ -436,7 +430,6 @@ class Measured(NamedTuple):
         rounds: after how many rounds.
         measure: what was measured, ``test_NAME`` or ``loss``.
         value: of it.
-
     """
 
     rounds: int
@@ -454,7 +447,6 @@ class ModelFiles:
 
     Attributes:
         best: how good the best model is, None before the first.
-
     """
 
     def __init__(
@@ -491,7 +483,6 @@ class ModelFiles:
             metrics: what was measured of it on the test set.
             loss: its training loss, None where unknown.
             tensors: makes its tensors, by name.
-
         """
         name = next((name for name in metrics if self._directions.get(name) is not None), None)
         measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
@@ -514,7 +505,6 @@ class ModelFiles:
             self._pending = None
 
     def finish(self, rounds: int, tensors: Callable[[], Mapping[str, Any]]) -> None:
-        """Write both models."""
         self.save()
         write_atomically(self._directory / FINAL, to_bytes(tensors(), {"rounds": rounds}))
 

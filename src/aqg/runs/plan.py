@@ -44,7 +44,6 @@ class StudyPlan(Plan[JobType], Protocol[JobType]):
         failures: what went wrong, by the job's name.
         num_before: how many jobs were finished before.
         bytes_before: what these sent and received; None where it is not on record.
-
     """
 
     failures: dict[str, AqgError]
@@ -142,7 +141,6 @@ _NOT_OF_THE_PROBLEM = frozenset(
 
 
 def problem_key(config: RunConfig) -> Key:
-    """Return what tells problems apart."""
     return tuple((k, v) for k, v in asdict(config).items() if k not in _NOT_OF_THE_PROBLEM)
 
 
@@ -173,7 +171,6 @@ def prepare(
 
 
 def _minimum_key(config: RunConfig) -> Key:
-    """Return what tells minima apart."""
     return tuple(minimum_key(config).items())
 
 
@@ -258,7 +255,6 @@ def train(
     limits: Limits | None = None,
     keeps_models: bool = True,
 ) -> Train:
-    """Return the task of a run; ``minima`` come from `prepare`."""
     minimum = minima.get(_minimum_key(config))
     return Train(config, minimum, directory, data_dir, limits or NO_LIMITS, keeps_models)
 
@@ -285,7 +281,6 @@ _loaded: dict[Key, Problem] = {}
 
 
 def load(config: RunConfig, data_dir: Path | None) -> Problem:
-    """Build the problem, or return it if it is one of the last."""
     key = problem_key(config)
     if key not in _loaded:
         while sum(map(_size, _loaded.values())) > _MOST_KEPT_BYTES:

@@ -59,7 +59,6 @@ class Target:
         hold: for how many rounds in a row it has to be met, after which the run ends; 0: to the
             last round.
         is_mean: whether it is enough that the first of these rounds meets it, and their mean.
-
     """
 
     kind: Kind
@@ -106,7 +105,6 @@ class Target:
         return None if self.hold or not streak else len(values) - streak
 
     def is_held(self, values: Sequence[float]) -> bool:
-        """Tell whether the first of these values is good enough, and their mean."""
         return self.is_met(values[0]) and self.is_met(sum(values) / len(values))
 
     def progress(self, start: float, value: float) -> float:
@@ -148,7 +146,6 @@ class Judge:
 
     Attributes:
         value: what was looked at last; NaN before the first look.
-
     """
 
     def __init__(self, target: Target, num_rounds: int) -> None:
@@ -161,7 +158,6 @@ class Judge:
         self.value = math.nan
 
     def pay(self, record: RoundRecord) -> None:
-        """Count what a round cost."""
         self._costs = self._costs.plus(record)
 
     def look(self, value: float, limits: Limits = NO_LIMITS) -> Ending | None:
@@ -199,5 +195,4 @@ class Judge:
         return 0 < target.hold <= len(values) and target.is_held(values)
 
     def costs(self, ending: Ending) -> Cost:
-        """Return what the rounds cost until the target was reached, or else all of them."""
         return self._candidate if ending == "reached" else self._costs

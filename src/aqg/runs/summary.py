@@ -40,7 +40,6 @@ class Trace:
     def of(
         lines: Sequence[Line], final_loss: float, final_metrics: Mapping[str, float] | None = None
     ) -> Trace:
-        """Build the curves from the rounds, and the loss and the metrics after the last."""
         records = [line.record for line in lines]
         uploads = [0, *accumulate(record.num_uploads for record in records)]
         bits = [0, *accumulate(record.bits_per_param for record in records)]
@@ -97,17 +96,14 @@ class Summary:
 
     @property
     def total_bytes(self) -> int | None:
-        """What the clients sent and received."""
         return add_bytes(self.upload_bytes, self.download_bytes)
 
     @property
     def test_accuracy(self) -> float | None:
-        """The accuracy on the test set, where it was measured."""
         return self.metrics.get("accuracy")
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss left all use."""
         return has_diverged(self.final_loss)
 
     @property
@@ -156,8 +152,6 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its results and its curves."""
-
     config: RunConfig
     summary: Summary
     trace: Trace
@@ -171,7 +165,6 @@ def summarize(
     minimum: float | None,
     target: Target | None,
 ) -> Summary:
-    """Sum up a finished run; ``minimum`` is ``f*`` where it is known."""
     records = [line.record for line in lines]
     cost = None
     if target is not None:

@@ -28,7 +28,6 @@ class Table:
         rows: as long as the header each.
         num_labels: how many of the first columns say what a row is about; the others hold numbers
             and are right-aligned in a terminal. None: all are text.
-
     """
 
     name: str
@@ -96,7 +95,6 @@ def _lines(cell: str) -> str:
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Write a header and rows."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)

@@ -149,7 +149,6 @@ def _watch(
 
 
 def _motion_network(width: int = 24) -> nn.Module:
-    """Make three convolutions along time, with batch normalization, and a linear layer."""
     from torch import Tensor, nn
 
     class TimeFirst(nn.Module):
@@ -208,7 +207,6 @@ def shakespeare(
 
 
 def read_roles(data_dir: Path) -> dict[str, list[str]]:
-    """Return the speeches of every role."""
     file = data_dir / "shakespeare" / "roles.json.gz"
     try:
         with gzip.open(file, "rt", encoding="utf-8") as text:
@@ -274,7 +272,6 @@ def cifar10(
 
 
 def _image_network() -> nn.Module:
-    """Make three convolutions with group normalization and two linear layers."""
     from torch import Tensor, nn
 
     class ChannelsFirst(nn.Module):

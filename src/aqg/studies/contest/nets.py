@@ -25,7 +25,6 @@ class GatedRecurrence(nn.Module):
         self.from_state = nn.Linear(width, 3 * width)
 
     def forward(self, steps: Tensor) -> Tensor:
-        """Return ``(n, width)`` for ``(n, length, inputs)``."""
         state = steps.new_zeros(*steps.shape[:-2], self.width)
         for given in self.from_input(steps).unbind(-2):
             reset, update, new = given.chunk(3, dim=-1)
@@ -52,7 +51,6 @@ class MotionRecurrence(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Return a logit per class."""
         *leading, length, channels = windows.shape
         pieces = windows.reshape(*leading, length // self.piece, self.piece * channels)
         logits: Tensor = self.head(self.recurrence(pieces))
@@ -75,7 +73,6 @@ class LongShortTermMemory(nn.Module):
         self.head = nn.Linear(width, num_tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token after each."""
         given = self.from_input(self.tokens(tokens))
         state = given.new_zeros(*given.shape[:-2], self.width)
         cell, states = state, []
@@ -108,7 +105,6 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return a logit per class, from the mean over patches."""
         count = self.side // self.patch
         grid = images.reshape(*images.shape[:-1], count, self.patch, count, self.patch)
         patches = grid.transpose(-3, -2).flatten(-2).flatten(-3, -2)
@@ -120,8 +116,6 @@ class VisionTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a perceptron, each beside a shortcut and behind a LayerNorm."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

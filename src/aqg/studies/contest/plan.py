@@ -74,7 +74,6 @@ class Comparison:
         search: find every recipe's best setting first, on seed 0; ``quick``: in a small part of the
             grid.
         downlink: how clients receive the model; what suits each recipe, by default.
-
     """
 
     tasks: tuple[Task, ...]
@@ -106,7 +105,6 @@ class Comparison:
     def extended(
         self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
     ) -> Comparison:
-        """Return the comparison with more tasks and recipes, and another number of seeds."""
         return replace(
             self,
             tasks=in_order((*self.tasks, *tasks)),
@@ -160,8 +158,6 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: a task by name, a recipe by name, its setting and the seed."""
-
     task: str
     recipe: str
     setting: Setting
@@ -169,7 +165,6 @@ class Trial:
 
     @property
     def directory(self) -> str:
-        """Where the run is kept: ``TASK/RECIPE/SETTING-seed-N``."""
         setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
         return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
 
@@ -189,7 +184,6 @@ class Outcome:
         curve: on the validation set or, where the task has none, of what its target measures.
         seconds: that it took.
         upload_bytes: until a fixed target was reached, or to the end; None where it had none.
-
     """
 
     trial: Trial
@@ -214,7 +208,6 @@ class Outcome:
 
     @staticmethod
     def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
-        """Return what a finished run says of itself in its ``summary.json``."""
         found = summary.get("outcome", {"ending": "diverged" if summary["diverged"] else "rounds"})
         curve = Curve.from_json(summary["curve"])
         return Outcome(trial, found["ending"], curve, seconds, found.get("upload_bytes"))
@@ -225,7 +218,6 @@ class Outcome:
 
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
-    """Return all outcomes on record by trial, the last one of each."""
     records = Records(directory / TRIALS)
     found = {}
     for number, row in enumerate(records.read(), start=1):
@@ -302,7 +294,6 @@ class Findings:
         return found
 
     def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
-        """Return the ranks of the settings that were tried on seed 0."""
         goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
         if reference is None and recipe != FEDAVG:
             return {}
@@ -353,7 +344,6 @@ class Findings:
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
-        """Return federated averaging's setting that reaches the target in the fewest rounds."""
         curves = self._searched_curves(task)
         found = make_reference(task.goal, curves.values())
         if found is None:
@@ -487,7 +477,6 @@ class ContestPlan:
 
     @property
     def num_finished(self) -> int:
-        """How many trials have an outcome, those of other recipes and tasks among them."""
         return len(self._outcomes)
 
     def problems(self) -> Iterator[RunConfig]:
@@ -576,7 +565,6 @@ class ContestPlan:
 
 
 def write_targets(directory: Path, findings: Findings) -> None:
-    """Write federated averaging's plateaus and targets, for people to read."""
     rows: dict[str, dict[str, Any]] = {}
     for (task, seed), reference in findings.references.items():
         if reference.plateau is not None:
@@ -638,7 +626,6 @@ def run_trial(
     >>> outcome = run_trial("digits-local", "fedavg", rounds=2)
     >>> outcome.ending, outcome.curve.num_rounds
     ('rounds', 2)
-
     """
     (chosen,) = select_tasks([task])
     trial = Trial(task, recipe, setting or default_setting(recipe, chosen), seed)

@@ -43,7 +43,6 @@ class Task:
         is_hold_out: whether it is set aside, to be run once, when the default recipe is final. No
             choice was made by it.
         is_own: whether it is the user's own.
-
     """
 
     name: str
@@ -68,18 +67,15 @@ class Task:
         return "full-batch" if self.config.training().local.is_one_gradient else "local"
 
     def with_target(self, target: Target) -> RunConfig:
-        """Return the config of a run that ends at a target made from federated averaging's."""
         rounds = math.ceil(MOST_DELAY * self.config.rounds)
         return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
 
     def missing_file(self, data_dir: Path | None) -> Path | None:
-        """Return the first of its files that is not there."""
         folder = data_directory(data_dir)
         return next((folder / f for f in self.files if not (folder / f).is_file()), None)
 
 
 def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
-    """Return the config with a target that ends the run once it is met some rounds in a row."""
     hold, kind = _HOLD[target.kind], target.kind
     is_followed = kind == "accuracy" or config.validation > 0
     eval_every = max(1, config.rounds // _LOSS_POINTS) if is_followed else 1
@@ -168,7 +164,6 @@ _AWAY = _bursts(clients=16, rounds=100, length=15)
 
 
 def _tasks() -> Iterator[Task]:
-    """Yield those with a fixed target, the others, the cheap ones first, and those set aside."""
     fixed, averaging = _fixed, _averaging
     yield fixed("digits-softmax", "residual", 1e-3, **_LABEL, **_DIGITS_SOFTMAX)
     yield fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC)
@@ -253,7 +248,6 @@ def parse_tasks(text: str | None) -> tuple[Task, ...]:
 
 
 def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
-    """Return the tasks of these names, in the order of `TASKS`."""
     chosen = set(names)
     for name in sorted(chosen):
         if name not in TASKS:
@@ -274,7 +268,6 @@ def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task,
 
     Raises:
         DataError: where nothing is left.
-
     """
     kept, lines = [], []
     for task in tasks:
@@ -372,7 +365,6 @@ def to_row(task: Task) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Task:
-    """Read what `to_row` wrote; no file that it names is opened."""
     config = read_stored(row)
     return Task(_name(config), config, is_own=True)
 
