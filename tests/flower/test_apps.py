@@ -284,7 +284,7 @@ def damage_length(reply: Message) -> None:
 
 def damage_version(reply: Message) -> None:
     envelope = envelope_of(reply)
-    envelope.version = "0.0.9"
+    envelope.version, envelope.says_version = "0.0.9", True
     reply.content["aqg"] = pack(envelope)
 
 
