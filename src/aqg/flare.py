@@ -42,7 +42,7 @@ from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from nvflare.apis.fl_context import FLContext
 
@@ -342,11 +342,12 @@ class _Memory:
         self._note = folder / "held"
         self._types = folder / "torch.json"
 
-    def terms(self) -> list[Order]:
+    def terms(self) -> Iterator[Order]:
         """Return the terms of the model that is held."""
-        run = self.held().partition(" ")[0]
-        terms = self.copies(run).terms() if run else None
-        return [] if terms is None else [terms]
+        for found in self._folder.glob("*/state.json"):
+            terms = self.copies(found.parent.name).terms()
+            if terms is not None:
+                yield terms
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
