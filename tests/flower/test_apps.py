@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from dataclasses import replace
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +21,6 @@ from aqg import make_recipe
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
@@ -36,7 +34,7 @@ from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
-from tests.problems import tiny_problem
+from tests.problems import some_recipes, tiny_problem
 
 if TYPE_CHECKING:
     pass
@@ -181,9 +179,7 @@ def test_without_faults_the_model_is_the_simulators(tmp_path, recipe, config, tr
     assert not any(row.get("incidents") for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "downlink"), list(zip(sorted(RECIPES), cycle(["exact", "condensed"])))
-)
+@pytest.mark.parametrize(("recipe", "downlink"), some_recipes("exact", "condensed"))
 def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink):
     federation = Federation(
         tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="context", downlink=downlink

@@ -1,7 +1,6 @@
 """Models as logs in both simulators: the same bytes, the same models, whoever was away."""
 
 from dataclasses import replace
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from aqg.core.downlink import Condensed, Exact, make_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
@@ -18,7 +17,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import assert_same, some_recipes, tiny_problem
 
 if TYPE_CHECKING:
     pass
@@ -61,15 +60,14 @@ def simulations(name, setting, downlink, dtype="float64"):
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
 def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
     reference, fast = simulations(name, setting, downlink)
     assert_same(fast, reference, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
+@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
 def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
     _, full = simulations(name, setting, "full", dtype)
     _, exact = simulations(name, setting, "exact", dtype)
