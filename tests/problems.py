@@ -1,6 +1,6 @@
 """Small problems that tests train on."""
 
-from itertools import cycle
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -14,6 +14,23 @@ _FEW += ["lean", "onebit", "qsgd"]
 _OTHERS = [name for name in RECIPES if name not in _FEW]
 
 
+def soak(*values):
+    """Mark a case that a push does without."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def crossed(*axes):
+    """Give all combinations; those after the first in which each value occurs are for a soak."""
+    count = max(map(len, axes))
+    first = {tuple(k % len(axis) for axis in axes) for k in range(count)}
+    return [
+        (pytest.param if places in first else soak)(
+            *(a[p] for a, p in zip(axes, places, strict=True))
+        )
+        for places in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
 def some_recipes(*beside):
     """Give recipes with every memory, rule, stage and kind of upload; the others are for a soak.
 
@@ -22,7 +39,7 @@ def some_recipes(*beside):
     """
     turn = cycle([(value,) for value in beside] or [()])
     few = [pytest.param(name, *next(turn)) for name in _FEW]
-    return few + [pytest.param(name, *next(turn), marks=pytest.mark.soak) for name in _OTHERS]
+    return few + [soak(name, *next(turn)) for name in _OTHERS]
 
 
 SOME_RECIPES = some_recipes()

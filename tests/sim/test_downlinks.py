@@ -17,7 +17,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import assert_same, some_recipes, tiny_problem
+from tests.problems import assert_same, crossed, some_recipes, tiny_problem
 
 if TYPE_CHECKING:
     pass
@@ -93,9 +93,10 @@ def test_every_client_of_the_reference_holds_the_servers_model():
                 assert reference.models[m].history == expected.history
 
 
-@pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "downlink", "engine"),
+    crossed(list(SETTINGS), ["exact", "condensed"], [0, 1]),
+)
 def test_a_resumed_run_counts_on(setting, downlink, engine):
     whole = simulations("auto", setting, downlink)[1]
     records = [whole.run_round() for _ in range(ROUNDS)]
@@ -138,8 +139,9 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot():
     assert records[-1].download_bytes == record.download_bytes
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", ["lean", "auto", "qsgd"])
+@pytest.mark.parametrize(
+    ("name", "downlink"), crossed(["lean", "auto", "qsgd"], ["condensed", "exact"])
+)
 def test_torch_publishes_the_same(name, downlink):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=6, unequal=True)

@@ -18,13 +18,12 @@ from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.stacks import cut, join, stack_small_clients
 
-from tests.problems import SOME_RECIPES, assert_same, tiny_problem
+from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 
 AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
 
 
-@pytest.mark.parametrize("loses", [False, True])
-@pytest.mark.parametrize("name", SOME_RECIPES)
+@pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
 def test_equals_the_reference_bit_for_bit(name, loses):
     problem = tiny_problem(num_clients=6, unequal=loses)
     dropout = ScriptedDropout(AWAY, BernoulliDropout(0.3, seed=8)) if loses else None

@@ -25,7 +25,7 @@ from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 from aqg.wire import decode
 
-from tests.problems import SOME_RECIPES, assert_same, tiny_problem
+from tests.problems import SOME_RECIPES, assert_same, crossed, tiny_problem
 
 FEATURES = {
     "minibatch": Training(LocalTraining(batch_size=8)),
@@ -70,8 +70,9 @@ def test_torch_tensors_train_alike(feature):
     assert torch.parameters == pytest.approx(numpy.parameters, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", [ReferenceSimulation, FastSimulation])
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    ("feature", "kind"), crossed(list(FEATURES), [ReferenceSimulation, FastSimulation])
+)
 def test_resumes_and_repeats_bit_for_bit(feature, kind):
     whole = simulate(kind, "lean", FEATURES[feature])
     records = [whole.run_round() for _ in range(7)]
