@@ -14,9 +14,10 @@ for profile, examples in (("push", 50), ("soak", 300)):
 settings.load_profile("push")  # `make soak` gives --hypothesis-profile=soak
 
 
-def pytest_collection_modifyitems(items):
-    """Start deployments first: they wait for processes while others compute."""
-    items.sort(key=lambda item: item.path.name != "test_deployment.py")
+def pytest_ignore_collect(collection_path):
+    """Import no helper for the doctests that it may have."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_helper else None
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from dataclasses import replace
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +21,6 @@ from aqg import make_recipe
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
@@ -36,7 +34,7 @@ from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
-from tests.problems import tiny_problem
+from tests.problems import crossed, some_recipes, tiny_problem
 
 if TYPE_CHECKING:
     pass
@@ -142,18 +140,18 @@ def reference(recipe, rounds, **training):
     return simulation
 
 
-@pytest.mark.parametrize("downlink", DOWNLINKS)
-@pytest.mark.parametrize(
-    ("recipe", "config", "training"),
-    [
-        ("lean", {}, {}),
-        ("laq", {"weighting": "samples"}, {"weighting": "samples"}),
-        ("qsgd", {"fraction-train": 0.67}, {"participation": 0.67}),
-        ("onebit", {"optimizer": "momentum"}, {"optimizer": make_optimizer("momentum")}),
-        ("lean", {"optimizer": "adam"}, {"optimizer": make_optimizer("adam")}),
-    ],
-)
-def test_without_faults_the_model_is_the_simulators(tmp_path, recipe, config, training, downlink):
+CASES = [
+    ("lean", {}, {}),
+    ("laq", {"weighting": "samples"}, {"weighting": "samples"}),
+    ("qsgd", {"fraction-train": 0.67}, {"participation": 0.67}),
+    ("onebit", {"optimizer": "momentum"}, {"optimizer": make_optimizer("momentum")}),
+    ("lean", {"optimizer": "adam"}, {"optimizer": make_optimizer("adam")}),
+]
+
+
+@pytest.mark.parametrize(("case", "downlink"), crossed(CASES, DOWNLINKS))
+def test_without_faults_the_model_is_the_simulators(tmp_path, case, downlink):
+    recipe, config, training = case
     federation = Federation(tmp_path, recipe=recipe, downlink=downlink, **config)
     training = {**training, "downlink": make_downlink(downlink)}
     final = federation.run(evaluate=PROBLEM.test_accuracy, describe={"dataset": "tiny"})
@@ -181,9 +179,7 @@ def test_without_faults_the_model_is_the_simulators(tmp_path, recipe, config, tr
     assert not any(row.get("incidents") for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "downlink"), list(zip(sorted(RECIPES), cycle(["exact", "condensed"])))
-)
+@pytest.mark.parametrize(("recipe", "downlink"), some_recipes("exact", "condensed"))
 def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink):
     federation = Federation(
         tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="context", downlink=downlink
@@ -517,8 +513,9 @@ def test_a_run_that_diverges_stops(tmp_path):
     assert summary["diverged"]
 
 
-@pytest.mark.parametrize("lie", [math.inf, math.nan, 1e300, -1e300])
-@pytest.mark.parametrize("num_clients", [2, 3])
+@pytest.mark.parametrize(
+    ("lie", "num_clients"), [(math.inf, 2), (math.nan, 3), (1e300, 2), (-1e300, 3), (1e300, 3)]
+)
 def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     def answer(node, reply):
         if node == 18 and (round_of(reply) or reply.metadata.message_type == "evaluate"):
@@ -681,8 +678,7 @@ def claim(federation, node, samples):
     federation.grid.answer = answer
 
 
-@pytest.mark.parametrize("trust", [True, False])
-@pytest.mark.parametrize("samples", [-1, 0, -(2**63), 2**53 + 1])
+@pytest.mark.parametrize(("samples", "trust"), crossed([-1, 0, -(2**63), 2**53 + 1], [True, False]))
 def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, trust):
     federation = Federation(tmp_path, weighting="samples", rounds=3, trust_partition_id=trust)
     claim(federation, 18, samples)
@@ -735,8 +731,7 @@ def test_two_servers_do_not_share_a_run_directory(tmp_path):
     assert len(federation.rows()) == 2
 
 
-@pytest.mark.parametrize("downlink", DOWNLINKS)
-@pytest.mark.parametrize("recipe", ["qgd", "onebit", "qsgd"])
+@pytest.mark.parametrize(("recipe", "downlink"), crossed(["qgd", "onebit", "qsgd"], DOWNLINKS))
 def test_too_few_replies_make_no_step(tmp_path, recipe, downlink):
     federation = Federation(tmp_path, recipe=recipe, downlink=downlink, min_clients=3, rounds=5)
     thetas = []
@@ -1031,8 +1026,7 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path, downlink):
     assert not np.array_equal(other.run(), simulation.parameters)
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.67])
-@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
+@pytest.mark.parametrize(("recipe", "participation"), crossed(["auto", "qsgd"], [1.0, 0.67]))
 def test_steps_that_set_themselves_are_the_simulators(tmp_path, recipe, participation):
     config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "fraction-train": participation}
     federation = local_federation(tmp_path, **config)

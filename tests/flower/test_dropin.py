@@ -28,6 +28,7 @@ from tests.flower.small_app import (
     first_arrays,
     make_app,
 )
+from tests.problems import soak
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +125,9 @@ STRATEGIES = {name: (make, OPTIMUM) for name, make in AVERAGING.items()} | {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["FedAvgM", "FedMedian", "own", *map(soak, ("FedAvg", "FedProx", "FedTrimmedAvg"))]
+)
 def test_strategies_end_where_they_do_without(name):
     make, target = STRATEGIES[name]
     stock = run(make(), make_grid(make_app([])))
@@ -140,10 +143,8 @@ def test_strategies_end_where_they_do_without(name):
         assert metrics.keys() == result.evaluate_metrics_clientapp[number].keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["FedAvg", *(pytest.param(n, marks=pytest.mark.soak) for n in AVERAGING if n != "FedAvg")],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", AVERAGING)
 def test_the_noise_of_the_default_is_around_the_optimum(name):
     """One model is off by 0.35, 0.57 at the start; the mean of the last 22 by 0.09."""
     models = []
@@ -208,7 +209,7 @@ def train_alike(rounds, noise, wrap=lambda strategy: strategy):
     return left / np.linalg.norm(target), strategy
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("noise", [soak(0.0), 1.0])
 def test_clients_that_agree_come_as_far_as_without(noise):
     """Entries of a few coordinates alone leave the copy behind, and the model swings ever wider."""
     stock, _ = train_alike(30, noise)
@@ -219,23 +220,27 @@ def test_clients_that_agree_come_as_far_as_without(noise):
     assert traffic.down - 3 * 4 * 12_000 < traffic.plain_down / 15
 
 
+NEAR = {
+    "FedAdam": lambda: flower.FedAdam(**unevaluated(eta=0.1, tau=0.01)),
+    "FedYogi": lambda: flower.FedYogi(**unevaluated(eta=0.1, tau=0.01)),
+    "FedAdagrad": lambda: flower.FedAdagrad(**unevaluated(eta=0.3, tau=0.1)),
+    "MultiKrum": lambda: flower.MultiKrum(
+        **unevaluated(num_malicious_nodes=1, num_nodes_to_select=2)
+    ),
+    "DP fixed": lambda: flower.DifferentialPrivacyServerSideFixedClipping(
+        FedAvg(**unevaluated()), 0.001, 20.0, NUM_CLIENTS
+    ),
+    "DP adaptive": lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(**unevaluated()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: flower.FedAdam(**unevaluated(eta=0.1, tau=0.01)),
-        lambda: flower.FedYogi(**unevaluated(eta=0.1, tau=0.01)),
-        lambda: flower.FedAdagrad(**unevaluated(eta=0.3, tau=0.1)),
-        lambda: flower.MultiKrum(**unevaluated(num_malicious_nodes=1, num_nodes_to_select=2)),
-        lambda: flower.DifferentialPrivacyServerSideFixedClipping(
-            FedAvg(**unevaluated()), 0.001, 20.0, NUM_CLIENTS
-        ),
-        lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(
-            FedAvg(**unevaluated()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
-        ),
-    ],
-    ids=["FedAdam", "FedYogi", "FedAdagrad", "MultiKrum", "DP fixed", "DP adaptive"],
+    "name", ["FedAdam", "DP adaptive", *map(soak, sorted({*NEAR} - {"FedAdam", "DP adaptive"}))]
 )
-def test_strategies_come_as_near_as_they_do_without(make):
+def test_strategies_come_as_near_as_they_do_without(name):
+    make = NEAR[name]
     stock = run(make(), make_grid(make_app([])))
     wrapped = Compressed(make())
     result = run(wrapped)

@@ -43,6 +43,7 @@ def federated_averaging():
     return task.accuracy(net)
 
 
+@pytest.mark.soak
 def test_in_flower(tmp_path):
     config = {
         "num-clients": task.NUM_CLIENTS,

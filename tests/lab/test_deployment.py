@@ -314,6 +314,7 @@ def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int,
     assert not processes_with(str(out))
 
 
+@pytest.mark.soak
 def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
     """It runs Flower's simulation, which ends with the simulator's model as well."""
     out = tmp_path / "demo"

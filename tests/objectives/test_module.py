@@ -15,7 +15,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 
-from tests.problems import assert_same
+from tests.problems import assert_same, crossed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -493,9 +493,10 @@ def image_problem(dtype="float64", unequal=False):
     return Problem(objective, tuple(clients), objective.init_params(0).astype(dtype), clients[0])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("unequal", [False, True])
-@pytest.mark.parametrize("name", ["lean", "gd", "onebit"])
+@pytest.mark.parametrize(
+    ("name", "unequal", "dtype"),
+    crossed(["lean", "gd", "onebit"], [False, True], ["float64", "float32"]),
+)
 def test_fast_equals_reference_bit_for_bit(name, unequal, dtype):
     problem = image_problem(dtype, unequal)
     arguments = (problem, make_recipe(name), 0.02, BernoulliDropout(0.3, seed=8), 4)

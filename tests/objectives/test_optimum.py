@@ -67,6 +67,7 @@ def test_agrees_with_an_independent_solver(model, num_classes, l2, scaling):
     assert optimum.value == pytest.approx(average(params), abs=1e-9)
 
 
+@pytest.mark.soak
 def test_no_point_is_below_the_certified_interval():
     clients = unequal_clients(3)
     objective = make_objective("softmax", 4, 3, 0.05, "mean")

@@ -1,7 +1,6 @@
 """Models as logs in both simulators: the same bytes, the same models, whoever was away."""
 
 from dataclasses import replace
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from aqg.core.downlink import Condensed, Exact, make_downlink
 from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
@@ -18,7 +17,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.sim.training import Training
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import assert_same, crossed, some_recipes, tiny_problem
 
 if TYPE_CHECKING:
     pass
@@ -61,15 +60,14 @@ def simulations(name, setting, downlink, dtype="float64"):
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
 def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
     reference, fast = simulations(name, setting, downlink)
     assert_same(fast, reference, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
+@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
 def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
     _, full = simulations(name, setting, "full", dtype)
     _, exact = simulations(name, setting, "exact", dtype)
@@ -95,9 +93,10 @@ def test_every_client_of_the_reference_holds_the_servers_model():
                 assert reference.models[m].history == expected.history
 
 
-@pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "downlink", "engine"),
+    crossed(list(SETTINGS), ["exact", "condensed"], [0, 1]),
+)
 def test_a_resumed_run_counts_on(setting, downlink, engine):
     whole = simulations("auto", setting, downlink)[1]
     records = [whole.run_round() for _ in range(ROUNDS)]
@@ -140,8 +139,9 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot():
     assert records[-1].download_bytes == record.download_bytes
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", ["lean", "auto", "qsgd"])
+@pytest.mark.parametrize(
+    ("name", "downlink"), crossed(["lean", "auto", "qsgd"], ["condensed", "exact"])
+)
 def test_torch_publishes_the_same(name, downlink):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=6, unequal=True)
