@@ -153,8 +153,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
     if any(summary.recipe in BASELINES for summary in summaries):
-        counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
-        note += f" vs: how many times fewer, {counted}."
+        note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
     sentence = headline(summaries)
     if sentence is not None:

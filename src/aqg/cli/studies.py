@@ -146,8 +146,8 @@ def _run_study(
             shown = stack.enter_context(Overview(console, plan, name))
 
             def make_task(job: JobType) -> Train:
-                folder, limits = directory / job.name, plan.note(job)
-                return train(job.config, minima, folder, where.data_dir, limits, keeps_models)
+                folder, ceiling = directory / job.name, plan.note(job)
+                return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
             carry_out(plan, make_task, place, shown.show)
         except Interrupted:

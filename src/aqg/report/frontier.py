@@ -168,8 +168,8 @@ def _compare(
 def _target(groups: Iterable[Group]) -> float | None:
     """Return the distance from the minimum that all runs were asked for and some reached."""
     results = [result_of(run) for group in groups for run in group.runs]
-    targets = {result.target for result in results}
-    if len(targets) > 1 or all(result.target_rounds is None for result in results):
+    targets: set[float | None] = {result["target"] for result in results}
+    if len(targets) > 1 or all(result["target_rounds"] is None for result in results):
         return None
     return targets.pop()
 

@@ -11,7 +11,7 @@
     it has not come half of its way, or at three quarters not three quarters.
 *Too expensive*
     Other runs of the study show that the cost is of no interest, whether or not the target is
-    reached in the end: it is *beyond* what federated averaging needs (`Limits`).
+    reached in the end: it is *beyond* what federated averaging needs.
 """
 
 from __future__ import annotations
@@ -131,16 +131,6 @@ class Target:
         return f"{self.kind} {self.value:g}"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The bytes in both directions beyond which a run is too expensive."""
-
-    ceiling: float = math.inf
-
-
-NO_LIMITS = Limits()
-
-
 class Judge:
     """Follows a run's costs and its loss, residual or accuracy, and says when it is over.
 
@@ -151,7 +141,7 @@ class Judge:
     def __init__(self, target: Target, num_rounds: int) -> None:
         self._target = target
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
-        self._costs = self._candidate = Cost(0, 0, 0, 0, 0)
+        self._costs = self._candidate = Cost()
         self._streak = 0
         self._recent: deque[tuple[float, Cost]] = deque(maxlen=max(1, target.hold))
         self._first_value = math.nan
@@ -160,8 +150,11 @@ class Judge:
     def pay(self, record: RoundRecord) -> None:
         self._costs = self._costs.plus(record)
 
-    def look(self, value: float, limits: Limits = NO_LIMITS) -> Ending | None:
-        """Take the value that the rounds paid for so far have led to."""
+    def look(self, value: float, ceiling: float = math.inf) -> Ending | None:
+        """Take the value that the rounds paid for so far have led to.
+
+        More bytes than the ceiling, in both directions, are too expensive.
+        """
         self.value = value
         if math.isnan(self._first_value):
             self._first_value = value
@@ -176,9 +169,7 @@ class Judge:
         if share and self._target.progress(self._first_value, value) < share:
             return "hopeless"
         costs = self._candidate if self._streak else self._costs
-        total = costs.total_bytes
-        spent = costs.upload_bytes if total is None else total
-        return "beyond" if spent > limits.ceiling else None
+        return "beyond" if costs.total_bytes > ceiling else None
 
     def _is_reached(self, value: float) -> bool:
         target = self._target

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ from aqg.errors import AqgError, ConfigError, RunError
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
-from aqg.runs.loop import create_run, run, slug
+from aqg.runs.loop import slug
 from aqg.runs.plan import Job
-from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.stopping import Limits, Target
+from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
@@ -473,7 +471,7 @@ class ContestPlan:
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
         self.num_before = 0
-        self.bytes_before: int | None = 0
+        self.bytes_before = 0
 
     @property
     def num_finished(self) -> int:
@@ -524,7 +522,7 @@ class ContestPlan:
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def note(self, job: TrialJob) -> Limits:
+    def note(self, job: TrialJob) -> float:
         """Return the bytes beyond which a run is of no interest: those of the reference.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.
@@ -533,8 +531,8 @@ class ContestPlan:
         reference = self._findings.references.get((trial.task, trial.seed))
         task = next(task for task in self._comparison.tasks if task.name == trial.task)
         if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
-            return Limits()
-        return Limits(reference.ceiling)
+            return math.inf
+        return reference.ceiling
 
     def _next_trial(self) -> tuple[Trial, Task] | None:
         for recipe, task in self._comparison.pairs():
@@ -594,51 +592,3 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     for recipe, name in pairs:
         shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
     return len(stored) - len(kept)
-
-
-def run_trial(
-    task: str,
-    recipe: str,
-    setting: Setting | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    data_dir: Path | None = None,
-    target: Target | None = None,
-    rounds: int | None = None,
-) -> Outcome:
-    """Run one trial, for machines that have PyTorch and NumPy and little else.
-
-    What comes of it goes into a comparison's directory: ``Records(DIRECTORY /
-    "trials.jsonl").add(outcome.to_json())``.
-
-    Args:
-        task: its name.
-        recipe: its name.
-        setting: the recipe as it is by default; ``Setting("fedavg", multiplier=SELF_SETTING)`` is
-            federated averaging with our step.
-        seed: of the run.
-        device: where to compute the larger tasks; the small ones always run on the CPU.
-        data_dir: where datasets are kept.
-        target: with which the run ends; without one it goes to the task's last round, as those of
-            federated averaging and `auto` do. A task with a fixed target has its own.
-        rounds: fewer than the task has, to try it out.
-
-    >>> outcome = run_trial("digits-local", "fedavg", rounds=2)
-    >>> outcome.ending, outcome.curve.num_rounds
-    ('rounds', 2)
-    """
-    (chosen,) = select_tasks([task])
-    trial = Trial(task, recipe, setting or default_setting(recipe, chosen), seed)
-    config = make_config(trial, chosen, target, device=device)
-    if rounds is not None:
-        config = replace(config, rounds=rounds, eval_every=1)
-    problem = build_problem(config, data_dir)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "run"
-        create_run(directory, config)
-        minimum = find_minimum(config, problem) if chosen.goal.kind == "residual" else None
-        run(config, problem, minimum, directory, keeps_models=False)
-        summary = read_summary(directory)
-    assert summary is not None, "a run that is over leaves a summary"
-    return Outcome.of_run(trial, summary, time.monotonic() - started)

@@ -71,8 +71,10 @@ class Task:
         return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
 
     def missing_file(self, data_dir: Path | None) -> Path | None:
-        folder = data_directory(data_dir)
-        return next((folder / f for f in self.files if not (folder / f).is_file()), None)
+        code = None if self.config.problem is None else Code.parse(self.config.problem)
+        paths = [data_directory(data_dir) / file for file in self.files]
+        paths += [] if code is None else [code.path]
+        return next((path for path in paths if not path.is_file()), None)
 
 
 def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
@@ -88,6 +90,11 @@ def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settin
     return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
 
 
+_NATURAL_FILE = Path(__file__).with_name("natural.py")
+_UNSEEN_FILE = Path(__file__).parents[4] / "benchmarks" / "unseen.py"
+_UNSEEN_NAMES = ("unseen-synthetic", "unseen-arms", "unseen-vit", "unseen-lstm")
+
+
 def _averaging(
     name: str,
     kind: str = "accuracy",
@@ -100,11 +107,12 @@ def _averaging(
 ) -> Task:
     """Make a task whose goal is federated averaging's plateau; its step is rate · steps / clients.
 
-    ``settings`` may name a ``function`` in ``natural.py`` that makes the problem.
+    ``settings`` may name a ``function`` that makes the problem, in ``natural.py`` or, of what is
+    set aside, in the checkout's ``benchmarks``.
     """
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
     if function := settings.pop("function", None):
-        problem = f"{Path(__file__).with_name('natural.py')}:{function}"
+        problem = f"{_UNSEEN_FILE if name in _UNSEEN_NAMES else _NATURAL_FILE}:{function}"
         chosen |= {"problem": problem, "dataset": OWN, "model": OWN, "partition": OWN}
     chosen |= settings
     chosen["alpha"] = chosen["local_rate"] * chosen["local_steps"] / chosen["clients"]
@@ -216,7 +224,7 @@ def _tasks() -> Iterator[Task]:
     function = "vision_transformer:clients=6:images=10000"
     yield averaging("unseen-vit", function=function, **_UNSEEN, **local)
     local = _local(16, 10, 0.5) | {"clients": 100, "rounds": 150, "participation": 0.1}
-    function = "shakespeare:clients=100:skip=60:net=lstm"
+    function = "roles:clients=100:skip=60"
     yield averaging("unseen-lstm", function=function, **_ROLES, **_UNSEEN, **local)
 
 

@@ -222,9 +222,10 @@ def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
 
 def _settings(scale: Scale, section: str) -> Iterator[dict[str, Any]]:
     both: tuple[dict[str, Any], ...] = ({"partition": "iid"}, {"partition": "label"})
+    recipes: tuple[str, ...] = TABLE_RECIPES
     match section:
         case "softmax":
-            seeds, cells, recipes = scale.softmax_seeds, both, TABLE_RECIPES
+            seeds, cells = scale.softmax_seeds, both
             fixed: dict[str, Any] = {"rounds": scale.softmax_rounds}
         case "network":
             seeds, recipes = scale.network_seeds, NETWORK_RECIPES

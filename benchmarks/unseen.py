@@ -1,14 +1,85 @@
-"""Networks of the tasks that are set aside: recurrent ones, and a vision transformer.
+"""The problems that are set aside: made once, when the default recipe was final.
 
-Recurrences are written with linear layers, since `torch.func.vmap`, by which clients train side by
-side on a GPU, does not run those of PyTorch.
+Their tasks, ``unseen-NAME`` of ``aqg compare``, are run from a checkout. Recurrences are written
+with linear layers, since `torch.func.vmap`, by which clients train side by side on a GPU, does not
+run those of PyTorch.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from aqg.data import load_dataset, parse_partition
+from aqg.objectives import make_objective
+from aqg.sim.problem import Problem, Samples
+from aqg.studies.contest.natural import shakespeare, watch_problem
+
+_SYNTHETIC_STREAM = 0x5717
+"""Keeps the samples apart from other random numbers of the same seed."""
+
+
+def arms(data_dir: Path, dtype: str) -> Problem:
+    """Make a client of each arm of eight persons, with a recurrent network; test as in `watch`."""
+    return watch_problem(data_dir, dtype, MotionRecurrence(), by_arm=True)
+
+
+def vision_transformer(data_dir: Path, seed: int, dtype: str, clients: int, images: int) -> Problem:
+    """Split some of MNIST's images by Dirichlet(1) over labels, with a vision transformer."""
+    data = load_dataset("mnist", data_dir)
+    assert data.test_features is not None
+    assert data.test_labels is not None
+    step = len(data) // images
+    data = replace(
+        data, features=data.features[::step][:images], labels=data.labels[::step][:images]
+    )
+    parts = parse_partition("dirichlet:1.0").split(data, clients, seed)
+    return Problem.from_module(
+        VisionTransformer(),
+        clients=[(data.features[part], data.labels[part]) for part in parts],
+        test=(data.test_features, data.test_labels),
+        dtype=dtype,
+    )
+
+
+def synthetic(seed: int, dtype: str, clients: int) -> Problem:
+    """Draw Synthetic(1, 1) of Li et al. (2020), with a perceptron of one hidden layer.
+
+    Every client labels samples of a distribution of its own by a linear model of its own. A tenth
+    of its samples is in the test set.
+    """
+    random = np.random.default_rng([_SYNTHETIC_STREAM, seed])
+    num_features, num_classes = 60, 10
+    sizes = random.lognormal(4.0, 2.0, clients).astype(np.int64) + 50
+    deviations = np.arange(1, num_features + 1) ** -0.6  # of variances j^-1.2
+    parts, tests = [], []
+    for size in sizes.tolist():
+        model_mean, feature_mean = random.normal(size=2)
+        weights = random.normal(model_mean, 1.0, (num_features, num_classes))
+        bias = random.normal(model_mean, 1.0, num_classes)
+        center = random.normal(feature_mean, 1.0, num_features)
+        features = center + deviations * random.normal(size=(size, num_features))
+        labels = (features @ weights + bias).argmax(axis=1)
+        last = size - size // 10
+        parts.append(Samples(features[:last].astype(dtype), labels[:last]))
+        tests.append((features[last:].astype(dtype), labels[last:]))
+    objective = make_objective("mlp:64", num_features, num_classes, l2=0.0, scaling="mean")
+    return Problem(
+        objective=objective,
+        clients=tuple(parts),
+        initial_params=objective.init_params(seed).astype(dtype),
+        test=Samples(*(np.concatenate(part) for part in zip(*tests, strict=True))),
+    )
+
+
+def roles(data_dir: Path, dtype: str, clients: int, skip: int) -> Problem:
+    """Make a client of each role, the ``skip`` largest left out, with an LSTM."""
+    return shakespeare(data_dir, dtype, clients, skip=skip, make_net=LongShortTermMemory)
 
 
 class GatedRecurrence(nn.Module):
