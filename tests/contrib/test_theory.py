@@ -1,7 +1,5 @@
 """L and μ against dense Hessians, Lemma 1 against a search, V along runs, and ``aqg theory``."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -56,11 +54,7 @@ def test_the_best_rho2_is_the_best(rho1):
     assert best == pytest.approx((1 - rho1) / (6 - 2 * rho1))
 
 
-@given(
-    weight_sum=st.floats(0.001, 0.15),
-    part=st.floats(0.05, 0.95),
-    condition=st.floats(1.0, 1e4),
-)
+@given(weight_sum=st.floats(0.001, 0.15), part=st.floats(0.05, 0.95), condition=st.floats(1.0, 1e4))
 @settings(max_examples=50, deadline=None)
 def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
     weights = (weight_sum / 5,) * 5

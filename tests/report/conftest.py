@@ -1,6 +1,5 @@
 """Run directories to report on, written by the code that writes real ones."""
 
-from __future__ import annotations
 
 import numpy as np
 import pytest

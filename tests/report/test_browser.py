@@ -1,7 +1,5 @@
 """The report in a real browser: everything is drawn, reacts, and stays on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """``aqg report`` as a user meets it: the files it writes and the errors it explains."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip

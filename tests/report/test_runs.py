@@ -1,7 +1,5 @@
 """From run directories to arrays, groups and curves, whatever state the runs are in."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

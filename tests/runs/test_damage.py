@@ -1,7 +1,5 @@
 """Run directories that were damaged: what is wrong is named, and nothing is made up."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

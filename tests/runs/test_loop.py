@@ -1,7 +1,5 @@
 """Run directories: complete, resumable after any crash, and repeatable."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -17,6 +15,8 @@ from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
 from aqg.runs.summary import Trace
 from aqg.weights import BEST, FINAL
+
+from tests.problems import crossed
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
 
@@ -68,8 +68,7 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
     assert resolve(read_toml(tmp_path / "run" / CONFIG)) == (config,)
 
 
-@pytest.mark.parametrize("crash", [1, 13, 30])
-@pytest.mark.parametrize("engine", ["fast", "reference"])
+@pytest.mark.parametrize(("crash", "engine"), crossed([1, 13, 30], ["fast", "reference"]))
 def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
     config = resolve({**SETTINGS, "engine": engine})[0]
     whole = run_whole(config, problem, tmp_path / "whole")

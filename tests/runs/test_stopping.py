@@ -1,7 +1,5 @@
 """When a run is over: reached, diverged, hopeless, too dear; and what it is said to have cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -19,24 +19,20 @@ another than that sum, which it would see in the model, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.downlink import Condensed
+from aqg.core.downlink import Condensed, Downlink
 from aqg.core.grids import affine, snap
 from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
+from aqg.core.recipe import Movement, Recipe
 from aqg.core.space import NumpySpace
 from aqg.core.track import Change, Correction, Part, Track, follow, init_track
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.downlink import Downlink
-    from aqg.core.recipe import Movement, Recipe
-    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)

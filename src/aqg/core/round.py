@@ -10,32 +10,27 @@ moved the mirrors, on this side as on the other, `settle` brings the clients' ow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS
-from aqg.core.space import with_rows
+from aqg.core.messages import AnyUpload
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, Space, with_rows
 from aqg.core.stage import (
     Flow,
     Outcome,
+    StageState,
     call_after,
     call_before,
     store_rows,
     take_rows,
     undo_faults,
 )
-from aqg.core.track import Memory, Terms, Track, correct, init_mirrors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.stage import StageState
-    from aqg.core.track import Gaps
-    from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.track import Gaps, Memory, Terms, Track, correct, init_mirrors
+from aqg.core.types import Float64Array, FloatArray, IntArray
 
 
 class Clients(NamedTuple):

@@ -11,20 +11,32 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.budget import Budget, first_budget
 from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
-from aqg.core.messages import Broadcast, Message, Skip, Upload, energy_of, is_message, num_nonzero
-from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.messages import (
+    AnyUpload,
+    Broadcast,
+    Message,
+    Skip,
+    Upload,
+    energy_of,
+    is_message,
+    num_nonzero,
+)
+from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
-from aqg.core.space import NumpySpace
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, NumpySpace, Space
 from aqg.core.sparsifiers import TERNARY_WIDTH
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
@@ -36,19 +48,8 @@ from aqg.core.track import (
     move_directions,
     next_direction,
 )
-from aqg.core.types import is_whole
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
 from aqg.errors import ConfigError, MessageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.optimizers import OptimizerState
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""

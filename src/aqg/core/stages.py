@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH
+from aqg.core.recipe import Recipe
 from aqg.core.space import energies
 from aqg.core.stage import Flow, Outcome, Plain, StageState
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.core.grids import round_up_to_bfloat16
-from aqg.core.optimizers import SGD
+from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, Space
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.spec import make_named
-
-if TYPE_CHECKING:
-    from aqg.core.optimizers import ServerOptimizer
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.types import FloatArray
 
 _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""

@@ -87,7 +87,6 @@ def heads() -> Heads:
         epoch=0,
         uploads=100,
         digest=digest,
-        evaluate=False,
         noise=1.5,
         public=digest,
     )

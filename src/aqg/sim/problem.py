@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.types import to_numpy
+from aqg.core.types import FloatArray, to_numpy
 from aqg.errors import ConfigError, DataError
+from aqg.objectives.base import Objective
 from aqg.objectives.metrics import METRICS, Metric, default_metrics, make_metrics, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
-    from aqg.objectives.base import Objective
 
 
 class Samples(NamedTuple):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
 
 DROPPED = -1
 """In ``widths``: the client dropped out, or was not sampled."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Full
 from aqg.core.persistence import (
@@ -13,21 +15,15 @@ from aqg.core.persistence import (
     model_from_arrays,
     model_to_arrays,
 )
+from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
+from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log
 from aqg.sim.late import Replies
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array
-    from aqg.sim.problem import Problem
-    from aqg.sim.training import Training
+from aqg.sim.problem import Problem
+from aqg.sim.training import Training
 
 _VARYING = (
     *("is_moved", "history", "statistics"),

@@ -25,7 +25,7 @@ from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.training import Training
 
-if TYPE_CHECKING:  # needs torch, which takes seconds to import and need not be there
+if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
 
 

@@ -1,7 +1,5 @@
 """What runs next: federated averaging first, then everyone else against it, and nothing twice."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

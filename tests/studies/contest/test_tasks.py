@@ -1,7 +1,5 @@
 """Tasks by name, and the problems with natural clients."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
