@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
@@ -144,7 +144,7 @@ def takes(
     kind: type[Kind], *settings: str
 ) -> Callable[[Callable[[Kind], Result]], Callable[..., Result]]:
     """Make a command of a function of options; those of the settings named are its ``flags``."""
-    hints, own = types(kind), table(kind)
+    own, hints = table(kind), types(cast("Any", kind))
     defaults = {each.name: each.default for each in fields(kind)}
     options = {name: (_option(name, row, hints[name]), defaults[name]) for name, row in own.items()}
     rows, hints = table(RunSettings), types(RunSettings)

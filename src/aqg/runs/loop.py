@@ -130,20 +130,11 @@ def run(
 ) -> Result:
     """Run until the run is over, from the directory's checkpoint if it has one.
 
-    That is after its last round, or earlier as `aqg.runs.stopping` has it.
-
-    Args:
-        config: of the run.
-        problem: that the config describes.
-        minimum: ``f*`` where it is known, or what finds it once the last round is done and saved.
-        directory: of the run; it exists and holds the config.
-        contact: is told `Progress` after every round, and tells when to stop; a note is the
-            ceiling that holds from now on.
-        ceiling: the bytes beyond which a run with a target that ends it costs too much.
-        keeps_models: leave the best model and the last, and the last checkpoint.
-
-    Raises:
-        Interrupted: when asked to stop, after the round in progress was finished and saved.
+    That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
+    ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
+    once the last round is done and saved. The contact is told `Progress` after every round; its
+    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
+    saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
