@@ -280,7 +280,7 @@ class _Referee:
     def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
         goal = config.goal
         self._eval_every = config.eval_every
-        self._minimum = minimum or 0.0
+        self._minimum = 0.0
         self.metric = VALIDATION if config.validation else "accuracy"
         self.ending: Ending | None = None
         self.ceiling = ceiling
@@ -290,8 +290,11 @@ class _Referee:
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
             self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
-            if goal.kind == "residual" and minimum is None:
-                raise RunError(f"the target is a {goal}, and the minimum of the loss is unknown")
+            if goal.kind == "residual":
+                if minimum is None:
+                    text = f"the target is a {goal}, and the minimum of the loss is unknown"
+                    raise RunError(text)
+                self._minimum = minimum
 
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
         """Return what the target is about; NaN where it was not measured."""
