@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -35,9 +34,6 @@ from aqg.sim.training import Training
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
 from tests.problems import crossed, some_recipes, tiny_problem
-
-if TYPE_CHECKING:
-    pass
 
 ALPHA = 0.1
 DOWNLINKS = ("full", "exact", "condensed")

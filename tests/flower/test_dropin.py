@@ -286,6 +286,7 @@ def test_clipping_on_clients(kind):
     assert distance(result.arrays) < 3.0
 
 
+@pytest.mark.soak
 def test_noisy_training():
     """Sparse replies, and what the public copy lacks of the model is not lost."""
     wrapped = Compressed(FedAvg(**unevaluated()), recipe="auto")

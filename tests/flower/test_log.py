@@ -3,7 +3,6 @@
 import json
 import shutil
 import tracemalloc
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -32,9 +31,6 @@ from aqg.wire.entry import encode_log, log_rounds, log_since
 
 from tests.flower.own_messages import change_order, flipped, order_in
 from tests.flower.test_apps import Federation, Killed, Killer, reference, round_of
-
-if TYPE_CHECKING:
-    pass
 
 LOGS = ("exact", "condensed")
 SIZE = 400

@@ -12,7 +12,6 @@ import platform
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +23,6 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Training
-
-if TYPE_CHECKING:
-    pass
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16
