@@ -218,7 +218,11 @@ def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_pat
 
 @pytest.mark.soak
 def test_in_flares_simulator_the_example_is_small(built, tmp_path):
-    """And the tests of the filters pass, in an environment that has nvflare."""
+    """And the tests of the filters pass, in an environment that has nvflare.
+
+    Accuracy is compared where it hardly rises any more: in rounds 2 to 6 it goes from 0.2 to 0.8,
+    at another pace in every run, as models start anywhere.
+    """
     more = ("nvflare", "torch", "scikit-learn", "pytest", "hypothesis")
     flare = installed(
         built, tmp_path / "env", "[flare]", *more, constraints="constraints-flare.txt"
@@ -227,12 +231,12 @@ def test_in_flares_simulator_the_example_is_small(built, tmp_path):
     options = ("-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT))
     assert "skipped" not in run(python, "-m", "pytest", *options, tests, **flare.settings)
     out, script = str(tmp_path / "flare.jsonl"), str(ROOT / "benchmarks/flare.py")
-    chosen = ("--only", "plain", "--only", "aqg", "--rounds", "6", "--out", out)
+    chosen = ("--only", "plain", "--only", "aqg", "--rounds", "14", "--out", out)
     run(python, script, *chosen, **flare.settings)
     plain, small = (json.loads(line) for line in Path(out).read_text().splitlines())
     assert small["later_up_bytes"] < plain["later_up_bytes"] / 20
     assert small["later_down_bytes"] < plain["later_down_bytes"] / 20
-    assert small["accuracy"] > plain["accuracy"] - 0.1
+    assert small["accuracy"] > plain["accuracy"] - 0.05 > 0.8
 
 
 def first_commands():

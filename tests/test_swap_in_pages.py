@@ -8,9 +8,11 @@ import pytest
 from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
+
+from tests.studies.contest.trials import run_trial
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -33,6 +33,10 @@ class Notes:
     def __init__(self):
         self.vaults = {}
 
+    def terms(self):
+        found = [self.copies(run).terms() for run in list(self.vaults) if "-" not in run]
+        return [terms for terms in found if terms is not None]
+
     def copies(self, run):
         return CopyStore(self.vaults.setdefault(run, MemoryVault()), run)
 
@@ -90,7 +94,7 @@ def test_reading_changes_nothing_until_it_is_committed():
         assert name == other_name
         assert np.array_equal(one, other)
     first.commit()
-    with pytest.raises(MessageError, match="the frame is for upload"):
+    with pytest.raises(AqgError, match="written with another reference"):
         channel.take(0, phase, part)
 
 
@@ -105,14 +109,17 @@ def test_what_is_no_number_stays_where_it_is(name, value):
     bad = held.values[name].copy()
     bad.reshape(-1)[-1] = value
     reply = reply_to(held, train(held.values, **{name: bad}), notes)
-    assert reply_from_bytes(reply).frame == b""
+    stamp = channel._peers[0][1].entry.stamp
+    assert reply_from_bytes(reply, stamp).frame == b""
     with pytest.raises(MessageError, match=f"'{name}' holds NaN or infinity after training"):
         channel.take(0, phase, reply)
-    good = reply_from_bytes(reply_to(held, train(held.values), notes))
+    good = reply_from_bytes(reply_to(held, train(held.values), notes), stamp)
     length = channel.schema.bitmap_bytes
     place = channel.schema.places["frozen"]
     kept = bytes([0, 1, place]) + np.full(6, value, "<f4").tobytes()
-    forged = to_bytes(replace(good, statistics=good.statistics[:length] + kept))
+    layout = phase.copy.layout
+    assert len(layout) == length
+    forged = to_bytes(replace(good, statistics=layout + kept))
     with pytest.raises(MessageError, match="tensor 'frozen' holds NaN or infinity"):
         channel.take(0, phase, forged)
     play(channel, {0: notes}, 1, model)
@@ -157,7 +164,7 @@ def test_copies_that_came_apart_are_found_out():
     copy, schema = store.load()
     vector = copy.vector.copy()
     vector[7] += 1.0
-    store.save(copy.moved_to(vector), schema)
+    store.save(copy.moved_to(vector), schema, store.terms())
     with pytest.raises(OutOfReachError) as error:
         play(channel, {0: notes}, CONTENT_EVERY, model)
     with pytest.raises(LostError):
@@ -171,7 +178,7 @@ def test_damaged_memories_and_logs():
     channel, notes = Channel("run", FIRST, Settings(recipe="lean")), Notes()
     model = play(channel, {0: notes}, 2)
     channel.publish(model, is_train=True)
-    order = order_from_bytes(channel.order(0, False)[0])
+    order = order_from_bytes(channel.order(0, False)[0], notes.terms())
     with pytest.raises(OutOfReachError, match="no model is held"):
         receive(to_bytes(order), None, Notes())
     for cut in range(1, len(order.log)):

@@ -265,7 +265,7 @@ def damage_length(reply):
 
 def damage_version(reply):
     envelope = envelope_of(reply)
-    envelope.version = "0.0.9"
+    envelope.version, envelope.says_version = "0.0.9", True
     reply.content["aqg"] = pack(envelope)
 
 

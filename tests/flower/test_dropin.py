@@ -18,6 +18,7 @@ from aqg.errors import ConfigError
 from aqg.flower import Compressed, aqg_mod, make_mod
 
 from tests.flower.memory_grid import MemoryGrid
+from tests.flower.own_messages import ANY
 from tests.flower.small_app import (
     FROZEN,
     NUM_CLIENTS,
@@ -437,7 +438,7 @@ def flipped(reply):
 
 
 def other_version(reply):
-    return with_envelope(reply, b"\xa2" + envelope_of(reply)[1:])
+    return with_envelope(reply, b"\xa1" + envelope_of(reply)[1:])
 
 
 def cut(reply):
@@ -460,8 +461,8 @@ def forged_frame(reply):
     from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
-    read = reply_from_bytes(envelope.parts[0])
-    envelope.parts = [to_bytes(replace(read, frame=bytes(8_000)))]
+    read = reply_from_bytes(envelope.parts[0], ANY)
+    envelope.parts = [to_bytes(replace(read, frame=bytes(8_000)), ANY)]
     return with_envelope(reply, envelope.to_bytes())
 
 
@@ -472,8 +473,8 @@ def other_model(reply):
     from aqg.protocol.messages import reply_from_bytes, to_bytes
 
     envelope = Envelope.from_bytes(envelope_of(reply))
-    read = reply_from_bytes(envelope.parts[0])
-    envelope.parts = [to_bytes(replace(read, statistics=b"\xff" * 9))]
+    read = reply_from_bytes(envelope.parts[0], ANY)
+    envelope.parts = [to_bytes(replace(read, statistics=b"\xff" * 9), ANY)]
     return with_envelope(reply, envelope.to_bytes())
 
 

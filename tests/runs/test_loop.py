@@ -40,7 +40,7 @@ class CrashAfter(Contact):
         self._number = number
 
     def tell(self, value):
-        if value.round == self._number:
+        if value.cost.rounds == self._number:
             raise StopAfter
 
 
@@ -117,12 +117,12 @@ def test_a_diverging_run_ends_early_and_says_so(tmp_path):
     config = resolve({"recipe": "gd", "rounds": 400, "alpha": 1e6, "l2": 1.0})[0]
     result = run_whole(config, build_problem(config), tmp_path / "run")
     assert result.summary.diverged
-    assert result.summary.rounds < 400
+    assert result.summary.cost.rounds < 400
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["diverged"] is True
     assert summary["test_accuracy"] is not None
     again = loop.run(config, build_problem(config), None, tmp_path / "run")
-    assert again.summary.rounds == result.summary.rounds
+    assert again.summary.cost == result.summary.cost
 
 
 def test_a_target_counts_only_when_the_loss_stays():

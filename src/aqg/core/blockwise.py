@@ -58,7 +58,6 @@ def quantize_buckets(
         block: coordinates in a bucket.
         num_levels: ``s``, at most `TOP`.
         uniform: random numbers in [0, 1), ``(n,)``.
-
     """
     rows = _in_blocks(vector, block)
     steps = _rounded_up(np.sqrt(np.square(rows).sum(axis=1)) / num_levels)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from aqg.core.messages import Message, Skip
+from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, compress, init_clients, settle
 from aqg.core.space import NumpySpace
 from aqg.core.track import follow_one
-from aqg.core.types import is_whole
+from aqg.core.types import FloatArray, is_whole
 from aqg.errors import ConfigError, GradientError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
 
 ClientState = Clients
 """What a client remembers between rounds: `aqg.core.round.Clients` with an axis of length one."""
@@ -71,7 +66,6 @@ def respond(
         The state after the round and the message to send. A gradient with NaN, infinity or values
         beyond any grid gives a `Skip` that says so, and leaves the state as it was (the loss, if
         it is finite, is noted all the same).
-
     """
     check_gradient(state, gradient)
     seed, client, round_number = key

@@ -86,7 +86,6 @@ class SparseUpload(ByValue):
 
     >>> SparseUpload(np.array([1, 4]), np.array([1.5, -1], np.float16), 1, 6).values(np.float32)
     array([ 0.,  3.,  0.,  0., -2.,  0.], dtype=float32)
-
     """
 
     indices: NDArray[np.int64]

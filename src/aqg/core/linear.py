@@ -8,12 +8,11 @@ protection against someone who looks for one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from aqg.core.types import IntArray
+from aqg.core.types import IntArray
 
 PRIME = (1 << 61) - 1
 _PIECE = 1 << 14

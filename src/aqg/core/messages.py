@@ -20,20 +20,14 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """What the server sends to every client at the start of round ``k``.
+    """What the server sends to every client at the start of round ``k``."""
 
-    Attributes:
-        round: ``k``, counted from 1.
-        parameters: the model ``θ^k``, flat.
-        movement: ``1/(α²M²) · Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``, the scale of recent model steps in
-            which every criterion is written. One number replaces the whole model history.
-        noise: ``b``, the noise that uploads may carry, in their own energy (`aqg.core.auto`).
-
-    """
-
-    round: int
-    parameters: FloatArray
+    round: int  # ``k``, counted from 1
+    parameters: FloatArray  # the model ``θ^k``, flat
+    # ``1/(α²M²) · Σ_d ξ_d ‖θ^{k+1-d} - θ^{k-d}‖²``, the scale of recent model steps in which every
+    # criterion is written. One number replaces the whole model history.
     movement: float
+    # ``b``, the noise that uploads may carry, in their own energy (`aqg.core.auto`)
     noise: float = 1.0
 
 

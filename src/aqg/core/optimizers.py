@@ -20,16 +20,10 @@ from aqg.spec import make_named
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer remembers between rounds; empty vectors where it needs none.
+    """What an optimizer remembers between rounds; empty vectors where it needs none."""
 
-    Attributes:
-        momentum: the running direction, ``(n,)`` or ``(0,)``.
-        variance: the running mean of squared directions, ``(n,)`` or ``(0,)``.
-
-    """
-
-    momentum: Float64Array
-    variance: Float64Array
+    momentum: Float64Array  # the running direction, ``(n,)`` or ``(0,)``
+    variance: Float64Array  # the running mean of squared directions, ``(n,)`` or ``(0,)``
 
 
 class ServerOptimizer(Protocol):

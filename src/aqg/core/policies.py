@@ -30,18 +30,12 @@ class Decision(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a rule decides by.
+    """What a rule decides by."""
 
-    Attributes:
-        innovation: statistics of what each client would send.
-        movement: the number to compare with, one for all clients or one for each.
-        stored_errors: ``‖ε̂_b‖²``, where the recipe keeps them
-            (`aqg.core.stages.StoredErrors`); else None.
-
-    """
-
-    innovation: Innovation
+    innovation: Innovation  # statistics of what each client would send
+    # the number to compare with, one for all clients or one for each
     movement: float | Float64Array
+    # ``‖ε̂_b‖²``, where the recipe keeps them (`aqg.core.stages.StoredErrors`); else None
     stored_errors: Float64Array | None = None
 
 

@@ -19,86 +19,57 @@ another than that sum, which it would see in the model, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.downlink import Condensed
+from aqg.core.downlink import Condensed, Downlink
 from aqg.core.grids import affine, snap
 from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
+from aqg.core.recipe import Movement, Recipe
 from aqg.core.space import NumpySpace
 from aqg.core.track import Change, Correction, Part, Track, follow, init_track
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import MessageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aqg.core.downlink import Downlink
-    from aqg.core.recipe import Movement, Recipe
-    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
 
 
 class Entry(NamedTuple):
-    """What moves the public model from round ``k`` to the next.
+    """What moves the public model from round ``k`` to the next."""
 
-    Attributes:
-        round: ``k``.
-        velocity: what is added to the velocity, before it moves the position.
-        position: what is added to the position besides.
-        movement: the newest number of the history. None where it is the last one again.
-        is_step: False in a round without a step, which only counts.
-        is_rounded: whether the movement is a bfloat16 number.
-        quantum: what the position is rounded to multiples of, first of all; None: as before.
-
-    """
-
-    round: int
-    velocity: Part | None = None
-    position: Part | None = None
+    round: int  # ``k``
+    velocity: Part | None = None  # what is added to the velocity, before it moves the position
+    position: Part | None = None  # what is added to the position besides
+    # the newest number of the history. None where it is the last one again.
     movement: float | None = None
-    is_step: bool = True
-    is_rounded: bool = False
+    is_step: bool = True  # False in a round without a step, which only counts
+    is_rounded: bool = False  # whether the movement is a bfloat16 number
+    # what the position is rounded to multiples of, first of all; None: as before
     quantum: float | None = None
 
 
 class Merged(NamedTuple):
-    """Entries of consecutive rounds added up.
+    """Entries of consecutive rounds added up."""
 
-    Attributes:
-        rounds: how many.
-        position: their sum, ``(n,)`` in float64.
-        movements: the newest numbers of the history that they brought, newest first.
-        quantum: what the position is rounded to multiples of, first of all.
-
-    """
-
-    rounds: int
-    position: Float64Array
+    rounds: int  # how many
+    position: Float64Array  # their sum, ``(n,)`` in float64
+    # the newest numbers of the history that they brought, newest first
     movements: tuple[float, ...]
-    quantum: float | None = None
+    quantum: float | None = None  # what the position is rounded to multiples of, first of all
 
 
 class Public(NamedTuple):
-    """``P^k``: the public model before round ``k``.
+    """``P^k``: the public model before round ``k``."""
 
-    Attributes:
-        round: ``k``, counted from 1.
-        track: one track; its position is the model.
-        history: the newest numbers of `Entry.movement`, newest first.
-        quantum: of which the position has multiples; 0 where it is on no grid.
-        mark: the linear digest of these multiples; None where it is not known.
-
-    """
-
-    round: int
-    track: Track
-    history: tuple[float, ...] = ()
-    quantum: float = 0.0
-    mark: int | None = None
+    round: int  # ``k``, counted from 1
+    track: Track  # one track; its position is the model
+    history: tuple[float, ...] = ()  # the newest numbers of `Entry.movement`, newest first
+    quantum: float = 0.0  # of which the position has multiples; 0 where it is on no grid
+    mark: int | None = None  # the linear digest of these multiples; None where it is not known
 
     @property
     def parameters(self) -> FloatArray:

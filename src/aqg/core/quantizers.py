@@ -26,24 +26,15 @@ MAX_BUCKET_BITS = 8
 
 
 class Request(NamedTuple):
-    """How one vector is to be encoded.
+    """How one vector is to be encoded."""
 
-    Attributes:
-        width: the bits per coordinate that the policy chose.
-        step: the step that was measured for this width; 0 where steps are not measured.
-        squared_norm: ``‖v‖²``.
-        key: integers (seed, client, round) that make the message's randomness.
-        advice: what a stage of the recipe has to say to the quantizer; nothing, mostly.
-        noise: ``b``, the noise that the upload may carry, in the vector's own energy.
-
-    """
-
-    width: int
-    step: float = 0.0
-    squared_norm: float = math.nan
-    key: tuple[int, ...] = ()
+    width: int  # the bits per coordinate that the policy chose
+    step: float = 0.0  # the step that was measured for this width; 0 where steps are not measured
+    squared_norm: float = math.nan  # ``‖v‖²``
+    key: tuple[int, ...] = ()  # integers (seed, client, round) that make the message's randomness
+    # what a stage of the recipe has to say to the quantizer; nothing, mostly
     advice: tuple[float, ...] = ()
-    noise: float = 1.0
+    noise: float = 1.0  # ``b``, the noise that the upload may carry, in the vector's own energy
 
 
 class Quantizer(Protocol):

@@ -23,16 +23,11 @@ from aqg.errors import ConfigError
 
 @dataclass(frozen=True)
 class Movement:
-    """The weights ``ξ_1..ξ_D`` of the last ``D`` steps.
+    """The weights ``ξ_1..ξ_D`` of the last ``D`` steps."""
 
-    Attributes:
-        weights: ``ξ_d``, newest step first.
-        fill: what the steps before the first round count as. ``"zero"``: nothing (the paper).
-            ``"mean"``: the mean of those that exist, so the early rounds are not stricter.
-
-    """
-
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # ``ξ_d``, newest step first
+    # what the steps before the first round count as. ``"zero"``: nothing (the paper). ``"mean"``:
+    # the mean of those that exist, so the early rounds are not stricter.
     fill: str = "zero"
 
     def __post_init__(self) -> None:
@@ -86,7 +81,6 @@ class Recipe:
             stays.
         averages: in the simulators, the server takes the mean over the clients that took part in
             the round, however many there were, times the number of clients.
-
     """
 
     policy: Policy
@@ -133,7 +127,6 @@ class Recipe:
             weights: ``w_m`` of all clients, with mean 1.
             takes_part: the clients that were sampled and have not dropped out.
             sampled: the fraction that is sampled, by which the server divides the sum.
-
         """
         if not self.averages or not len(takes_part):
             return weights

@@ -148,7 +148,6 @@ class RotatedUpload(ByValue):
         seed: of the rotation, below ``2^32``.
         length: how many coordinates the vector has.
         width: bits per coordinate.
-
     """
 
     signs: NDArray[np.uint8]

@@ -10,95 +10,63 @@ moved the mirrors, on this side as on the other, `settle` brings the clients' ow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS
-from aqg.core.space import with_rows
+from aqg.core.messages import AnyUpload
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, Space, with_rows
 from aqg.core.stage import (
     Flow,
     Outcome,
+    StageState,
     call_after,
     call_before,
     store_rows,
     take_rows,
     undo_faults,
 )
-from aqg.core.track import Memory, Terms, Track, correct, init_mirrors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.stage import StageState
-    from aqg.core.track import Gaps
-    from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.track import Gaps, Memory, Terms, Track, correct, init_mirrors
+from aqg.core.types import Float64Array, FloatArray, IntArray
 
 
 class Clients(NamedTuple):
-    """What ``M`` clients remember between rounds.
+    """What ``M`` clients remember between rounds."""
 
-    Attributes:
-        num_params: ``n``, the length of their vectors.
-        track: the mirrors, which client and server both hold.
-        skipped_rounds: how many rounds in a row each computed and sent nothing, ``(M,)``.
-        stages: the state of every stage of the recipe, by the stage's name.
-
-    """
-
-    num_params: int
-    track: Track
-    skipped_rounds: IntArray
-    stages: Mapping[str, StageState]
+    num_params: int  # ``n``, the length of their vectors
+    track: Track  # the mirrors, which client and server both hold
+    skipped_rounds: IntArray  # how many rounds in a row each computed and sent nothing, ``(M,)``
+    stages: Mapping[str, StageState]  # the state of every stage of the recipe, by the stage's name
 
 
 class News(NamedTuple):
-    """What a round's clients receive, and what they know besides their vectors.
+    """What a round's clients receive, and what they know besides their vectors."""
 
-    Attributes:
-        round: ``k``, counted from 1.
-        movement: the number that the server broadcast with the model.
-        losses: of each client whose vector is given, in their order.
-        seed: makes the round's randomness, with client and round.
-        first: the number of the first client on the axis.
-        level_factors: how many levels each of them uses over the average, where recipes give more
-            of them to clients that count more; None: all the same.
-        noise: ``b``, the noise that uploads may carry, in their own energy.
-
-    """
-
-    round: int
-    movement: float
-    losses: Any
-    seed: int = 0
-    first: int = 0
+    round: int  # ``k``, counted from 1
+    movement: float  # the number that the server broadcast with the model
+    losses: Any  # of each client whose vector is given, in their order
+    seed: int = 0  # makes the round's randomness, with client and round
+    first: int = 0  # the number of the first client on the axis
+    # how many levels each of them uses over the average, where recipes give more of them to clients
+    # that count more; None: all the same
     level_factors: Float64Array | None = None
-    noise: float = 1.0
+    noise: float = 1.0  # ``b``, the noise that uploads may carry, in their own energy
 
 
 class Compressed(NamedTuple):
-    """What a block of clients uploads in a round.
+    """What a block of clients uploads in a round."""
 
-    Attributes:
-        senders: who sent something, increasing.
-        uploads: what each of them sent.
-        widths: with how many bits per parameter.
-        faults: what was wrong with the vectors of others, as ``(client, text)``.
-        clients: all of the block.
-        gaps: what was found of their vectors.
-        stages: the state of each stage, before the round and on the way.
-
-    """
-
-    senders: IntArray
-    uploads: list[AnyUpload]
-    widths: IntArray
+    senders: IntArray  # who sent something, increasing
+    uploads: list[AnyUpload]  # what each of them sent
+    widths: IntArray  # with how many bits per parameter
+    # what was wrong with the vectors of others, as ``(client, text)``
     faults: list[tuple[int, str]]
-    clients: IntArray
-    gaps: Gaps
+    clients: IntArray  # all of the block
+    gaps: Gaps  # what was found of their vectors
+    # the state of each stage, before the round and on the way
     stages: dict[str, tuple[StageState, StageState]]
 
 
@@ -152,15 +120,9 @@ def compress(
         clients: whose vectors these are: increasing places on the state's axis.
         vectors: what each has computed, its gradient ``g_m^k`` or another update, ``(m, n)``.
         news: what they know besides.
-
     """
     flow = Flow(
-        vectors,
-        news.movement,
-        news.losses,
-        news.round,
-        space,
-        level_factors=news.level_factors,
+        vectors, news.movement, news.losses, news.round, space, level_factors=news.level_factors
     )
     stages: dict[str, tuple[StageState, StageState]] = {}
     for stage in recipe.stages:

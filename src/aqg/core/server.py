@@ -11,22 +11,19 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.budget import Budget, first_budget
 from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
-from aqg.core.grids import (
-    choose_quantum,
-    largest_multiple,
-    nearest_power_of_two,
-    num_levels,
-    snap,
-)
+from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
 from aqg.core.messages import (
+    AnyUpload,
     Broadcast,
     Message,
     Skip,
@@ -35,10 +32,11 @@ from aqg.core.messages import (
     is_message,
     num_nonzero,
 )
-from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
-from aqg.core.space import NumpySpace
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, NumpySpace, Space
 from aqg.core.sparsifiers import TERNARY_WIDTH
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
@@ -50,19 +48,8 @@ from aqg.core.track import (
     move_directions,
     next_direction,
 )
-from aqg.core.types import is_whole
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
 from aqg.errors import ConfigError, MessageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.optimizers import OptimizerState
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.types import Float64Array, FloatArray, IntArray
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
@@ -71,24 +58,14 @@ _FIRST = np.arange(1)
 
 
 class Step(NamedTuple):
-    """How the server steps.
+    """How the server steps."""
 
-    Attributes:
-        size: ``α``, or the natural step of a rule that finds its own.
-        dropout_rate: ``p``, against which recipes may amplify their sums.
-        sampled: the share of the clients that take part in a round.
-        optimizer: what is made of the sums.
-        rule: how long steps are.
-        downlink: how clients receive the model.
-
-    """
-
-    size: float
-    dropout_rate: float = 0.0
-    sampled: float = 1.0
-    optimizer: ServerOptimizer = SGD()
-    rule: StepRule = Fixed()
-    downlink: Downlink = Full()
+    size: float  # ``α``, or the natural step of a rule that finds its own
+    dropout_rate: float = 0.0  # ``p``, against which recipes may amplify their sums
+    sampled: float = 1.0  # the share of the clients that take part in a round
+    optimizer: ServerOptimizer = SGD()  # what is made of the sums
+    rule: StepRule = Fixed()  # how long steps are
+    downlink: Downlink = Full()  # how clients receive the model
 
     def factor(self, recipe: Recipe) -> float:
         """Return the factor on the server's sum: 1, or ``1/(1-p)`` for Augmented AQG.
@@ -113,45 +90,33 @@ _PLAIN = Step(0.0)
 
 
 class Model(NamedTuple):
-    """The model and what moves it.
+    """The model and what moves it."""
 
-    Attributes:
-        round: ``k``, the round in progress, counted from 1.
-        parameters: ``θ^k``, which clients hold.
-        velocity: of the public track, ``(n,)`` in float64; ``(0,)`` where there are no mirrors.
-        direction: which way the velocity went in its last correction, in NumPy.
-        total: ``Σ_m w_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the
-            sum of this round's uploads.
-        history: the newest numbers of `Entry.movement`, newest first: ``‖direction‖²/M²`` of the
-            steps that were taken, times the optimizer's `fresh_share`.
-        optimizer: what the server optimizer remembers.
-        rest: what clients have not learned of the updates, ``(n,)`` in float64; ``(0,)`` where
-            nothing is left out, or what is left out is forgotten.
-        quantum: of which the parameters are multiples; 0 before the first, and on no grid.
-        gap: ``‖wanted velocity - velocity‖²`` when it was last looked at.
-        is_moved: whether the sum of mirrors has changed since the last step.
-        step: what the rule for step sizes remembers; None where it needs nothing.
-        num_sent: how many coordinates the uploads of this round have, all taken together; not
-            counted where the recipe keeps mirrors.
-        budget: the noise that uploads may carry.
-        upload_energy: ``Σ_m ‖w_m Q_m‖²`` of this round's uploads, where that is looked at.
-
-    """
-
-    round: int
-    parameters: Array
-    velocity: Array
-    direction: NDArray[np.int8]
+    round: int  # ``k``, the round in progress, counted from 1
+    parameters: Array  # ``θ^k``, which clients hold
+    velocity: Array  # of the public track, ``(n,)`` in float64; ``(0,)`` where there are no mirrors
+    direction: NDArray[np.int8]  # which way the velocity went in its last correction, in NumPy
+    # ``Σ_m w_m ref_m`` as a running sum in float64; where the recipe keeps no mirrors, the sum of
+    # this round's uploads
     total: Array
+    # the newest numbers of `Entry.movement`, newest first: ``‖direction‖²/M²`` of the steps that
+    # were taken, times the optimizer's `fresh_share`
     history: tuple[float, ...]
-    optimizer: OptimizerState
+    optimizer: OptimizerState  # what the server optimizer remembers
+    # what clients have not learned of the updates, ``(n,)`` in float64; ``(0,)`` where nothing is
+    # left out, or what is left out is forgotten
     rest: Array
+    # of which the parameters are multiples; 0 before the first, and on no grid
     quantum: float = 0.0
-    gap: float = 0.0
-    is_moved: bool = False
+    gap: float = 0.0  # ``‖wanted velocity - velocity‖²`` when it was last looked at
+    is_moved: bool = False  # whether the sum of mirrors has changed since the last step
+    # what the rule for step sizes remembers; None where it needs nothing
     step: StepState | None = None
+    # how many coordinates the uploads of this round have, all taken together; not counted where the
+    # recipe keeps mirrors
     num_sent: int = 0
-    budget: Budget = _NO_NOISE
+    budget: Budget = _NO_NOISE  # the noise that uploads may carry
+    # ``Σ_m ‖w_m Q_m‖²`` of this round's uploads, where that is looked at
     upload_energy: float = 0.0
 
     @property
@@ -188,27 +153,17 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
 
 
 def add_uploads(
-    space: Space,
-    recipe: Recipe,
-    model: Model,
-    mirrors: Track,
-    clients: IntArray,
-    uploads: Sequence[AnyUpload],
-    weights: Float64Array,
+    space: Space,  # where vectors live
+    recipe: Recipe,  # the compressor
+    model: Model,  # whose sums are moved
+    mirrors: Track,  # of all clients
+    clients: IntArray,  # who sent, as rows of the mirrors
+    uploads: Sequence[AnyUpload],  # what each of them sent
+    weights: Float64Array,  # ``w_m`` of each of them
 ) -> Model:
     """Take in uploads: ``ref_m ← ref_m + Q_b(Δ)``, and the sum with it, in the order given.
 
     The arrays of model and mirrors are the space's own and written to.
-
-    Args:
-        space: where vectors live.
-        recipe: the compressor.
-        model: whose sums are moved.
-        mirrors: of all clients.
-        clients: who sent, as rows of the mirrors.
-        uploads: what each of them sent.
-        weights: ``w_m`` of each of them.
-
     """
     if not recipe.memory.keeps_mirror:
         space.add_values(model.total, uploads, weights)
@@ -390,7 +345,6 @@ def _on_grid(
         upload: of the vector.
         vector: what is to be said.
         size: in units of this.
-
     """
     base, quantum = model.parameters, model.quantum
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
@@ -431,16 +385,10 @@ def _change(space: Space, old: Array, new: Array) -> Change | None:
 
 
 class Peer(NamedTuple):
-    """What the server holds of one client.
+    """What the server holds of one client."""
 
-    Attributes:
-        track: the client's mirror, which it holds as well.
-        last_round: the last round in which a message of it was taken; 0 before the first.
-
-    """
-
-    track: Track
-    last_round: int = 0
+    track: Track  # the client's mirror, which it holds as well
+    last_round: int = 0  # the last round in which a message of it was taken; 0 before the first
 
 
 class ServerState(NamedTuple):
@@ -487,10 +435,7 @@ class ServerState(NamedTuple):
 
 
 def init_server(
-    recipe: Recipe,
-    parameters: FloatArray,
-    num_clients: int,
-    step: Step = _PLAIN,
+    recipe: Recipe, parameters: FloatArray, num_clients: int, step: Step = _PLAIN
 ) -> ServerState:
     """Return the state before the first round, with every ``ref_m`` zero.
 

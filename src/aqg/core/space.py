@@ -45,13 +45,9 @@ class NumpySpace:
     Args:
         in_place: whether the arrays that come in belong to the space, to be written to. Otherwise
             every input is left as it is.
-
-    Attributes:
-        host: the space of the small numbers that stay with Python.
-
     """
 
-    host: NumpySpace
+    host: NumpySpace  # the space of the small numbers that stay with Python
 
     def __init__(self, in_place: bool = False) -> None:
         self.in_place = in_place

@@ -27,30 +27,21 @@ StageState: TypeAlias = Mapping[str, Any]
 
 
 class Flow(NamedTuple):
-    """What goes through the stages of ``m`` clients in a round.
+    """What goes through the stages of ``m`` clients in a round."""
 
-    Attributes:
-        vectors: what each client is about to compress, ``(m, n)``; at first its gradient. A stage
-            replaces them, and never writes into them.
-        movement: the number that criteria compare with, from the server; one for all, or ``(m,)``.
-        losses: each client's loss at the model of this round, ``(m,)``, NaN where unknown.
-        round: ``k``, counted from 1.
-        space: where the vectors live.
-        stored_errors: ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage
-            keeps them.
-        advice: numbers that a stage has for the quantizer, a row per client, where it has any.
-        level_factors: of each client, as in `aqg.core.round.News`.
-
-    """
-
+    # what each client is about to compress, ``(m, n)``; at first its gradient. A stage replaces
+    # them, and never writes into them.
     vectors: Any
+    # the number that criteria compare with, from the server; one for all, or ``(m,)``
     movement: float | Float64Array
-    losses: Any
-    round: int
-    space: Space
+    losses: Any  # each client's loss at the model of this round, ``(m,)``, NaN where unknown
+    round: int  # ``k``, counted from 1
+    space: Space  # where the vectors live
+    # ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage keeps them
     stored_errors: Float64Array | None = None
+    # numbers that a stage has for the quantizer, a row per client, where it has any
     advice: Float64Array | None = None
-    level_factors: Float64Array | None = None
+    level_factors: Float64Array | None = None  # of each client, as in `aqg.core.round.News`
 
     def of(self, places: IntArray) -> Flow:
         """Return the flow of some of the clients, at increasing places."""
@@ -73,43 +64,31 @@ class Outcome(NamedTuple):
     """What became of the vectors of ``m`` clients.
 
     ``senders``, ``skipping`` and ``faulty`` are places on the axis of ``m`` clients.
-
-    Attributes:
-        vectors: what was to be quantized, ``(m, n)``: the flow's vectors, less the mirror where
-            the recipe sends innovations.
-        innovation: their statistics.
-        senders: who sent.
-        skipping: who chose not to.
-        faulty: whose vector cannot be quantized; the state of these is left as it was.
-        uploads: what each of the senders sent.
-        space: where the vectors live.
-        mirrors: returns ``ref_m`` after the uploads, of each of the senders.
-
     """
 
+    # what was to be quantized, ``(m, n)``: the flow's vectors, less the mirror where the recipe
+    # sends innovations
     vectors: Any
-    innovation: Innovation
-    senders: IntArray
-    skipping: IntArray
-    faulty: IntArray
-    uploads: Sequence[AnyUpload]
-    space: Space
+    innovation: Innovation  # their statistics
+    senders: IntArray  # who sent
+    skipping: IntArray  # who chose not to
+    faulty: IntArray  # whose vector cannot be quantized; the state of these is left as it was
+    uploads: Sequence[AnyUpload]  # what each of the senders sent
+    space: Space  # where the vectors live
+    # returns ``ref_m`` after the uploads, of each of the senders
     mirrors: Callable[[], Sequence[FloatArray]]
 
 
 class Stage(Protocol):
     """One step of a recipe; a frozen dataclass without state of its own.
 
-    Attributes:
-        name: under which its state is kept; unlike that of any other stage of the recipe.
-
     A stage may also say how it treats the vectors: ``vectors = "unused"`` if it looks at numbers
     only, ``"read"`` if it looks at vectors by way of ``flow.space`` and keeps numbers, ``"device"``
     if it keeps vectors there, too. The vectors of all others are brought to NumPy first, wherever
     they live.
-
     """
 
+    # under which its state is kept; unlike that of any other stage of the recipe
     name: ClassVar[str]
 
     def init(self, num_params: int, dtype: np.dtype[Any], /) -> Mapping[str, NDArray[Any]]:

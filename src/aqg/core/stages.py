@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH
+from aqg.core.recipe import Recipe
 from aqg.core.space import energies
 from aqg.core.stage import Flow, Outcome, Plain, StageState
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -140,13 +138,9 @@ class WiderTolerance(Plain):
     gradient has about the same energy, and so have the errors of all if they point the same way.
     The more a client's gradient exceeds the mean, the less the clients agree: then their errors do
     not add up either, and more of them can be tolerated.
-
-    Attributes:
-        widest: the most that a client is given, in movements of the server.
-
     """
 
-    widest: float
+    widest: float  # the most that a client is given, in movements of the server
     name: ClassVar[str] = "wider_tolerance"
     vectors: ClassVar[str] = "unused"
 
@@ -238,17 +232,11 @@ class DoublingLevels:
     With the running average ``Ĝ_t = ψ·Ĝ_{t-1} + (1 - ψ)·G_t`` of the losses, ``q`` doubles where
     ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. A width
     of ``b`` bits stands for ``q = 2^(b-2)``, and is the signal.
-
-    Attributes:
-        start: ``q`` at the start, a power of two.
-        patience: ``φ``.
-        smoothing: ``ψ``.
-
     """
 
-    start: int = 1
-    patience: int = 50
-    smoothing: float = 0.9
+    start: int = 1  # ``q`` at the start, a power of two
+    patience: int = 50  # ``φ``
+    smoothing: float = 0.9  # ``ψ``
 
     def __post_init__(self) -> None:
         largest = 1 << (MAX_WIDTH - 2)

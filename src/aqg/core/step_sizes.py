@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.core.grids import round_up_to_bfloat16
-from aqg.core.optimizers import SGD
+from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.recipe import Recipe
+from aqg.core.space import Array, Space
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.spec import make_named
-
-if TYPE_CHECKING:
-    from aqg.core.optimizers import ServerOptimizer
-    from aqg.core.recipe import Recipe
-    from aqg.core.space import Array, Space
-    from aqg.core.types import FloatArray
 
 _LEAST, _MOST = 2.0**-120, 2.0**120
 """Step sizes beyond these are cut: they would not be numbers in single precision."""
@@ -38,22 +35,13 @@ _NOTHING = np.zeros(0)
 
 
 class StepState(NamedTuple):
-    """What a rule remembers of the steps so far.
+    """What a rule remembers of the steps so far."""
 
-    Attributes:
-        start: the model before the first step, ``(n,)``.
-        reach: ``r``, the longest distance from it that counts so far.
-        energy: ``G = Σ_k ‖update^k‖²``.
-        mean: the mean of the models so far, ``(n,)``; ``(0,)`` where none is kept.
-        num_models: of how many.
-
-    """
-
-    start: Array
-    reach: float = 0.0
-    energy: float = 0.0
-    mean: Array = _NOTHING
-    num_models: float = 0.0
+    start: Array  # the model before the first step, ``(n,)``
+    reach: float = 0.0  # ``r``, the longest distance from it that counts so far
+    energy: float = 0.0  # ``G = Σ_k ‖update^k‖²``
+    mean: Array = _NOTHING  # the mean of the models so far, ``(n,)``; ``(0,)`` where none is kept
+    num_models: float = 0.0  # of how many
 
 
 def share_of_newest(average: float, count: float) -> float:
@@ -81,22 +69,13 @@ class StepRule(Protocol):
 
     def next(
         self,
-        space: Space,
-        state: StepState | None,
-        parameters: Array,
-        update: Array,
-        natural: float,
+        space: Space,  # where vectors live
+        state: StepState | None,  # before the step
+        parameters: Array,  # ``θ^k``
+        update: Array,  # what the server optimizer made of the published sums
+        natural: float,  # the step of federated averaging, or another that is known to work
     ) -> tuple[StepState | None, float]:
-        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``.
-
-        Args:
-            space: where vectors live.
-            state: before the step.
-            parameters: ``θ^k``.
-            update: what the server optimizer made of the published sums.
-            natural: the step of federated averaging, or another that is known to work.
-
-        """
+        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``."""
 
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
         """Return the state with the model after a step in the mean, where one is kept."""
@@ -109,13 +88,9 @@ class _Averaging:
     ``mean_t = mean_{t-1} + (γ + 1)/(γ + t)·(θ^t - mean_{t-1})``, which is about the last
     ``1/(γ + 1)`` of all models, however many there are (Shamir and Zhang, Stochastic Gradient
     Descent for Non-smooth Optimization, ICML 2013).
-
-    Attributes:
-        average: ``γ``; 0 for no mean.
-
     """
 
-    average: float = 0.0
+    average: float = 0.0  # ``γ``; 0 for no mean
 
     def __post_init__(self) -> None:
         if not 0 <= self.average < math.inf:
@@ -171,17 +146,11 @@ class DistanceOverGradients(_Averaging):
     At the start ``r`` is ``first·‖θ^1‖``: the first step moves the model by this part of its own
     length, but by no more than ``widest`` natural ones, as a pretrained model is near to where it
     is going. A model that begins at zero has no length, and the first step is the natural one.
-
-    Attributes:
-        first: what the first step moves the model by at most, in its own length.
-        widest: likewise, in natural steps.
-        average: ``γ`` of the mean over the models.
-
     """
 
-    average: float = 8.0
-    first: float = 0.2
-    widest: float = 8.0
+    average: float = 8.0  # ``γ`` of the mean over the models
+    first: float = 0.2  # what the first step moves the model by at most, in its own length
+    widest: float = 8.0  # likewise, in natural steps
 
     name = "dog"
 
@@ -245,7 +214,6 @@ def resolve_step(
         are_exact: whether updates are computed on all samples of a client: then the natural step
             is the problem's own, and the one to take.
         optimizer: what the server makes of the sums. Momentum and Adam have steps of their own.
-
     """
     if spec != AUTO:
         return make_step(spec)

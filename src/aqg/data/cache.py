@@ -31,18 +31,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A public file and how to know it.
+    """A public file and how to know it."""
 
-    Attributes:
-        path: where it lives below the data directory, with forward slashes.
-        sha256: hex digest of the content, after gzip decompression if ``path`` ends in ``.gz``.
-        urls: where to get it, in the order to try.
-
-    """
-
-    path: str
-    sha256: str
-    urls: tuple[str, ...]
+    path: str  # where it lives below the data directory, with forward slashes
+    sha256: str  # hex digest of the content, after gzip decompression if ``path`` ends in ``.gz``
+    urls: tuple[str, ...]  # where to get it, in the order to try
 
 
 def data_directory(data_dir: Path | None = None) -> Path:

@@ -31,30 +31,20 @@ NUM_SHARED_FEATURES = 34
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Samples and their labels.
+    """Samples and their labels."""
 
-    Attributes:
-        name: the name it was loaded by.
-        features: ``(N, ...)``, floating point, or integers such as token ids.
-        labels: ``(N,)``, int64 in ``0..num_classes-1``; or targets of any shape ``(N, ...)``.
-        num_classes: the number of labels there are; 0 where the targets are not classes.
-        test_features: ``(N', ...)``, or None where there is no test set.
-        test_labels: ``(N', ...)``, or None where there is no test set.
-        sources: ``(N,)``, int64: which of several original sets a sample is from, or None.
-        clients: ``(N,)``, int64 in ``0..M-1``: which client a sample belongs to, or None.
-        client_names: what the data call the ``M`` clients.
-
-    """
-
-    name: str
-    features: NDArray[Any]
+    name: str  # the name it was loaded by
+    features: NDArray[Any]  # ``(N, ...)``, floating point, or integers such as token ids
+    # ``(N,)``, int64 in ``0..num_classes-1``; or targets of any shape ``(N, ...)``
     labels: NDArray[Any]
-    num_classes: int
-    test_features: NDArray[Any] | None = None
-    test_labels: NDArray[Any] | None = None
+    num_classes: int  # the number of labels there are; 0 where the targets are not classes
+    test_features: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
+    test_labels: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
+    # ``(N,)``, int64: which of several original sets a sample is from, or None
     sources: NDArray[np.int64] | None = None
+    # ``(N,)``, int64 in ``0..M-1``: which client a sample belongs to, or None
     clients: NDArray[np.int64] | None = None
-    client_names: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()  # what the data call the ``M`` clients
 
     def __post_init__(self) -> None:
         _check_samples(self.name, self.features, self.labels, self.num_classes)

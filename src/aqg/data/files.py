@@ -37,18 +37,11 @@ _OPTIONAL = ("x_test", "y_test", "client")
 
 
 class Facts(NamedTuple):
-    """What the defaults of a run depend on.
+    """What the defaults of a run depend on."""
 
-    Attributes:
-        num_samples: of all clients.
-        num_clients: that the file names, None where it names none.
-        has_classes: whether the targets are classes.
-
-    """
-
-    num_samples: int
-    num_clients: int | None
-    has_classes: bool
+    num_samples: int  # of all clients
+    num_clients: int | None  # that the file names, None where it names none
+    has_classes: bool  # whether the targets are classes
 
 
 def peek(path: Path) -> Facts:

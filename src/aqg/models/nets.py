@@ -189,11 +189,7 @@ def make_transformer(
     if (
         not shape.num_tokens
         or len(shape.input_shape) != 1
-        or shape.target_shape
-        not in (
-            (),
-            shape.input_shape,
-        )
+        or shape.target_shape not in ((), shape.input_shape)
     ):
         raise ConfigError(
             f"samples of shape {shape.input_shape} with targets of shape {shape.target_shape} are "

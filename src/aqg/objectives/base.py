@@ -53,7 +53,6 @@ class Objective(ABC):
         stackable: whether a client's numbers on NumPy are the same to the last bit, alone or
             stacked with others.
         takes_integers: whether features may be integers, such as tokens.
-
     """
 
     stackable: bool = True
@@ -94,7 +93,6 @@ class Objective(ABC):
             statistics: what becomes of buffers that training changes, such as the running
                 statistics of batch normalization: ``"average"`` over the clients, ``"local"`` to
                 each, or ``"frozen"``.
-
         """
         from aqg.objectives.module import ModuleObjective  # needs torch
 

@@ -213,7 +213,6 @@ def narrow_outputs(inputs: FloatArray, weight: FloatArray) -> FloatArray:
 
     >>> narrow_outputs(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0], [10.0]]))
     array([[21., 43.]])
-
     """
     torch = _library_for(inputs, weight.shape[-1])
     if torch is None:

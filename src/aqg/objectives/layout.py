@@ -36,16 +36,10 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Buffers(NamedTuple):
-    """The values of a module's buffers.
+    """The values of a module's buffers."""
 
-    Attributes:
-        values: of all floating-point buffers, ``(num_statistics,)``.
-        counts: of all integer and boolean buffers, ``(num_counters,)``.
-
-    """
-
-    values: Float64Array
-    counts: IntArray
+    values: Float64Array  # of all floating-point buffers, ``(num_statistics,)``
+    counts: IntArray  # of all integer and boolean buffers, ``(num_counters,)``
 
 
 @dataclass(frozen=True)
@@ -58,26 +52,18 @@ class ModelLayout:
     (['0.weight', '0.bias', '1.weight', '1.bias'], 21)
     >>> [spec.name for spec in layout.statistics]
     ['1.running_mean', '1.running_var']
-
-    Attributes:
-        model: the name of the module's class, for messages.
-        parameters: the tensors of ``θ``.
-        statistics: floating-point buffers of the module's state, offsets in `Buffers.values`.
-        counters: integer and boolean ones, offsets in `Buffers.counts`.
-        tracked: whether each of the statistics, then of the counters, belongs to a normalization
-            layer, which changes it for certain; others travel once training has changed them.
-        policy: ``"average"``, ``"local"`` or ``"frozen"``.
-        left_out: trainable parameters that the patterns leave out.
-
     """
 
-    model: str
-    parameters: tuple[TensorSpec, ...]
+    model: str  # the name of the module's class, for messages
+    parameters: tuple[TensorSpec, ...]  # the tensors of ``θ``
+    # floating-point buffers of the module's state, offsets in `Buffers.values`
     statistics: tuple[TensorSpec, ...]
-    counters: tuple[TensorSpec, ...]
+    counters: tuple[TensorSpec, ...]  # integer and boolean ones, offsets in `Buffers.counts`
+    # whether each of the statistics, then of the counters, belongs to a normalization layer, which
+    # changes it for certain; others travel once training has changed them
     tracked: tuple[bool, ...]
-    policy: str = "average"
-    left_out: tuple[str, ...] = ()
+    policy: str = "average"  # ``"average"``, ``"local"`` or ``"frozen"``
+    left_out: tuple[str, ...] = ()  # trainable parameters that the patterns leave out
 
     @classmethod
     def of(
@@ -95,7 +81,6 @@ class ModelLayout:
             include: name patterns, such as ``"*.lora_*"``; parameters that match none stay out.
             exclude: name patterns of parameters and buffers that stay out.
             statistics: the policy for buffers that training changes.
-
         """
         import torch  # here and below, so that a server without modules needs none
 
@@ -354,20 +339,12 @@ def _normalization_buffers(module: nn.Module) -> set[str]:
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a module.
+    """One tensor of a module."""
 
-    Attributes:
-        name: as in ``named_parameters`` or ``named_buffers``.
-        shape: of the tensor.
-        dtype: of the module's own tensor, such as ``"float32"``.
-        offset: where its first value lies in the flat vector.
-
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
+    name: str  # as in ``named_parameters`` or ``named_buffers``
+    shape: tuple[int, ...]  # of the tensor
+    dtype: str  # of the module's own tensor, such as ``"float32"``
+    offset: int  # where its first value lies in the flat vector
 
     @property
     def size(self) -> int:

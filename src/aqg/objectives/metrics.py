@@ -33,27 +33,20 @@ class DoesNotApply(ConfigError):  # noqa: N818  (a reason, of which a default ma
 class Metric:
     """A number that says how good a model is.
 
-    Attributes:
-        name: letters, digits and underscores; in records it is ``test_NAME``.
-        whole: from all outputs of the test set, as the module returns them, and all targets.
-        sums: from a batch of them, in place of ``whole``: sums over the samples that are added up.
-        finish: from the added sums, the number.
-        higher_is_better: None where nobody said.
-        is_percent: whether the number is a share, to be shown in percent.
-
     >>> def largest_error(outputs, targets):
     ...     return float(abs(outputs - targets).max())
     >>> Metric("largest_error", largest_error).name
     'largest_error'
-
     """
 
-    name: str
+    name: str  # letters, digits and underscores; in records it is ``test_NAME``
+    # from all outputs of the test set, as the module returns them, and all targets
     whole: Function | None = None
+    # from a batch of them, in place of ``whole``: sums over the samples that are added up
     sums: Callable[[Any, Any], Float64Array] | None = None
-    finish: Callable[[Float64Array], float] = float
-    higher_is_better: bool | None = None
-    is_percent: bool = False
+    finish: Callable[[Float64Array], float] = float  # from the added sums, the number
+    higher_is_better: bool | None = None  # None where nobody said
+    is_percent: bool = False  # whether the number is a share, to be shown in percent
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or not self.name.isascii() or self.name in _RESERVED:

@@ -434,7 +434,6 @@ class Session:
     Attributes:
         start: the buffers to start from; None: the module's own.
         state: buffers as the last step left them, and frozen parameters; None before the first.
-
     """
 
     def __init__(
@@ -505,7 +504,6 @@ class ModuleCalls:
         layout: which of its tensors make up ``θ``.
         loss: the mean loss of a batch, from outputs and targets.
         name: for messages.
-
     """
 
     def __init__(

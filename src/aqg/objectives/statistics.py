@@ -47,30 +47,20 @@ def sections(layout: ModelLayout) -> tuple[Section, ...]:
 
 
 class SharedStatistics(NamedTuple):
-    """What the server holds.
+    """What the server holds."""
 
-    Attributes:
-        layout: names the tensors.
-        buffers: their values.
-        travels: for each tensor, whether it is in the frames to the clients.
-        moves: for each tensor, whether a client has ever changed it.
-        residual: what rounding left out of the values when they were sent (error feedback).
-        fine: they travel in half precision both ways, as is right beside updates in full.
-        average: ``γ`` of the mean over the models; 0 where none is kept.
-        mean: the same mean of the values; None before the first round, or where none is kept.
-        num_rounds: of how many rounds.
-
-    """
-
-    layout: ModelLayout
-    buffers: Buffers
-    travels: BoolArray
-    moves: BoolArray
+    layout: ModelLayout  # names the tensors
+    buffers: Buffers  # their values
+    travels: BoolArray  # for each tensor, whether it is in the frames to the clients
+    moves: BoolArray  # for each tensor, whether a client has ever changed it
+    # what rounding left out of the values when they were sent (error feedback)
     residual: Float64Array
+    # they travel in half precision both ways, as is right beside updates in full
     fine: bool = False
-    average: float = 0.0
+    average: float = 0.0  # ``γ`` of the mean over the models; 0 where none is kept
+    # the same mean of the values; None before the first round, or where none is kept
     mean: Float64Array | None = None
-    num_rounds: int = 0
+    num_rounds: int = 0  # of how many rounds
 
     @staticmethod
     def first(
@@ -205,7 +195,6 @@ def describe_change(
 
     Raises:
         GradientError: a tensor changed to NaN or infinity; the text names it.
-
     """
     sent = []
     values = after.values.copy()
@@ -246,10 +235,7 @@ def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> 
 
 
 def _chosen(
-    specs: Iterable[TensorSpec],
-    sent: BoolArray,
-    held: NDArray[Number],
-    found: NDArray[Number],
+    specs: Iterable[TensorSpec], sent: BoolArray, held: NDArray[Number], found: NDArray[Number]
 ) -> NDArray[Number]:
     """Return ``held``, with the tensors that were sent as they were ``found``."""
     result = held.copy()

@@ -42,16 +42,10 @@ _FIXED = Fixed()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a reply.
+    """What became of a reply."""
 
-    Attributes:
-        message: the message taken; None where the reply changed nothing.
-        problem: why it was not taken; empty where it was.
-
-    """
-
-    message: Message | None
-    problem: str = ""
+    message: Message | None  # the message taken; None where the reply changed nothing
+    problem: str = ""  # why it was not taken; empty where it was
 
 
 class MirrorBook:
@@ -69,7 +63,6 @@ class MirrorBook:
         downlink: how the model is published.
         publisher: keeps its log; None where clients receive the whole model.
         rule: for the length of steps.
-
     """
 
     def __init__(
@@ -146,15 +139,10 @@ class MirrorBook:
         Args:
             client: its number.
             terms: what the book does not know: the run, the recipe, and what else is wanted.
-
         """
         stamp, parcel = self.entry(client).stamp, self.parcel(client)
         if parcel is not None:
-            terms |= {
-                "public": parcel.digest,
-                "log": parcel.log,
-                "snapshot": parcel.snapshot,
-            }
+            terms |= {"public": parcel.digest, "log": parcel.log, "snapshot": parcel.snapshot}
         return Order(
             num_params=len(self.parameters),
             dtype=str(self.parameters.dtype),
@@ -318,11 +306,7 @@ def book_from_arrays(
     ``directory`` has the starting model; None where no client has it.
     """
     entries = [
-        Held(
-            Stamp(int(epoch), int(uploads), digest.tobytes()),
-            lineage.tobytes(),
-            int(last_upload),
-        )
+        Held(Stamp(int(epoch), int(uploads), digest.tobytes()), lineage.tobytes(), int(last_upload))
         for epoch, uploads, digest, lineage, last_upload in zip(
             arrays["epochs"],
             arrays["uploads"],

@@ -10,19 +10,30 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.public import Public
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.protocol.digests import start_digest
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
-from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
+from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.messages import (
+    Order,
+    Reply,
+    UnknownTermsError,
+    order_from_bytes,
+    terms_of_run,
+    to_bytes,
+)
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
+    Base,
     ClientMirror,
     answer,
     find_base,
@@ -30,20 +41,9 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, write_atomically
+from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, Vault, write_atomically
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.protocol.follower import Holding, Parcel, Start
-    from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.mirrors import Base
-    from aqg.protocol.store import Vault
-
-    Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
+Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
 
 _logger = logging.getLogger("aqg.protocol")
 _TERMS = "terms"
@@ -67,7 +67,6 @@ class ClientSession:
     ...     server.step()
     >>> bool(np.abs(server.parameters - 1.0).max() < 0.01)
     True
-
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class ClientSession:
                 server is to go against, such as a gradient, or the model less the one that local
                 training arrived at. It may return the loss as well. It is not called for an order
                 that was answered already, or that this client cannot follow.
-
         """
         try:
             read = order_from_bytes(order, self._terms.values() or self._read_terms())
@@ -122,7 +120,7 @@ class ClientSession:
         mirror, reply = answer(agreed, base, read, update, loss)
         seconds = time.perf_counter() - started
         frame = to_bytes(
-            replace(reply, loss=_single(loss), work_seconds=_short(seconds)), read.stamp
+            replace(reply, loss=_single(loss), work_seconds=short(seconds)), read.stamp
         )
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
@@ -158,7 +156,7 @@ def _single(number: float) -> float:
         return float(np.float32(number))
 
 
-def _short(number: float) -> float:
+def short(number: float) -> float:
     """Cut a number that is only reported to the three digits of a bfloat16 number."""
     bits = np.float32(number).view(np.uint32) & np.uint32(0xFFFF0000)
     return float(bits.view(np.float32))

@@ -34,20 +34,13 @@ class LostError(MessageError):
 
 
 class Parcel(NamedTuple):
-    """What brings a client to the model of a round.
+    """What brings a client to the model of a round."""
 
-    Attributes:
-        round: ``k``.
-        digest: of the public model before round ``k``.
-        log: a frame of entries; those that the client has are left out of account.
-        snapshot: a frame to start from instead of what the client holds, or the message of a first
-            model; empty where it needs none.
-
-    """
-
-    round: int
-    digest: bytes
-    log: bytes
+    round: int  # ``k``
+    digest: bytes  # of the public model before round ``k``
+    log: bytes  # a frame of entries; those that the client has are left out of account
+    # a frame to start from instead of what the client holds, or the message of a first model; empty
+    # where it needs none
     snapshot: bytes = b""
 
     @property
@@ -57,33 +50,19 @@ class Parcel(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a client says that it holds.
+    """What a client says that it holds."""
 
-    Attributes:
-        round: of its public model; 0 where it has none.
-        digest: of that; zeros where it has none.
-        start: digest of the starting model that it has; empty where it has none.
-
-    """
-
-    round: int = 0
-    digest: bytes = bytes(STATE_DIGEST_BYTES)
-    start: bytes = b""
+    round: int = 0  # of its public model; 0 where it has none
+    digest: bytes = bytes(STATE_DIGEST_BYTES)  # of that; zeros where it has none
+    start: bytes = b""  # digest of the starting model that it has; empty where it has none
 
 
 class Terms(NamedTuple):
-    """What must be known before a log can be followed.
+    """What must be known before a log can be followed."""
 
-    Attributes:
-        recipe: as the server has it.
-        num_params: length of the model.
-        dtype: of the model.
-
-    """
-
-    recipe: Recipe
-    num_params: int
-    dtype: str
+    recipe: Recipe  # as the server has it
+    num_params: int  # length of the model
+    dtype: str  # of the model
 
     def first(self, start: FloatArray) -> Public:
         """Return the public model before the first round."""
@@ -109,7 +88,6 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
         parcel: from the server.
         held: the public model that the client holds; it is left as it was.
         start: returns the client's own starting model, where it has one.
-
     """
     try:
         public = _open(terms, parcel, held, start)

@@ -70,18 +70,11 @@ def content_digest(lineage: bytes, track: Track) -> bytes:
 
 
 class Snapshot(NamedTuple):
-    """All that a client carries from round to round, at one moment.
+    """All that a client carries from round to round, at one moment."""
 
-    Attributes:
-        state: the client's state, with its end of the link.
-        lineage: of the mirror.
-        stamp: of the mirror.
-
-    """
-
-    state: ClientState
-    lineage: bytes
-    stamp: Stamp
+    state: ClientState  # the client's state, with its end of the link
+    lineage: bytes  # of the mirror
+    stamp: Stamp  # of the mirror
 
     @staticmethod
     def zero(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Snapshot:
@@ -97,18 +90,11 @@ class Snapshot(NamedTuple):
 
 
 class ClientMirror(NamedTuple):
-    """A client's memory: where it is, where it was before its last answer, and which that was.
+    """A client's memory: where it is, where it was before its last answer, and which that was."""
 
-    Attributes:
-        current: the state after the last answer.
-        before: the state before it; None before the first.
-        answered: `Order.serial` of the last order answered.
-
-    """
-
-    current: Snapshot
-    before: Snapshot | None = None
-    answered: tuple[int, int] = (0, 0)
+    current: Snapshot  # the state after the last answer
+    before: Snapshot | None = None  # the state before it; None before the first
+    answered: tuple[int, int] = (0, 0)  # `Order.serial` of the last order answered
 
     @staticmethod
     def first(recipe: Recipe, num_params: int, dtype: str) -> ClientMirror:
@@ -206,18 +192,11 @@ def answer(
 
 
 class Held(NamedTuple):
-    """What the server holds of one client beside its end of the link.
+    """What the server holds of one client beside its end of the link."""
 
-    Attributes:
-        stamp: of the mirror.
-        lineage: of the mirror.
-        last_upload: the round in which the last upload was taken; 0 before the first.
-
-    """
-
-    stamp: Stamp
-    lineage: bytes
-    last_upload: int = 0
+    stamp: Stamp  # of the mirror
+    lineage: bytes  # of the mirror
+    last_upload: int = 0  # the round in which the last upload was taken; 0 before the first
 
 
 class Peer(NamedTuple):
@@ -226,7 +205,6 @@ class Peer(NamedTuple):
     Attributes:
         link: what the client holds as well.
         entry: the stamp of that.
-
     """
 
     track: Track

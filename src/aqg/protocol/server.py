@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
+from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
+from aqg.core.messages import Message
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
-from aqg.core.types import is_whole
+from aqg.core.types import Float64Array, FloatArray, is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol.book import (
     MirrorBook,
@@ -34,14 +37,6 @@ from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.store import read_arrays, write_arrays
 from aqg.start import require_way, settle
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.downlink import Downlink
-    from aqg.core.messages import Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
 
 CHECKPOINT = "session.npz"
 _HEAD_BYTES = 4096
@@ -58,7 +53,6 @@ class Receipt(NamedTuple):
         problem: why it was not taken; empty where it was.
         loss: what the client said, NaN where it did not.
         num_bytes: the length of the frame that it carried.
-
     """
 
     is_taken: bool
@@ -101,7 +95,6 @@ class ServerSession:
     >>> server = ServerSession(np.zeros(3), num_clients=2)
     >>> server.take(0, b"nonsense").problem
     'byte 0x6e does not begin the reply of this version of aqg'
-
     """
 
     def __init__(
@@ -201,7 +194,6 @@ class ServerSession:
             max_staleness=max_staleness,
             seed=self._seed,
             incarnation=self._incarnation,
-            evaluate=False,
             exact=self._exact,
         )
         order = replace(order, movement=0.0)  # clients have it from the log

@@ -114,7 +114,6 @@ class ArrayStore:
 
     Args:
         vault: where they lie.
-
     """
 
     def __init__(self, vault: Vault) -> None:
@@ -174,7 +173,6 @@ class ClientStore:
     Args:
         vault: where it lies.
         key: names the run and what both sides agreed on; a memory under another key is not found.
-
     """
 
     def __init__(self, vault: Vault, key: str) -> None:

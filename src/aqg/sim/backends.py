@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from aqg.errors import ConfigError
 from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.stacks import stack_small_clients
-
-if TYPE_CHECKING:
-    from aqg.sim.torch_backend import TorchBackend
+from aqg.sim.torch_backend import TorchBackend
 
 Backend: TypeAlias = "NumpyBackend | TorchBackend"
 """The space of a simulation's vectors, and what clients compute there."""

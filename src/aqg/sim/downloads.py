@@ -7,27 +7,21 @@ whose message a `aqg.runs.cost.Meter` counts, and gets the rest from the log lik
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
-from aqg.core.public import lies_on_grid
-from aqg.protocol.log import ModelLog, length
+from aqg.core.public import Public, lies_on_grid
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray, IntArray
+from aqg.protocol.log import Content, Delivery, ModelLog, length
+from aqg.sim.problem import Problem
 from aqg.wire.entry import follow_log, log_overhead
 from aqg.wire.snapshot import decode_snapshot, encode_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray, IntArray
-    from aqg.protocol.log import Content, Delivery
-    from aqg.sim.problem import Problem
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""
@@ -35,21 +29,13 @@ _FIELDS = ("positions", "log_first", "log_lengths", "snapshot", "log_entries")
 
 
 class LogState(NamedTuple):
-    """A log and its readers between two rounds.
+    """A log and its readers between two rounds."""
 
-    Attributes:
-        positions: the round that each client holds, ``(M,)``.
-        first: the round of the first entry that is kept.
-        lengths: of the entries.
-        snapshot: round and length of the last snapshot, ``(2,)``.
-        entries: all of them, one after the other, where they can be added up; else nothing.
-
-    """
-
-    positions: IntArray
-    first: int
-    lengths: IntArray
-    snapshot: IntArray
+    positions: IntArray  # the round that each client holds, ``(M,)``
+    first: int  # the round of the first entry that is kept
+    lengths: IntArray  # of the entries
+    snapshot: IntArray  # round and length of the last snapshot, ``(2,)``
+    # all of them, one after the other, where they can be added up; else nothing
     entries: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

@@ -10,43 +10,34 @@ On the CPU in float64 every upload, width, byte and parameter equals the referen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from aqg.core.dropouts import BernoulliDropout, Dropout
-from aqg.core.messages import Skip
+from aqg.core.messages import AnyUpload, Skip
 from aqg.core.optimizers import OptimizerState
-from aqg.core.public import lies_on_grid
+from aqg.core.public import Public, lies_on_grid
+from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, compress, settle
-from aqg.core.server import add_uploads, take_step
-from aqg.core.space import with_rows
+from aqg.core.server import Model, add_uploads, take_step
+from aqg.core.space import Array, with_rows
 from aqg.core.stage import lives_on_device
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
+from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.protocol.log import Content
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
 from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record, received_bytes
 from aqg.sim.late import Replies, Reply, check_late
-from aqg.sim.record import DROPPED, full_download_bytes
+from aqg.sim.problem import Problem
+from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
 from aqg.sim.training import Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from aqg.core.messages import AnyUpload
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
-    from aqg.core.server import Model
-    from aqg.core.space import Array
-    from aqg.core.types import Float64Array, FloatArray, IntArray
-    from aqg.protocol.log import Content
-    from aqg.sim.problem import Problem
-    from aqg.sim.record import RoundRecord
 
 
 class FastSimulation:
@@ -62,7 +53,6 @@ class FastSimulation:
         block_bytes: the most memory one block of gradients may take.
         training: what clients compute, who is sampled, how they are weighted, and the server's
             optimizer; the paper's by default.
-
     """
 
     def __init__(
@@ -294,10 +284,7 @@ def _model_in(move: Callable[[Array], Array], model: Model) -> Model:
 
 
 def _clients_in(
-    move: Callable[[Array], Array],
-    copy: Callable[[Array], Array],
-    recipe: Recipe,
-    clients: Clients,
+    move: Callable[[Array], Array], copy: Callable[[Array], Array], recipe: Recipe, clients: Clients
 ) -> Clients:
     """Return the clients' state with its vectors in another place, and all else copied."""
     position, velocity, direction, is_held = clients.track

@@ -19,10 +19,7 @@ SKIP_BYTES = encoded_size(Skip())
 
 
 def frame_sizes(
-    space: Space,
-    track: Track,
-    clients: IntArray,
-    uploads: Sequence[AnyUpload],
+    space: Space, track: Track, clients: IntArray, uploads: Sequence[AnyUpload]
 ) -> Sequence[int]:
     """Size each client's frame, before the uploads have moved the link."""
     contexts: list[Known | None] = [None] * len(uploads)
@@ -38,28 +35,16 @@ def frame_sizes(
 
 
 def make_record(
-    number: int,
-    loss: float | None,
-    widths: IntArray,
-    faults: Sequence[tuple[int, str]],
-    sent: IntArray,
-    received: IntArray,
-    statistics: StatisticsTraffic,
-    seconds: float | None = None,
+    number: int,  # of the round
+    loss: float | None,  # as in `RoundRecord`, and so are ``widths``
+    widths: IntArray,  # see there
+    faults: Sequence[tuple[int, str]],  # see there, but for those of statistics
+    sent: IntArray,  # the length of each client's frame, that of statistics excepted
+    received: IntArray,  # what each client received, likewise
+    statistics: StatisticsTraffic,  # what these cost
+    seconds: float | None = None,  # see there
 ) -> RoundRecord:
-    """Return the record of a round.
-
-    Args:
-        number: of the round.
-        loss: as in `RoundRecord`, and so are ``widths``.
-        widths: see there.
-        faults: see there, but for those of statistics.
-        sent: the length of each client's frame, that of statistics excepted.
-        received: what each client received, likewise.
-        statistics: what these cost.
-        seconds: see there.
-
-    """
+    """Return the record of a round."""
     for client, size in statistics.client_uploads:
         sent[client] += size
     received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)

@@ -53,22 +53,13 @@ def _require(name: str, value: float, *, positive: bool = False, most: float = m
 
 @dataclass(frozen=True)
 class Speeds:
-    """How long clients train in a round: each has a time of its own, which may vary.
+    """How long clients train in a round: each has a time of its own, which may vary."""
 
-    Attributes:
-        seconds: the median over clients.
-        sigma: ``σ`` of the logarithm over clients.
-        share: of the clients that need so many ``times`` as long.
-        times: see there.
-        jitter: ``σ`` of the logarithm from round to round.
-
-    """
-
-    seconds: float = 1.0
-    sigma: float = 0.0
-    share: float = 0.0
-    times: float = 1.0
-    jitter: float = 0.0
+    seconds: float = 1.0  # the median over clients
+    sigma: float = 0.0  # ``σ`` of the logarithm over clients
+    share: float = 0.0  # of the clients that need so many ``times`` as long
+    times: float = 1.0  # see there
+    jitter: float = 0.0  # ``σ`` of the logarithm from round to round
 
     def __post_init__(self) -> None:
         _require("seconds", self.seconds, positive=True)
@@ -134,20 +125,13 @@ OUTAGES = {"random": Outages}
 
 @dataclass(frozen=True)
 class Late:
-    """What time replies take, and for how many of them a round waits.
+    """What time replies take, and for how many of them a round waits."""
 
-    Attributes:
-        speeds: how long clients train.
-        buffer_size: ``B``, the replies after which a round ends; None: all that are on their way.
-        outages: what holds replies up; None: nothing.
-        mbit: megabits per second of each client's link in either direction; 0: transfers take no
-            time.
-
-    """
-
-    speeds: Speeds
+    speeds: Speeds  # how long clients train
+    # ``B``, the replies after which a round ends; None: all that are on their way
     buffer_size: int | None = None
-    outages: Outages | None = None
+    outages: Outages | None = None  # what holds replies up; None: nothing
+    # megabits per second of each client's link in either direction; 0: transfers take no time
     mbit: float = 0.0
 
 
@@ -185,7 +169,6 @@ def check_late(
         recipe: the compressor.
         num_at_work: how many clients train at a time.
         averages_statistics: whether the server averages buffers of a module.
-
     """
     if late is None or late.buffer_size is None:
         return
@@ -209,33 +192,19 @@ def check_late(
 
 
 class Reply(NamedTuple):
-    """What a client sent.
+    """What a client sent."""
 
-    Attributes:
-        message: an upload, or a skip.
-        size: of its frame.
-
-    """
-
-    message: Message
-    size: int
+    message: Message  # an upload, or a skip
+    size: int  # of its frame
 
 
 class Closed(NamedTuple):
-    """The replies that count in a round, in the order of their clients.
+    """The replies that count in a round, in the order of their clients."""
 
-    Attributes:
-        clients: who sent them.
-        replies: of each.
-        factors: what each counts for by its age, ``(M,)``.
-        at_work: who has not replied yet, ``(M,)``.
-
-    """
-
-    clients: IntArray
-    replies: list[Reply]
-    factors: Float64Array
-    at_work: BoolArray
+    clients: IntArray  # who sent them
+    replies: list[Reply]  # of each
+    factors: Float64Array  # what each counts for by its age, ``(M,)``
+    at_work: BoolArray  # who has not replied yet, ``(M,)``
 
     def uploads(self) -> tuple[IntArray, list[AnyUpload]]:
         """Return who sent something, and what."""
@@ -257,7 +226,6 @@ class Replies:
 
     Attributes:
         clock: seconds since the first round began.
-
     """
 
     def __init__(self, late: Late, problem: Problem, seed: int) -> None:
@@ -282,7 +250,6 @@ class Replies:
             number: of the round.
             replies: of each client that begins.
             received: bytes that each client received, ``(M,)``.
-
         """
         late, count = self.late, len(self._times)
         seconds = late.speeds.of_round(number, self._times, self.seed)

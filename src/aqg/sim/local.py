@@ -44,7 +44,6 @@ class LocalTraining:
         steps: ``K``, local steps per round.
         epochs: passes over the client's samples per round, in place of ``steps``.
         rate: ``η``, the step size of the local steps.
-
     """
 
     batch_size: int | None = None
@@ -91,22 +90,13 @@ class LocalTraining:
 
     def update(
         self,
-        objective: Objective,
-        params: Array,
-        features: Array,
-        labels: Array,
-        key: Sequence[int],
+        objective: Objective,  # the loss
+        params: Array,  # ``θ``, ``(num_params,)``
+        features: Array,  # the client's samples, ``(n, num_features)``
+        labels: Array,  # their labels, ``(n,)``
+        key: Sequence[int],  # integers (seed, client, round) that make the batches
     ) -> tuple[Array, Array]:
-        """Train from ``params`` and return the loss of the first batch and the pseudo-gradient.
-
-        Args:
-            objective: the loss.
-            params: ``θ``, ``(num_params,)``.
-            features: the client's samples, ``(n, num_features)``.
-            labels: their labels, ``(n,)``.
-            key: integers (seed, client, round) that make the batches.
-
-        """
+        """Train from ``params`` and return the loss of the first batch and the pseudo-gradient."""
         if self.is_one_gradient:
             return objective.losses_and_gradients(params, features, labels)
         num_steps = self.num_steps(len(labels))
@@ -127,31 +117,21 @@ class LocalTraining:
 
     def update_many(
         self,
-        objective: ClosedForm,
-        params: Array,
-        features: Array,
-        labels: Array,
-        starts: Sequence[int],
-        sizes: Sequence[int],
-        keys: Sequence[Sequence[int]],
+        objective: ClosedForm,  # the loss
+        params: Array,  # ``θ``, a torch tensor ``(num_params,)``
+        features: Array,  # the samples of all clients, ``(N, num_features)``
+        labels: Array,  # their labels, ``(N,)``
+        starts: Sequence[int],  # where each client's samples begin
+        sizes: Sequence[int],  # how many each has
+        keys: Sequence[Sequence[int]],  # integers (seed, client, round) for each
     ) -> tuple[Array, Array]:
         """Let many clients take each step together; up to rounding, the same as `update` for each.
 
         Batches are filled up to one length with samples of weight zero, and clients that have
         taken all their steps wait for the others.
 
-        Args:
-            objective: the loss.
-            params: ``θ``, a torch tensor ``(num_params,)``.
-            features: the samples of all clients, ``(N, num_features)``.
-            labels: their labels, ``(N,)``.
-            starts: where each client's samples begin.
-            sizes: how many each has.
-            keys: integers (seed, client, round) for each.
-
         Returns:
             The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
-
         """
         num_steps = [self.num_steps(size) for size in sizes]
         rows, weights = self._lay_out(objective, starts, sizes, keys, num_steps)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.types import to_numpy
+from aqg.core.types import FloatArray, to_numpy
 from aqg.errors import ConfigError, DataError
+from aqg.objectives.base import Objective
 from aqg.objectives.metrics import METRICS, Metric, default_metrics, make_metrics, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
-    from aqg.objectives.base import Objective
 
 
 class Samples(NamedTuple):
@@ -48,7 +45,6 @@ class Problem:
         metrics: what is measured on the test set, in any form that `make_metrics` takes; by default
             what suits the targets.
         start_bytes: what a client receives that gets ``θ^0`` sent (`aqg.start`).
-
     """
 
     objective: Objective
@@ -89,7 +85,6 @@ class Problem:
         >>> problem = Problem.from_module(torch.nn.Linear(8, 2), halves)
         >>> problem.num_clients, problem.clients[0].features.shape
         (2, (10, 8))
-
         """
         from aqg.models.nets import default_loss  # needs torch
         from aqg.objectives import Objective
@@ -198,7 +193,6 @@ class Problem:
             params: the model, finite, on the device where the samples are.
             samples: the validation set, or a copy of it on a device.
             kind: ``"accuracy"`` or ``"loss"``.
-
         """
         found = []
         for view in self.objective.views():
@@ -232,7 +226,6 @@ def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Sa
     >>> samples = gather(([[0.5, 1.0], [2.0, 4.0]], [0, 1]))
     >>> samples.features.dtype, samples.labels.tolist()
     (dtype('float32'), [0, 1])
-
     """
     features, labels = _columns(source, name)
     if not features.ndim or not labels.ndim or len(features) != len(labels):

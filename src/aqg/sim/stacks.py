@@ -102,22 +102,13 @@ PIECE_LENGTH = 512
 
 
 class Pieces(NamedTuple):
-    """``P`` pieces of ``L`` samples, on a device.
+    """``P`` pieces of ``L`` samples, on a device."""
 
-    Attributes:
-        features: ``(P, L, f)``; the pieces of a client follow each other.
-        labels: ``(P, L)``.
-        weights: what a sample counts in its client's loss, ``(P, L)``.
-        owners: 1 where a piece belongs to a client, ``(M, P)``.
-        starts: where each client begins, counted in samples.
-
-    """
-
-    features: Any
-    labels: Any
-    weights: Any
-    owners: Any
-    starts: list[int]
+    features: Any  # ``(P, L, f)``; the pieces of a client follow each other
+    labels: Any  # ``(P, L)``
+    weights: Any  # what a sample counts in its client's loss, ``(P, L)``
+    owners: Any  # 1 where a piece belongs to a client, ``(M, P)``
+    starts: list[int]  # where each client begins, counted in samples
 
     def losses_and_gradients(self, objective: ClosedForm, params: Any) -> tuple[Any, Any]:
         """Return the loss ``(M,)`` and the gradient ``(M, num_params)`` of all clients."""

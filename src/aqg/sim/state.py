@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Full
 from aqg.core.persistence import (
@@ -13,21 +15,15 @@ from aqg.core.persistence import (
     model_from_arrays,
     model_to_arrays,
 )
+from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
+from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log
 from aqg.sim.late import Replies
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array
-    from aqg.sim.problem import Problem
-    from aqg.sim.training import Training
+from aqg.sim.problem import Problem
+from aqg.sim.training import Training
 
 _VARYING = (
     *("is_moved", "history", "statistics"),
@@ -37,22 +33,16 @@ _VARYING = (
 
 
 class SimulationState(NamedTuple):
-    """Server and clients together, in NumPy.
+    """Server and clients together, in NumPy."""
 
-    Attributes:
-        model: the model and what moves it.
-        clients: what the clients remember; their links are the server's as well, being equal.
-        statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
-        log: of the model, and who has read how much of it; None where clients receive models.
-        late: replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where
-            time is not simulated.
-
-    """
-
-    model: Model
-    clients: Clients
+    model: Model  # the model and what moves it
+    clients: Clients  # what the clients remember; their links are the server's as well, being equal
+    # of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none
     statistics: Float64Array = np.zeros((0, 0))
+    # of the model, and who has read how much of it; None where clients receive models
     log: LogState | None = None
+    # replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where time is not
+    # simulated
     late: Mapping[str, NDArray[Any]] | None = None
 
     @property

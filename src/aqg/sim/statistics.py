@@ -25,27 +25,19 @@ from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.training import Training
 
-if TYPE_CHECKING:  # needs torch, which takes seconds to import and need not be there
+if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
 
 
 class StatisticsTraffic(NamedTuple):
-    """What the statistics of a round cost, and what was wrong with them.
+    """What the statistics of a round cost, and what was wrong with them."""
 
-    Attributes:
-        upload_bytes: length of the frames of all clients.
-        download_bytes: length of the frames to them.
-        faults: as ``(client, text)``.
-        client_uploads: of ``upload_bytes``, those of each client that sent some.
-        client_download_bytes: of ``download_bytes``, those to each client that took part.
-
-    """
-
-    upload_bytes: int = 0
-    download_bytes: int = 0
-    faults: tuple[tuple[int, str], ...] = ()
+    upload_bytes: int = 0  # length of the frames of all clients
+    download_bytes: int = 0  # length of the frames to them
+    faults: tuple[tuple[int, str], ...] = ()  # as ``(client, text)``
+    # of ``upload_bytes``, those of each client that sent some
     client_uploads: tuple[tuple[int, int], ...] = ()
-    client_download_bytes: int = 0
+    client_download_bytes: int = 0  # of ``download_bytes``, those to each client that took part
 
 
 _NO_TRAFFIC = StatisticsTraffic()
@@ -62,7 +54,6 @@ class RunStatistics:
 
     Attributes:
         problem: the same problem, with an objective that uses these statistics.
-
     """
 
     def __init__(

@@ -97,11 +97,7 @@ class TorchBackend(NumpySpace):
         return losses.double(), gradients
 
     def local_updates(
-        self,
-        local: LocalTraining,
-        params: Tensor,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
+        self, local: LocalTraining, params: Tensor, clients: IntArray, keys: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
         """Let all clients take each step together, where the objective allows it."""
         members = clients.tolist()

@@ -41,7 +41,6 @@ class Training:
             found from round to round with that as the natural one.
         late: what time replies take, and for how many of them a round waits; None: time is not
             simulated, and rounds wait for all.
-
     """
 
     local: LocalTraining = field(default_factory=LocalTraining)

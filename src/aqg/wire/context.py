@@ -175,7 +175,6 @@ def make_hints(
 
     >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
     array([ 2, 49, -2], dtype=int8)
-
     """
     if direction is not None and len(direction) != len(reference):
         raise WireError(f"{len(direction)} directions do not fit {len(reference)} coordinates")

@@ -398,13 +398,7 @@ def code_symbols(
             if len(hints):
                 a = SIGN_HINT + 4 * abs(hint) + kind
             positive, coder = _code_mixed(
-                coder,
-                buffer,
-                decoding,
-                1 if v * flip > 0 else 0,
-                model,
-                NODES + kind,
-                (a, b, c),
+                coder, buffer, decoding, 1 if v * flip > 0 else 0, model, NODES + kind, (a, b, c)
             )
             v = (2 * magnitude + 1 - has_zero) * (flip if positive else -flip)
         if decoding:

@@ -48,14 +48,7 @@ from aqg.core.recipe import Movement
 from aqg.core.track import Change, Part
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
-from aqg.wire.frame import (
-    Known,
-    decode,
-    decode_bare,
-    encode,
-    encode_levels,
-    upload_head,
-)
+from aqg.wire.frame import Known, decode, decode_bare, encode, encode_levels, upload_head
 from aqg.wire.varint import read_varint, read_zigzag, varint_size, write_varint, write_zigzag
 from aqg.wire.vectors import decode_vector, encode_vector
 
@@ -98,7 +91,6 @@ class Merger:
 
     Args:
         public: the model after all of them.
-
     """
 
     def __init__(self, public: Public) -> None:
@@ -146,10 +138,7 @@ def log_overhead(first: int, count: int) -> int:
 
 
 def follow_log(
-    data: bytes,
-    public: Public,
-    movement: Movement,
-    threads: int | None = None,
+    data: bytes, public: Public, movement: Movement, threads: int | None = None
 ) -> Public:
     """Return the public model after the entries of a frame; the old one is left as it was.
 

@@ -67,15 +67,10 @@ class Mode(enum.IntEnum):
 
 
 class Known(NamedTuple):
-    """What both ends hold before an upload, to the same bits; it lets them write less.
+    """What both ends hold before an upload, to the same bits; it lets them write less."""
 
-    Attributes:
-        reference: ``ref_m``, to which the upload will be added.
-        direction: `aqg.core.track.direction_of` the client's last upload, where it is kept.
-
-    """
-
-    reference: FloatArray
+    reference: FloatArray  # ``ref_m``, to which the upload will be added
+    # `aqg.core.track.direction_of` the client's last upload, where it is kept
     direction: NDArray[np.int8] | None = None
 
 
@@ -255,10 +250,7 @@ def _decode_hints(
 
 
 def encode_levels(
-    upload: Upload,
-    hints: NDArray[np.int8] | None,
-    threads: int | None,
-    tries_context: bool = True,
+    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None, tries_context: bool = True
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = gaps.few_places(upload)

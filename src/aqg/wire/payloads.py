@@ -42,14 +42,7 @@ from aqg.core.rotation import WIDTHS, RotatedUpload, block_lengths
 from aqg.errors import WireError
 from aqg.wire import context
 from aqg.wire.bitpack import pack, unpack
-from aqg.wire.sections import (
-    BLOCKED_LENGTH,
-    BYTES,
-    Alphabet,
-    Plane,
-    decode_planes,
-    encode_planes,
-)
+from aqg.wire.sections import BLOCKED_LENGTH, BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_part, read_varint, write_varint
 
 Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload

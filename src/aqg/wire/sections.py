@@ -43,14 +43,7 @@ from aqg.jit import njit
 from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
 from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols, make_ranges
-from aqg.wire.tables import (
-    MIN_SCALE_BITS,
-    Table,
-    choose_table,
-    least_bits,
-    read_table,
-    write_table,
-)
+from aqg.wire.tables import MIN_SCALE_BITS, Table, choose_table, least_bits, read_table, write_table
 from aqg.wire.varint import read_part, write_varint
 
 MANY_LANES_BYTES = 1 << 14

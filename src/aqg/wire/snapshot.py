@@ -69,7 +69,6 @@ def decode_snapshot(
         like: a public model of the same shape, such as that before the first round.
         start: the starting model, where the reader has it.
         threads: as many are used at most.
-
     """
     frame = np.frombuffer(data, np.uint8)
     if len(frame) < 4 + _CRC_BYTES:

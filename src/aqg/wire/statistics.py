@@ -65,22 +65,14 @@ class Section(NamedTuple):
 
 
 class StatisticsMessage(NamedTuple):
-    """What a frame holds: zero where a tensor is not in it.
+    """What a frame holds: zero where a tensor is not in it."""
 
-    Attributes:
-        values: of all floating-point tensors, one after the other.
-        counts: of all integer tensors.
-        sent: for each tensor, whether it is in the frame.
-        short: for each tensor, whether it is there in the short form; None: no such form.
-        is_change: whether values in the short form are changes.
-
-    """
-
-    values: Float64Array
-    counts: IntArray
-    sent: BoolArray
+    values: Float64Array  # of all floating-point tensors, one after the other
+    counts: IntArray  # of all integer tensors
+    sent: BoolArray  # for each tensor, whether it is in the frame
+    # for each tensor, whether it is there in the short form; None: no such form
     short: BoolArray | None = None
-    is_change: bool = False
+    is_change: bool = False  # whether values in the short form are changes
 
 
 def encode_statistics(
