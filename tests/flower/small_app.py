@@ -1,10 +1,12 @@
-"""An ordinary Flower app of NumPy, which knows nothing of aqg."""
+"""Ordinary Flower apps of NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+
+from aqg.flower import aqg_mod
 
 NUM_CLIENTS = 4
 SHAPE = (30, 10)
@@ -28,6 +30,22 @@ def first_arrays(name: str = "layer") -> ArrayRecord:
 
 def distance(arrays: ArrayRecord, target: np.ndarray = OPTIMUM) -> float:
     return float(np.abs(arrays["layer.weight"].numpy() - target).max())
+
+
+def app_of(train, mods=(aqg_mod,)):
+    """Return an app whose handler answers with what a function makes of the model's tensors."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def handle(message: Message, context: Context) -> Message:
+        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        number = int(message.content["config"]["server-round"])
+        trained = train(values, number, context.node_id)
+        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
+        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
 
 
 def make_app(mods, noise: float = 0.0, seen: list | None = None) -> ClientApp:

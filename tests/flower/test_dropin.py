@@ -26,6 +26,7 @@ from tests.flower.small_app import (
     NUM_CLIENTS,
     OPTIMUM,
     TARGETS,
+    app_of,
     distance,
     first_arrays,
     make_app,
@@ -187,26 +188,18 @@ def test_only_strategies_that_average_draw():
 
 def train_alike(rounds, noise, wrap=lambda strategy: strategy):
     """Run FedAvg on three nodes that go part of the way to one target; how much of it is left."""
-    from flwr.app import Message, RecordDict
-    from flwr.clientapp import ClientApp
-
     rng = np.random.default_rng(2)
     target = rng.standard_normal(12_000) * np.exp(1.5 * rng.standard_normal(12_000))
-    app = ClientApp(mods=[aqg_mod])
 
-    @app.train()
-    def train(message, context):
-        draw = [context.node_id, message.content["config"]["server-round"]]
-        model = message.content["arrays"]["w"].numpy()
-        way = target - model + noise * np.random.default_rng(draw).standard_normal(len(model))
-        arrays = ArrayRecord({"w": Array((model + 0.1 * way).astype(np.float32))})
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+    def train(values, number, node):
+        draws = np.random.default_rng([node, number]).standard_normal(12_000)
+        way = target - values["w"] + noise * draws
+        return {"w": (values["w"] + 0.1 * way).astype(np.float32)}
 
     options = {"min_train_nodes": 3, "min_available_nodes": 3, "fraction_evaluate": 0.0}
     strategy = wrap(FedAvg(**options))
     first = ArrayRecord({"w": Array(np.zeros(12_000, np.float32))})
-    result = strategy.start(make_grid(app, 3), first, num_rounds=rounds)
+    result = strategy.start(make_grid(app_of(train), 3), first, num_rounds=rounds)
     left = np.linalg.norm(target - result.arrays["w"].numpy())
     return left / np.linalg.norm(target), strategy
 
@@ -571,23 +564,15 @@ def test_training_that_fails_and_recovers(recipe, bound, caplog):
 
 def test_a_tensor_that_is_trained_later():
     """What was frozen at first is compressed from the round on in which it is trained."""
-    from flwr.app import Message, RecordDict
-    from flwr.clientapp import ClientApp
 
-    app = ClientApp(mods=[make_mod()])
-
-    @app.train()
-    def train(message, context):
-        values = {n: a.numpy() for n, a in message.content["arrays"].items()}
-        names = ["a", "b"] if int(message.content["config"]["server-round"]) > 3 else ["a"]
-        for name in names:
+    def train(values, number, node):
+        for name in "ab" if number > 3 else "a":
             values[name] = values[name] + 0.2 * (1 - values[name])
-        arrays = ArrayRecord({n: Array(v) for n, v in values.items()})
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+        return values
 
     first = ArrayRecord({n: Array(np.zeros(2000, np.float16)) for n in "ab"})
     strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe="lean")
+    app = app_of(train, mods=[make_mod()])
     result = strategy.start(make_grid(app), first, num_rounds=24)
     for name in "ab":
         assert np.abs(result.arrays[name].numpy() - 1).max() < 0.25
