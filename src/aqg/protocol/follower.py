@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from aqg.core.public import Public, init_public
+from aqg.core.public import Public, at_rest, init_public
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
@@ -78,16 +78,18 @@ class Terms(NamedTuple):
         recipe: as the server has it.
         num_params: length of the model.
         dtype: of the model.
+        is_at_rest: whether the model has no velocity, whatever the recipe.
 
     """
 
     recipe: Recipe
     num_params: int
     dtype: str
+    is_at_rest: bool = False
 
     def first(self, start: FloatArray) -> Public:
         """Return the public model before the first round."""
-        return init_public(self.recipe, start)
+        return at_rest(start) if self.is_at_rest else init_public(self.recipe, start)
 
     def blank(self) -> Public:
         """Return a public model of the right shape."""
