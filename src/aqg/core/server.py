@@ -316,7 +316,7 @@ def _catch_up(
     assert isinstance(upload, Upload)
     shown = space.put(upload.values(np.float64))
     rule, size = step.rule.next(space, model.step, params, shown, step.size)
-    moved = _on_grid(space, model, upload, vector, abs(size))
+    moved = on_grid(space, params, model.quantum, upload, vector, abs(size))
     if moved is None:
         return model._replace(rest=rest, step=rule), Entry(model.round), None
     upload, quantum, base = moved
@@ -331,8 +331,8 @@ def _catch_up(
     return model, entry, length
 
 
-def _on_grid(
-    space: Space, model: Model, upload: Upload, vector: Array, size: float
+def on_grid(
+    space: Space, base: Array, quantum: float, upload: Upload, vector: Array, size: float = 1.0
 ) -> tuple[Upload, float, Array] | None:
     """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
 
@@ -341,19 +341,19 @@ def _on_grid(
 
     Args:
         space: where vectors live.
-        model: before the step.
+        base: the model before the step.
+        quantum: of which it has multiples; 0 where it is on no grid.
         upload: of the vector.
         vector: what is to be said.
         size: in units of this.
     """
-    base, quantum = model.parameters, model.quantum
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
     if not upload.step * size:
         return None
     power = nearest_power_of_two(upload.step * size)
     if upload.width > TERNARY_WIDTH and power < upload.step * size:
         power *= 2  # the largest coordinate has a level
-    reach = float(abs(base).max()) + middle * power
+    reach = max(float(base.max()), -float(base.min())) + middle * power
     if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
         quantum = choose_quantum(reach, power, dtype)
         base = snap(base, quantum)
