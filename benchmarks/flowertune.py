@@ -4,7 +4,7 @@ python benchmarks/flowertune.py                        # into results/flowertune
 python benchmarks/flowertune.py --rounds 20 --out /tmp/flowertune.md
 
 A decoder of 19 million parameters is trained for a short time on 37 plays without the largest 20
-roles, and frozen. Those roles are 20 nodes; 2 of them are asked in each of 100 rounds, and train
+roles, and frozen. Those roles are 20 nodes; 2 of them are asked in each of 200 rounds, and train
 low-rank adapters (rank 32, on the queries and values of each layer) with AdamW and FlowerTune's
 schedule of rates. Needs ``shakespeare/roles.json.gz`` in ``AQG_DATA_DIR``. Handlers, strategy and
 messages are Flower's, serialized as Flower does, in one process.
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MB = 1024**2
+DEFAULTS = {"rounds": 200, "base_steps": 60}
 NUM_NODES, PER_ROUND = 20, 2
 RANK, ALPHA = 32, 64
 MOST_RATE, LEAST_RATE = 1e-3, 1e-5
@@ -51,12 +52,12 @@ NUM_TEST, TEST_EVERY = 32, 25
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=DEFAULTS["rounds"])
     parser.add_argument("--steps", type=int, default=2, help="of a node in a round")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--base-steps", type=int, default=60)
+    parser.add_argument("--base-steps", type=int, default=DEFAULTS["base_steps"])
     parser.add_argument("--recipe", help="the wrapper's own choice by default")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "flowertune.md")
     options = parser.parse_args()
@@ -250,7 +251,9 @@ def measure(task: Task, options: argparse.Namespace, has_lines: bool) -> dict[st
 def report(task: Task, options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     count = f"{options.rounds} rounds"
     command = "python benchmarks/flowertune.py"
-    command += f" --rounds {options.rounds}" if options.rounds != 100 else ""
+    for name in ("rounds", "base_steps"):
+        if getattr(options, name) != DEFAULTS[name]:
+            command += f" --{name.replace('_', '-')} {getattr(options, name)}"
     lines = [
         "# A LoRA app shaped like FlowerTune's",
         "",
