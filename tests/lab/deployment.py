@@ -280,8 +280,12 @@ class Deployment:
 
     def status(self, run):
         """Return a run's status as Flower names it: ``running``, ``finished:completed``, ..."""
-        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
-        return str(answer["runs"][0]["status"])
+        return str(self._describe(run)["status"])
+
+    def counted(self, run: int) -> Traffic:
+        """Return the bytes of a run's messages as Flower itself counts them, of all nodes."""
+        found = self._describe(run)["network-traffic"]
+        return Traffic(found["inbound-bytes"], found["outbound-bytes"])
 
     def stop_run(self, run):
         """Stop a run, also one whose ServerApp has died: until then nodes may wait for its data."""
@@ -311,6 +315,10 @@ class Deployment:
         raise RunError(f"`flwr {' '.join(arguments[:2])}` failed with code {code}; see {log}")
 
     # Parts
+
+    def _describe(self, run):
+        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
+        return answer["runs"][0]
 
     def _plan(self, node, node_config, name):
         config = {

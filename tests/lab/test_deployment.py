@@ -103,6 +103,21 @@ def test_one_app_with_any_strategy(deployment, strategy, bound):
         assert evaluated == ", [1, 2]"
 
 
+@pytest.mark.soak
+def test_late_replies_of_real_nodes_count(deployment):
+    """Rounds end with two of three replies; the first node is slow, and its update is taken."""
+    config = {"rounds": 8, "num-clients": 3, "buffer-size": 2, "slow-seconds": 8.0}
+    before = len(deployment.processes.read_log("superlink-worker"))
+    run = deployment.run(DROPIN_APP, config)
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    log = deployment.processes.read_log("superlink-worker")[before:]
+    assert "round 1 ends with 2 replies; 1 nodes are at work" in log
+    assert re.search(r"node \d+ began in round 1; its update is relative to the model it had", log)
+    [(distance, refused)] = re.findall(r"FedAvg: distance ([\d.]+), refused (\d+)", log)
+    assert float(distance) < 1.6
+    assert int(refused) == 0
+
+
 def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(deployment, tmp_path):
     with pytest.raises((OSError, http.client.HTTPException)):
         urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
