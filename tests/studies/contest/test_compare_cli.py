@@ -155,7 +155,8 @@ def test_a_trial_that_was_interrupted_goes_on(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "stopped with 0 runs finished; go on with: aqg compare --resume cut" in errors
+    assert "stopped with 0 runs finished; everything is saved" in errors
+    assert "Go on with: aqg compare --resume cut" in errors
     assert (trial / CHECKPOINT).exists()
     num_rounds = len(read_lines(trial))
     assert run_app(["compare", "--resume", str(tmp_path / "cut"), "--jobs", "1"]) == 0
