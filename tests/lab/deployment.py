@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from aqg.errors import ConfigError, RunError
 
-from tests.lab.meter import Meter
+from tests.lab.meter import Meter, Traffic
 from tests.lab.processes import ProcessGroup
 from tests.lab.repairs import LEASE, SWITCH
 
@@ -282,7 +282,7 @@ class Deployment:
         """Return a run's status as Flower names it: ``running``, ``finished:completed``, ..."""
         return str(self._describe(run)["status"])
 
-    def counted(self, run: int) -> Traffic:
+    def counted(self, run):
         """Return the bytes of a run's messages as Flower itself counts them, of all nodes."""
         found = self._describe(run)["network-traffic"]
         return Traffic(found["inbound-bytes"], found["outbound-bytes"])
