@@ -17,7 +17,7 @@ OPTIMUM = np.average(TARGETS, axis=0, weights=SIZES)
 FROZEN = np.arange(5000, dtype=np.float32)
 
 
-def first_arrays(name: str = "layer") -> ArrayRecord:
+def first_arrays(name="layer"):
     """A layer that is trained, one that is not, and batch normalization."""
     arrays = {
         f"{name}.weight": np.zeros(SHAPE, np.float32),
@@ -28,7 +28,7 @@ def first_arrays(name: str = "layer") -> ArrayRecord:
     return ArrayRecord({key: Array(value) for key, value in arrays.items()})
 
 
-def distance(arrays: ArrayRecord, target: np.ndarray = OPTIMUM) -> float:
+def distance(arrays, target=OPTIMUM):
     return float(np.abs(arrays["layer.weight"].numpy() - target).max())
 
 
@@ -48,7 +48,7 @@ def app_of(train, mods=(aqg_mod,)):
     return app
 
 
-def make_app(mods, noise: float = 0.0, seen: list | None = None) -> ClientApp:
+def make_app(mods, noise=0.0, seen=None):
     app = ClientApp(mods=mods)
     seen = [] if seen is None else seen
 
