@@ -9,13 +9,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import Momentum
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.runs.config import resolve
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout, Training
 
 from tests.problems import assert_same, tiny_problem
 

@@ -8,7 +8,6 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.messages import Skip
 from aqg.core.policies import Decision
 from aqg.core.quantizers import Request, Stochastic
@@ -17,6 +16,7 @@ from aqg.core.recipes import RECIPES, make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 from tests.problems import assert_same, tiny_problem
 

@@ -12,22 +12,14 @@ import pytest
 
 from aqg import make_recipe
 from aqg.channel import copies
-from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Downlink, Exact
 from aqg.core.optimizers import make_optimizer
+from aqg.core.round import init_client, respond
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import (
-    STATE_DIGEST_BYTES,
-    LostError,
-    Parcel,
-    Terms,
-    first_held,
-    follow,
-    holding_of,
-    public_digest,
-)
+from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest
+from aqg.protocol.follower import LostError, Parcel, Terms, first_held, follow, holding_of
 from aqg.protocol.log import LogState, Publisher
 from aqg.protocol.store import read_arrays, write_arrays
 from aqg.wire.entry import encode_log, log_rounds, log_since

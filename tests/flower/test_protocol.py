@@ -20,16 +20,8 @@ from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.book import MirrorBook, Verdict
-from aqg.protocol.follower import (
-    STATE_DIGEST_BYTES,
-    Holding,
-    LostError,
-    Parcel,
-    Start,
-    Terms,
-    first_held,
-    follow,
-)
+from aqg.protocol.digests import STATE_DIGEST_BYTES
+from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, first_held, follow
 from aqg.protocol.log import Publisher
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
@@ -41,8 +33,7 @@ from aqg.protocol.mirrors import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.wire.entry import follow_log, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
 from tests.flower.schedules import Rates, World, same
 

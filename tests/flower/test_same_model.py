@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aqg.protocol import ClientSession, ServerSession
-from aqg.sim.local import LocalTraining
+from aqg.sim.training import LocalTraining
 
 from tests.flower.test_apps import ALPHA, PROBLEM, local_federation
 

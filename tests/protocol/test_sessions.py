@@ -14,7 +14,7 @@ from aqg import make_recipe
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
-from aqg.wire.snapshot import SNAPSHOT_MARK
+from aqg.wire.entry import SNAPSHOT_MARK
 
 NUM_PARAMS = 6
 TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.objectives.base import Objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,6 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.core.downlink import Condensed
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import broadcast
@@ -20,11 +19,10 @@ from aqg.errors import ConfigError
 from aqg.runs.config import read_settings, resolve, to_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 from aqg.wire import decode
 
 from tests.problems import assert_same, tiny_problem

@@ -40,7 +40,7 @@ from aqg.protocol.follower import Holding
 from aqg.protocol.messages import order_from_bytes, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot
 from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:

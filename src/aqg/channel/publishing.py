@@ -15,9 +15,9 @@ import numpy as np
 
 from aqg.channel.tensors import PIECE
 from aqg.core.grids import value_table
+from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.space import NumpySpace
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, ternary
 from aqg.core.track import Terms, correct
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def condense(
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.sparsifiers.largest` does, in little memory.
+    """Return what `aqg.core.quantizers.largest` does, in little memory.
 
     The bits of positive numbers are in the order of the numbers: their upper halves are counted,
     then the lower halves of those with the same upper half as the last one that is taken.

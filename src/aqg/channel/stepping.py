@@ -21,8 +21,7 @@ from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
 from aqg.errors import MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.wire.entry import encode_entry as encode_step
-from aqg.wire.entry import known_velocity
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import encode_snapshot, known_velocity
 from aqg.wire.varint import write_varint
 
 if TYPE_CHECKING:

@@ -16,9 +16,16 @@ from dataclasses import dataclass, fields
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import GridQuantizer, NormOnly, Request
+from aqg.core.quantizers import (
+    TERNARY_WIDTH,
+    GridQuantizer,
+    NormOnly,
+    Request,
+    largest,
+    num_kept,
+    ternary,
+)
 from aqg.core.recipe import Recipe
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, num_kept, ternary
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.spec import make_named

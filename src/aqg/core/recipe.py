@@ -15,7 +15,7 @@ from operator import mul
 
 from aqg.core.policies import Policy
 from aqg.core.quantizers import Quantizer, Verbatim
-from aqg.core.stage import Stage
+from aqg.core.stages import Stage, WiderTolerance
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError
@@ -135,3 +135,9 @@ class Recipe:
     def for_updates(self, are_exact: bool) -> Recipe:
         """Return the recipe for updates that are exact gradients, or that may hold noise."""
         return self.exact if are_exact and self.exact is not None else self
+
+
+def widest_weights(recipe: Recipe) -> tuple[float, ...]:
+    """Return ``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to cover."""
+    factors = [stage.widest for stage in recipe.stages if isinstance(stage, WiderTolerance)]
+    return tuple(max(factors, default=1.0) * weight for weight in recipe.movement.weights)

@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.auto import NOISE, WIDEST, make_auto
 from aqg.core.grids import MAX_WIDTH, Grid
+from aqg.core.messages import WIDTHS
 from aqg.core.policies import (
     Always,
     Lazy,
@@ -27,6 +27,8 @@ from aqg.core.policies import (
 )
 from aqg.core.quantizers import (
     MAX_BUCKET_BITS,
+    AquilaPolicy,
+    AquilaQuantizer,
     Blockwise,
     Buckets,
     GridQuantizer,
@@ -34,12 +36,12 @@ from aqg.core.quantizers import (
     QsgdAtWidth,
     Rotated,
     Sign,
+    SparseTernary,
     Stochastic,
+    TopK,
     Verbatim,
 )
 from aqg.core.recipe import DEPTH, Movement, Recipe
-from aqg.core.rotation import WIDTHS
-from aqg.core.sparsifiers import SparseTernary, TopK
 from aqg.core.stages import (
     DoublingLevels,
     ErrorControl,

@@ -19,12 +19,19 @@ from numpy.typing import NDArray
 from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Message, Skip
 from aqg.core.optimizers import ServerOptimizer
-from aqg.core.per_client import PerClient
 from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import Entry, Public, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.server import Peer as Client
-from aqg.core.server import ServerState, Step, forget, init_server, publish_round, take_message
+from aqg.core.server import (
+    PerClient,
+    ServerState,
+    Step,
+    forget,
+    init_server,
+    publish_round,
+    take_message,
+)
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.track import Track, init_mirrors
 from aqg.core.types import Float64Array, FloatArray

@@ -8,9 +8,10 @@ elsewhere, changes nothing and says what it holds; the server then sends what it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.public import Public, init_public
 from aqg.core.recipe import Recipe
@@ -18,8 +19,7 @@ from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.start import MARK, unpack
-from aqg.wire.entry import follow_log, log_rounds, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_rounds, log_since
 
 Start: TypeAlias = "Callable[[], FloatArray | None]"
 """Returns a client's own starting model, where it has one."""

@@ -27,8 +27,14 @@ from aqg.core.types import FloatArray, IntArray
 from aqg.errors import RunError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import CONTENT_EVERY, Holding, Parcel
-from aqg.wire.entry import Merger, encode_entry, encode_log, known_velocity, log_overhead
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import (
+    Merger,
+    encode_entry,
+    encode_log,
+    encode_snapshot,
+    known_velocity,
+    log_overhead,
+)
 
 Content = bytes | int
 """A frame, or its length."""

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Message, Skip
 from aqg.core.recipe import Recipe
+from aqg.core.round import ClientState, init_client, respond
 from aqg.core.track import Track, follow_one, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError

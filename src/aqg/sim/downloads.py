@@ -20,8 +20,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray, IntArray
 from aqg.protocol.log import Content, Delivery, ModelLog, length
 from aqg.sim.problem import Problem
-from aqg.wire.entry import follow_log, log_overhead
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.entry import decode_snapshot, encode_snapshot, follow_log, log_overhead
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""

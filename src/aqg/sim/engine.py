@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import AnyUpload, Skip
 from aqg.core.optimizers import OptimizerState
 from aqg.core.public import Public, lies_on_grid
@@ -22,20 +21,26 @@ from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import Model, add_uploads, take_step
 from aqg.core.space import Array, with_rows
-from aqg.core.stage import lives_on_device
-from aqg.core.stages import level_factors
+from aqg.core.stages import level_factors, lives_on_device
 from aqg.core.track import Track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.protocol.log import Content
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
-from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record, received_bytes
 from aqg.sim.late import Replies, Reply, check_late
 from aqg.sim.problem import Problem
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.record import (
+    DROPPED,
+    SKIP_BYTES,
+    RoundRecord,
+    frame_sizes,
+    full_download_bytes,
+    make_record,
+    received_bytes,
+)
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,21 +23,11 @@ from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
 from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
+from aqg.sim.record import StatisticsTraffic
 from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
-
-
-class StatisticsTraffic(NamedTuple):
-    """What the statistics of a round cost, and what was wrong with them."""
-
-    upload_bytes: int = 0  # length of the frames of all clients
-    download_bytes: int = 0  # length of the frames to them
-    faults: tuple[tuple[int, str], ...] = ()  # as ``(client, text)``
-    # of ``upload_bytes``, those of each client that sent some
-    client_uploads: tuple[tuple[int, int], ...] = ()
-    client_download_bytes: int = 0  # of ``download_bytes``, those to each client that took part
 
 
 _NO_TRAFFIC = StatisticsTraffic()

@@ -18,9 +18,9 @@ from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Change, Memory, Part
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
-from aqg.sim.local import LocalTraining
+from aqg.sim.backends import Pieces, cut
 from aqg.sim.problem import Problem
-from aqg.sim.stacks import Pieces, cut
+from aqg.sim.training import LocalTraining
 
 Tensor = torch.Tensor
 
