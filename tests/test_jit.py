@@ -1,7 +1,5 @@
 """What is compiled, when, and where it is kept."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -55,7 +53,7 @@ for module in pkgutil.walk_packages(aqg.__path__, "aqg."):
 """
 
 
-def run(script: str, **environment: str) -> str:
+def run(script, **environment):
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | environment,

@@ -1,7 +1,5 @@
 """The stage of ``docs/how-to/own-recipe.md``, taken from the page, works everywhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -21,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "own-recipe.md"
 
 
 @pytest.fixture
-def code() -> str:
+def code():
     found = re.search(
         r"<!-- file: clipped.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
     )

@@ -18,6 +18,7 @@ is sent the whole model.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import shutil
 import threading
@@ -41,17 +42,18 @@ from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from nvflare.apis.fl_context import FLContext
 
     from aqg.channel.client import Held
     from aqg.channel.server import Phase
     from aqg.channel.tensors import Tensor, Values
+    from aqg.protocol.messages import Order
 
 _PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
-"""What data in place of a model hold: the frame; the model, where it is needed; what kind of data
-it was; the version of aqg; and the types of tensors that are torch's."""
+"""What data in place of a model hold: the frame; what kind of data it was; and where the model is
+needed this, the version of aqg, and the types of tensors that are torch's."""
 _HELD = "aqg_held"
 """The property by which a client says which version of the model it holds."""
 _END = "aqg_end"
@@ -212,9 +214,10 @@ class _Server:
         if run != self._channel.run or not version.isdecimal():
             self._channel.forget(node)
         order, is_full = self._channel.order(node, evaluate=False)
-        data = {_PART: order, _VERSION: __version__, _TORCH: _torch_types(dxo.data)}
+        data: dict[str, Any] = {_PART: order}
         self.down += len(order)
         if is_full:
+            data |= {_VERSION: __version__, _TORCH: _torch_types(dxo.data)}
             data[_WHOLE] = whole = dict(self._channel.copied())
             self.down += sum(tensor.nbytes for tensor in whole.values())
         return DXO(DataKind.APP_DEFINED, data, dict(dxo.meta))
@@ -299,7 +302,7 @@ class _Client:
         self._held = None
         if dxo.data_kind != DataKind.APP_DEFINED or _PART not in dxo.data:
             return None
-        version = dxo.data[_VERSION]
+        version = dxo.data.get(_VERSION, __version__)
         if version != __version__:
             raise MessageError(
                 f"the server has aqg {version}, this site {__version__}; both need the same version"
@@ -311,10 +314,10 @@ class _Client:
             raise MessageError(f"{error}; the next task brings the whole model") from None
         finally:
             if self._held is not None:
-                self._memory.note(self._held)
+                self._memory.note(self._held, dxo.data.get(_TORCH))
             self.announce(fl_ctx)
         values = {name: tensor.copy() for name, tensor in self._held.values.items()}
-        return DXO(DataKind.WEIGHTS, _like(values, dxo.data[_TORCH]), dict(dxo.meta))
+        return DXO(DataKind.WEIGHTS, _like(values, self._memory.torch_types()), dict(dxo.meta))
 
     def result(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
         """Return what stands for a trained model; None where it is not like the one given."""
@@ -337,6 +340,14 @@ class _Memory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._note = folder / "held"
+        self._types = folder / "torch.json"
+
+    def terms(self) -> Iterator[Order]:
+        """Return the terms of the model that is held."""
+        for found in self._folder.glob("*/state.json"):
+            terms = self.copies(found.parent.name).terms()
+            if terms is not None:
+                yield terms
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
@@ -357,8 +368,14 @@ class _Memory:
         """Return the run and the version of the model that is held; empty where there is none."""
         return self._note.read_text() if self._note.exists() else ""
 
-    def note(self, held: Held) -> None:
-        """Take note of the model that is held, and forget all others."""
+    def torch_types(self) -> dict[str, str]:
+        """Return the types of tensors of the model that are torch's."""
+        return dict(json.loads(self._types.read_text())) if self._types.exists() else {}
+
+    def note(self, held: Held, types: Mapping[str, str] | None) -> None:
+        """Take note of the model that is held, and of its types; forget all others."""
+        if types is not None:
+            self._types.write_text(json.dumps(types))
         run = held.order.run
         if not self.held().startswith(run):
             for found in self._folder.iterdir():

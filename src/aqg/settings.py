@@ -70,7 +70,6 @@ class Setting:
         metavar: what to write for the value; by default its type, or the choices.
         shown: the default in words, where it depends on other settings.
         key: in Flower's run-config, where Flower has a word for it.
-
     """
 
     help: str
@@ -81,7 +80,6 @@ class Setting:
     key: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise unless a value is within the bound."""
         if value is None or self.bound is None:
             return
         if not isinstance(self.bound, Bound):
@@ -106,8 +104,6 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """What the simulator and deployments share."""
-
     recipe: str = setting(
         "auto",
         "The compressor, see `aqg recipes`; of `aqg run` one or more, as in lean,laq,gd.",
@@ -147,8 +143,6 @@ class CommonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(CommonSettings):
-    """Of a run of the simulator."""
-
     dataset: str = setting(
         ...,
         "See `aqg datasets`; or a file with x_train, y_train, x_test, y_test and, if clients are "
@@ -179,10 +173,7 @@ class RunSettings(CommonSettings):
         metavar="FILE.py:FUNCTION",
     )
     init: str | None = setting(
-        None,
-        "Start from this model: safetensors, or a saved state_dict.",
-        PROBLEM,
-        metavar="FILE",
+        None, "Start from this model: safetensors, or a saved state_dict.", PROBLEM, metavar="FILE"
     )
     start: str = setting(
         "auto",
@@ -428,7 +419,6 @@ class FlowerSettings(CommonSettings):
 
 
 def table(kind: Any) -> dict[str, Setting]:
-    """Return the settings of a table by name."""
     return {field.name: field.metadata["setting"] for field in dataclasses.fields(kind)}
 
 
@@ -436,7 +426,6 @@ _TYPES: dict[Any, dict[str, Any]] = {}
 
 
 def types(kind: Any) -> dict[str, Any]:
-    """Return the settings' types by name."""
     if kind not in _TYPES:
         _TYPES[kind] = get_type_hints(kind)
     return _TYPES[kind]

@@ -1,7 +1,5 @@
 """A user's own data, models and problems: from files to results, and on after an interruption."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 
@@ -109,7 +107,7 @@ def test_own_data_run_as_they_are_split(folder, capsys):
 
 def test_own_model_leaves_models_that_load(folder):
     run("--dataset own.npz --model model.py:make:width=4", *LOCAL, "--out out")
-    namespace: dict[str, object] = {}
+    namespace = {}
     exec(MODEL, namespace)
     for which, name in (("final", "model"), ("best", "best")):
         module = aqg.load_model(folder / "out/auto", namespace["make"]((5,), 3, 4), which=which)
@@ -155,7 +153,7 @@ def test_closed_forms_have_names_and_start_from_files(folder):
 
 
 def test_a_run_starts_from_a_state_dict(folder):
-    namespace: dict[str, object] = {}
+    namespace = {}
     exec(MODEL, namespace)
     module = namespace["make"]((5,), 3)
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """``aqg sweep`` as a user meets it: files, tables, Ctrl-C, and going on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The default's rounding and its noise budget: unbiased, as noisy as allowed, without memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -22,7 +20,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 from aqg.wire import encode
 
-from tests.problems import tiny_problem
+from tests.problems import crossed, tiny_problem
 
 RNG = np.random.default_rng(7)
 VECTORS = {
@@ -39,8 +37,7 @@ def draw(vector, noise=1.0, number=1):
     return Draws().quantize(vector, request)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize("shape", VECTORS)
+@pytest.mark.parametrize(("shape", "noise"), crossed(list(VECTORS), [0.0, 1.0, 10.0]))
 def test_the_mean_over_many_keys_is_the_vector(shape, noise):
     vector, count = VECTORS[shape][:300], 3000
     uploads = [draw(vector, noise, k) for k in range(count)]

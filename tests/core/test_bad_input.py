@@ -1,7 +1,5 @@
 """What does not fit is refused in one line that names it, and changes nothing."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

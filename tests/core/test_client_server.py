@@ -1,7 +1,5 @@
 """The two state machines: mirrors, faults, staleness, amplification."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

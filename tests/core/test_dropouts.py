@@ -1,7 +1,5 @@
 """Who is away when."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Every compressor of the field against its paper's formula, written down again in plain NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.linalg import hadamard as hadamard_matrix

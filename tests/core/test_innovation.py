@@ -1,7 +1,5 @@
 """The one-pass statistics equal the plain formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,7 @@ from aqg.core.kernels import measure, quantize
 SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
 
 
-def plain_errors(vector: np.ndarray, grid: Grid, steps: np.ndarray) -> list[float]:
+def plain_errors(vector, grid, steps):
     """‖Q_b(Δ) − Δ‖² from the levels themselves, in float64."""
     errors = []
     for width, step in enumerate(steps.tolist(), start=1):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import hashlib
 import struct
@@ -218,4 +216,4 @@ LABELS = np.array([0, 1, 1])
 def test_inconsistent_dataset_is_refused(changes, message):
     fields = {"name": "set", "features": FEATURES, "labels": LABELS, "num_classes": 2}
     with pytest.raises(DataError, match=message):
-        Dataset(**(fields | changes))  # type: ignore[arg-type]
+        Dataset(**(fields | changes))

@@ -1,7 +1,5 @@
 """The apps for Flower before and after: two lines more, and many bytes less."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import io
@@ -18,7 +16,7 @@ from tests.test_packaging import OLDEST
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def changes(example: str) -> list[str]:
+def changes(example):
     """Return all lines of Python that differ."""
     found = []
     for before in sorted((EXAMPLES / example / "before").rglob("*.py")):

@@ -15,6 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from aqg.errors import AqgError
 from aqg.flower.envelope import ENDED, Envelope, answer, unpack
 
+from tests.flower.own_messages import learn
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -89,6 +91,7 @@ class MemoryGrid(Grid):
             message.metadata.__dict__["_message_id"] = identifier
             identifiers.append(identifier)
             node = message.metadata.dst_node_id
+            learn(message)
             delivered = self.deliver(node, on_the_wire(message))
             if delivered is not None and node in self.node_configs:
                 reply = self.answer(node, on_the_wire(self.call(node, delivered)))

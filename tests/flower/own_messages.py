@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord
 
+from aqg.errors import AqgError
 from aqg.flower.envelope import RECORD, Envelope, pack
-from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from flwr.app import Message
 
-    from aqg.protocol.messages import Order, Reply
+    from aqg.protocol.messages import Order
+
+
+KNOWN: dict[str, Order] = {}
+"""Orders that said the terms of a run, by the run and the client."""
+ANY = Stamp(0, 0, bytes(4))
+"""Stands for the state of a mirror that a reply leaves out, when it is read and written again."""
+
+
+def learn(message: Message) -> None:
+    """Take note of what an order says, which later messages leave out."""
+    try:
+        order = order_in(message)
+    except (AqgError, KeyError, IndexError, TypeError, AttributeError):  # not ours, or damaged
+        return
+    KNOWN[f"{order.run} {order.client} {order.layout.hex()}"] = order
 
 
 def envelope_of(message: Message) -> Envelope:
@@ -23,17 +39,17 @@ def envelope_of(message: Message) -> Envelope:
 
 
 def order_in(message: Message) -> Order:
-    return order_from_bytes(envelope_of(message).parts[0])
+    return order_from_bytes(envelope_of(message).parts[0], reversed(KNOWN.values()))
 
 
 def reply_in(message: Message) -> Reply:
-    return reply_from_bytes(envelope_of(message).parts[0])
+    return reply_from_bytes(envelope_of(message).parts[0], ANY)
 
 
 def put(message: Message, part: Order | Reply) -> None:
     """Replace an order or a reply, with checksums that fit."""
     envelope = envelope_of(message)
-    envelope.parts = [to_bytes(part)]
+    envelope.parts = [to_bytes(part, ANY if isinstance(part, Reply) else None)]
     message.content[RECORD] = pack(envelope)
 
 

@@ -1,7 +1,5 @@
 """Tensors of the drop-in: read and written as Flower does, with fewer copies of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A ResNet with batch normalization ends where plain federated averaging does."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache
@@ -17,7 +15,7 @@ from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
 from tests.flower.resnet_simulation import accuracy, make_simulation
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 ROUNDS = 10
 TWO_POINTS = 0.02
@@ -25,7 +23,7 @@ THREE_POINTS = 0.03
 
 
 @cache
-def federated_averaging() -> float:
+def federated_averaging():
     """Return the accuracy of plain federated averaging, of parameters and statistics alike."""
     clients, _ = task.load()
     sizes = np.array([len(labels) for _, labels in clients])
@@ -45,7 +43,8 @@ def federated_averaging() -> float:
     return task.accuracy(net)
 
 
-def test_in_flower(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_in_flower(tmp_path):
     config = {
         "num-clients": task.NUM_CLIENTS,
         "num-server-rounds": ROUNDS,
@@ -65,7 +64,7 @@ def test_in_flower(tmp_path: Path) -> None:
 
 
 @cache
-def simulated(recipe: str) -> float:
+def simulated(recipe):
     """Return the accuracy of the same net in the simulator, on minibatches."""
     simulation = make_simulation(recipe, task.make_net())
     records = [simulation.run_round(evaluate=False) for _ in range(SIMULATED_ROUNDS)]
@@ -78,7 +77,7 @@ def simulated(recipe: str) -> float:
 
 
 @pytest.mark.soak
-def test_in_the_simulator() -> None:
+def test_in_the_simulator():
     accuracies = {recipe: simulated(recipe) for recipe in ("gd", "auto", "lean", "eden", "qsgd")}
     assert accuracies["gd"] > 0.9
     assert min(accuracies.values()) >= accuracies["gd"] - TWO_POINTS, accuracies

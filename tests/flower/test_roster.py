@@ -1,13 +1,11 @@
 """Who is who, and how messages are waited for."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from aqg.flower.roster import Roster
 
 
-def test_nodes_take_indices_in_order_and_keep_them() -> None:
+def test_nodes_take_indices_in_order_and_keep_them():
     roster = Roster(3, trust_partition_id=False)
     roster.update({30, 10, 20})
     assert roster.nodes == [10, 20, 30]
@@ -22,7 +20,7 @@ def test_nodes_take_indices_in_order_and_keep_them() -> None:
     assert roster.nodes == [10, 20, 30]
 
 
-def test_indices_survive_a_restart_of_the_server() -> None:
+def test_indices_survive_a_restart_of_the_server():
     roster = Roster(3, trust_partition_id=False)
     roster.restore([30, 0, 20], np.array([5.0, 0.0, 7.0]))
     assert roster.num_samples.tolist() == [5, 0, 7]
@@ -30,7 +28,7 @@ def test_indices_survive_a_restart_of_the_server() -> None:
     assert roster.nodes == [30, 10, 20]
 
 
-def test_a_partition_belongs_to_one_node_that_is_there_and_answers() -> None:
+def test_a_partition_belongs_to_one_node_that_is_there_and_answers():
     roster = Roster(2, trust_partition_id=True)
     roster.update({1, 2, 3})
     assert roster.strangers() == [1, 2, 3]

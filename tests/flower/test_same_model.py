@@ -1,7 +1,5 @@
 """The same training through every transport: sessions, HTTP and Flower end with the same bits."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +15,7 @@ from aqg.sim.training import LocalTraining
 from tests.flower.test_apps import ALPHA, PROBLEM, local_federation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     Answer = Callable[[int, bytes], bytes]
 
@@ -27,23 +24,19 @@ LOCAL = LocalTraining(batch_size=2, steps=3)
 """As that of `local_federation`."""
 
 
-def make_session(recipe: str, downlink: str) -> ServerSession:
+def make_session(recipe, downlink):
     return ServerSession(
-        PROBLEM.initial_params,
-        num_clients=3,
-        recipe=recipe,
-        step_size=ALPHA,
-        downlink=downlink,
+        PROBLEM.initial_params, num_clients=3, recipe=recipe, step_size=ALPHA, downlink=downlink
     )
 
 
-def clients() -> list[Callable[[bytes], bytes]]:
+def clients():
     """Return what answers orders, for every client."""
 
-    def make(client: int) -> Callable[[bytes], bytes]:
+    def make(client):
         session, samples = ClientSession(), PROBLEM.clients[client]
 
-        def train(params: np.ndarray, number: int) -> np.ndarray:
+        def train(params, number):
             key = (0, client, number)
             return LOCAL.update(PROBLEM.objective, params, *samples, key)[1]
 
@@ -52,7 +45,7 @@ def clients() -> list[Callable[[bytes], bytes]]:
     return [make(client) for client in range(3)]
 
 
-def play(server: ServerSession, answer: Answer) -> np.ndarray:
+def play(server, answer):
     for _ in range(ROUNDS):
         for client in range(3):
             receipt = server.take(client, answer(client, server.order(client)))
@@ -64,11 +57,11 @@ def play(server: ServerSession, answer: Answer) -> np.ndarray:
 
 
 @contextmanager
-def over_http(answers: list[Callable[[bytes], bytes]]) -> Iterator[Answer]:
+def over_http(answers):
     """Carry orders and replies over real connections."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             order = self.rfile.read(int(self.headers["Content-Length"]))
             reply = answers[int(self.path[1:])](order)
             self.send_response(200)
@@ -76,14 +69,14 @@ def over_http(answers: list[Callable[[bytes], bytes]]) -> Iterator[Answer]:
             self.end_headers()
             self.wfile.write(reply)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
 
-    def answer(client: int, order: bytes) -> bytes:
-        connection = HTTPConnection(*server.server_address[:2], timeout=60.0)  # type: ignore[arg-type]
+    def answer(client, order):
+        connection = HTTPConnection(*server.server_address[:2], timeout=60.0)
         connection.request("POST", f"/{client}", order)
         return connection.getresponse().read()
 
@@ -97,9 +90,7 @@ def over_http(answers: list[Callable[[bytes], bytes]]) -> Iterator[Answer]:
 @pytest.mark.parametrize(
     ("recipe", "downlink"), [("auto", "condensed"), ("lean", "condensed"), ("lean", "exact")]
 )
-def test_every_transport_ends_with_the_same_model(
-    tmp_path: Path, recipe: str, downlink: str
-) -> None:
+def test_every_transport_ends_with_the_same_model(tmp_path, recipe, downlink):
     answers = clients()
     in_process = play(make_session(recipe, downlink), lambda client, order: answers[client](order))
     with over_http(clients()) as answer:

@@ -130,19 +130,14 @@ class Meter:
         self._open[name] |= ends
         try:
             await asyncio.gather(
-                self._pump(name, 0, reader, there_writer),
-                self._pump(name, 1, there_reader, writer),
+                self._pump(name, 0, reader, there_writer), self._pump(name, 1, there_reader, writer)
             )
         finally:
             self._open[name] -= ends
             there_writer.transport.abort()
 
     async def _pump(
-        self,
-        name: str,
-        direction: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, name: str, direction: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while data := await reader.read(_CHUNK_BYTES):
             self._counts[name][direction] += len(data)

@@ -26,14 +26,7 @@ from aqg.sim.record import DROPPED
 
 from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_key
 from tests.lab.meter import Meter, Traffic
-from tests.lab.watch import (
-    APP,
-    PATIENCE_SECONDS,
-    PRELOAD,
-    WatchedRun,
-    clean_losses,
-    incidents_of,
-)
+from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -321,6 +314,7 @@ def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int,
     assert not processes_with(str(out))
 
 
+@pytest.mark.soak
 def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
     """It runs Flower's simulation, which ends with the simulator's model as well."""
     out = tmp_path / "demo"

@@ -1,7 +1,5 @@
 """Sessions: bytes in, bytes out, and everything that can go wrong between them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

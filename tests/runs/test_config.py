@@ -1,7 +1,5 @@
 """Settings: where they come from, what is refused, and how."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

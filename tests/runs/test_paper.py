@@ -1,7 +1,5 @@
 """The paper's logistic setting on its own data: the benchmark's numbers, kept from drifting."""
 
-from __future__ import annotations
-
 import pytest
 
 from aqg.runs.config import resolve

@@ -1,7 +1,5 @@
 """Rounds that end before all replies are there, in simulated time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

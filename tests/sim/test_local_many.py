@@ -1,7 +1,5 @@
 """Clients that take their local steps together, against each of them alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

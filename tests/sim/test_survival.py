@@ -1,7 +1,5 @@
 """What a default has to survive: absences, heavy dropouts, one client far louder than the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +13,7 @@ from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 
-def digits(model: str = "softmax") -> Problem:
+def digits(model="softmax"):
     """One digit per client."""
     dataset = load_dataset("digits")
     objective = make_objective(model, 64, 10, 0.01, "mean")
@@ -24,7 +22,7 @@ def digits(model: str = "softmax") -> Problem:
     return Problem(objective, clients, objective.init_params(0).astype(np.float64))
 
 
-def descend(problem, step_size, rounds) -> float:
+def descend(problem, step_size, rounds):
     """Return the loss after plain gradient descent."""
     params = problem.initial_params
     for _ in range(rounds):
@@ -36,11 +34,11 @@ def descend(problem, step_size, rounds) -> float:
     return mean_loss(problem, params)
 
 
-def mean_loss(problem, params) -> float:
+def mean_loss(problem, params):
     return np.mean([problem.objective.losses(params, *samples) for samples in problem.clients])
 
 
-def final_loss(problem, recipe, step_size, rounds, dropout=None) -> float:
+def final_loss(problem, recipe, step_size, rounds, dropout=None):
     simulation = FastSimulation(problem, make_recipe(recipe), step_size, dropout)
     for _ in range(rounds):
         simulation.run_round(evaluate=False)

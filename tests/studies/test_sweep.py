@@ -1,7 +1,5 @@
 """Sweeps: the product, names, errors, resuming, and runs that fail or take their process along."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Mode GAPS: three levels, nearly all zero."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -22,7 +20,7 @@ GOLDEN_PLACES = [46, 51, 79]
 GOLDEN = "2511003f640373681ba6d7a364"
 
 
-def ternary(length: int, count: int, seed: int = 0) -> Upload:
+def ternary(length, count, seed=0):
     rng = np.random.default_rng(seed)
     levels = np.ones(length, np.uint8)
     levels[rng.choice(length, count, replace=False)] = 2 * rng.integers(0, 2, count)
@@ -64,7 +62,7 @@ def test_only_few_places_of_three_levels_qualify():
     assert few_places(two_levels_and_two) is None
 
 
-def payload(length: int = 1000, count: int = 9) -> bytes:
+def payload(length=1000, count=9):
     upload = ternary(length, count)
     return encode_gaps(upload, np.flatnonzero(upload.levels != 1))
 

@@ -35,16 +35,16 @@ from aqg.core.public import Public, public_track
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError
-from aqg.protocol.client import intact_base, log_reply
+from aqg.protocol.client import intact_base, log_reply, short
 from aqg.protocol.follower import Holding
-from aqg.protocol.messages import order_from_bytes, to_bytes
+from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
 from aqg.wire.entry import decode_snapshot
 from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
@@ -59,6 +59,9 @@ _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 class Memory(Protocol):
     """Where a client remembers."""
+
+    def terms(self) -> Iterable[Order]:
+        """Return the terms of the models that are held, the likeliest first."""
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
@@ -78,10 +81,10 @@ class OutOfReachError(Exception):
 
     """
 
-    def __init__(self, order: Order, why: str) -> None:
-        super().__init__(why)
-        _logger.warning("version %d: the model is out of reach: %s", order.round, why)
-        self.reply = to_bytes(lost_reply(order, Holding(), why))
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.lost)
+        _logger.warning("version %d: the model is out of reach: %s", reply.round, self)
+        self.reply = to_bytes(reply)
 
 
 class Held(NamedTuple):
@@ -171,11 +174,14 @@ def receive(
     `WireError` where the order cannot be used.
 
     """
-    order = order_from_bytes(part)
+    try:
+        order = order_from_bytes(part, memory.terms())
+    except UnknownTermsError as error:
+        raise OutOfReachError(error.reply()) from None
     store = memory.copies(order.run)
     found = None if whole is not None else store.load()
     if whole is None and found is None:
-        raise OutOfReachError(order, "no model is held here")
+        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
     schema = found[1] if found is not None else Schema.of(whole or {})
     made = _agree(order, schema, version, recipe)
     if found is None:
@@ -184,12 +190,12 @@ def receive(
         try:
             copy = follow_log(found[0], order.log, schema)
         except AqgError as error:
-            raise OutOfReachError(order, str(error)) from None
+            raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
         if copy.digest != order.public:
             why = f"version {copy.version} has another digest here than at the server"
-            raise OutOfReachError(order, why)
+            raise OutOfReachError(lost_reply(order, Holding(), why))
         values = copy.values(schema)
-    store.save(copy, schema)
+    store.save(copy, schema, order)
     held = Held(order, schema, values, made)
     if held.is_completed:
         beside = held.beside()
@@ -270,25 +276,22 @@ def reply_to(
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
-        return to_bytes(replace(stale_reply(order), stale=False, fault=fault))
+        return to_bytes(replace(stale_reply(order), stale=False, fault=fault), order.stamp)
     if order.layout[:1] == OPEN:
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
-    rest = encode_kept(after, kept, schema, kinds) if kept else b""
+    beside_frame = layout + encode_kept(after, kept, schema, kinds) if kept else layout
+    if beside_frame == order.layout[1:]:
+        beside_frame = b""
     make = partial(_update, held.values, after, is_update)
     reply = _respond(held, chosen, layout, make, loss, memory)
     if beside.own and not reply.stale:
         memory.own(order.run).save({name: after[name] for name in beside.own})
-    return to_bytes(
-        replace(
-            reply,
-            statistics=layout + rest,
-            held_round=order.round,
-            loss=loss,
-            work_seconds=seconds,
-        )
-    )
+    reply = replace(reply, statistics=beside_frame, held_round=order.round)
+    if held.is_stepping:
+        reply = replace(reply, work_seconds=short(seconds))
+    return to_bytes(reply, order.stamp)
 
 
 def _update(before: Values, after: Values, is_update: bool, specs: list[TensorSpec]) -> FloatArray:
@@ -381,15 +384,29 @@ class CopyStore:
         self._key = key
         self._arrays = ArrayStore(vault)
 
+    def terms(self) -> Order | None:
+        """Return what was said of the model when it first came; None where that is not known."""
+        try:
+            index = self._read_index()
+            return None if index is None else order_from_bytes(bytes.fromhex(index["terms"]))
+        except (*_UNREADABLE, AqgError):
+            return None
+
+    def _read_index(self) -> dict[str, Any] | None:
+        text = self._vault.read_index()
+        index: dict[str, Any] = json.loads(text) if text else {}
+        if index.get("key") != self._key:
+            return None
+        if index.pop("checksum") != _checksum(index):
+            raise RunError("its checksum is wrong")
+        return index
+
     def load(self) -> tuple[PublicCopy, Schema] | None:
         """Return the copy and its tensors; None where there is none, or none that can be read."""
         try:
-            text = self._vault.read_index()
-            index: dict[str, Any] = json.loads(text) if text else {}
-            if index.get("key") != self._key:
+            index = self._read_index()
+            if index is None:
                 return None
-            if index.pop("checksum") != _checksum(index):
-                raise RunError("its checksum is wrong")
             self._arrays.reserve(_numbers_in(index))
             position, velocity, direction = (
                 self._arrays.read(cell)[None] for cell in index["track"]
@@ -407,10 +424,11 @@ class CopyStore:
             _logger.warning("the saved model cannot be used: %r", error)
             return None
 
-    def save(self, copy: PublicCopy, schema: Schema) -> None:
-        """Write the copy, whole or not at all."""
+    def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
+        """Write the copy and the terms of its order, whole or not at all."""
         index = {
             "key": self._key,
+            "terms": to_bytes(terms_of_run(order)).hex(),
             "version": copy.version,
             "schema": schema.rows(),
             "layout": copy.layout.hex(),

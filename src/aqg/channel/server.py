@@ -25,6 +25,7 @@ from aqg.channel.tensors import (
     vector_dtype,
 )
 from aqg.core.budget import first_budget
+from aqg.core.downlink import rounded_up
 from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.digests import STATE_DIGEST_BYTES
@@ -190,6 +191,7 @@ class Channel:
         self._first = 1
         self._entries: list[bytes] = []
         self._positions: dict[int, int] = {}
+        self._informed: dict[int, bytes] = {}  # layouts of orders whose terms nodes have
         self._numbers: dict[int, int] = {}
         self._peers: dict[int, tuple[bytes, Peer]] = {}
         self._steps = Steps()
@@ -269,7 +271,7 @@ class Channel:
             uploads=stamp.uploads,
             digest=stamp.digest,
             evaluate=evaluate,
-            layout=(OPEN if self._is_open else CLOSED) + copy.layout,
+            layout=_layout(self._is_open, copy),
             constants=self._beside(),
             public=copy.digest,
             log=encode_log(first, self._entries[first - self._first :]),
@@ -277,7 +279,8 @@ class Channel:
             noise=noise,
             exact=settings.exact,
         )
-        return to_bytes(order), is_full
+        is_informed = not is_full and self._informed.get(place) == order.layout
+        return to_bytes(order, order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
         """Return under which number a node is remembered."""
@@ -289,7 +292,8 @@ class Channel:
 
     def _scalars(self) -> tuple[float, float]:
         """Return the movement, and the noise that updates may carry."""
-        return _CAUTION * self._recipe.movement.of(self._history), self._budget.noise
+        movement = _CAUTION * self._recipe.movement.of(self._history)
+        return rounded_up(movement), self._budget.noise
 
     def _beside(self) -> bytes:
         """Return which tensors beside the vector our own server takes; empty where all."""
@@ -307,14 +311,19 @@ class Channel:
         """Take note that a node holds the copy of a phase."""
         place = self._place(node)
         self._positions[place] = max(phase.version, self._positions.get(place, 0))
+        self._informed[place] = _layout(phase.is_open, phase.copy)
 
     def forget(self, node: int) -> None:
         """Take note that a node holds nothing."""
         self._positions.pop(self._place(node), None)
+        self._informed.pop(self._place(node), None)
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
-        reply = reply_from_bytes(part)
+        specs = self.schema.chosen(phase.copy.layout)
+        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
+        peer = self._peer(self._place(node), phase.copy.layout, size, dtype)
+        reply = reply_from_bytes(part, peer.entry.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -327,7 +336,8 @@ class Channel:
             self.note(node, phase)
             raise MessageError(f"its training made nothing that can be sent: {reply.fault}")
         length = self.schema.bitmap_bytes
-        layout, rest = reply.statistics[:length], reply.statistics[length:]
+        beside = reply.statistics or phase.copy.layout
+        layout, rest = beside[:length], beside[length:]
         specs = self.schema.chosen(layout)
         self._check_layout(layout, phase)
         kept = decode_kept(rest, self.schema) if rest else {}
@@ -549,6 +559,11 @@ class Channel:
         drop = max(oldest - self._first, len(self._entries) - kept, 0)
         del self._entries[:drop]
         self._first += drop
+
+
+def _layout(is_open: bool, copy: PublicCopy) -> bytes:
+    """Return which tensors are compressed, as orders say it."""
+    return (OPEN if is_open else CLOSED) + copy.layout
 
 
 def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:

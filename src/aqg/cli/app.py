@@ -16,25 +16,13 @@ import click
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from aqg import __version__
 from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, say
-from aqg.cli.options import (
-    CompareOptions,
-    RunOptions,
-    SweepOptions,
-    TheoryOptions,
-    takes,
-)
+from aqg.cli.options import CompareOptions, RunOptions, SweepOptions, TheoryOptions, takes
 from aqg.cli.run import run_command
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
@@ -197,8 +185,7 @@ app.command()(studies.reproduce)
 
 @app.command()
 @takes(
-    TheoryOptions,
-    *("recipe", "dataset", "partition", "model", "clients", "l2", "scaling", "alpha"),
+    TheoryOptions, *("recipe", "dataset", "partition", "model", "clients", "l2", "scaling", "alpha")
 )
 def theory(options: TheoryOptions) -> None:
     """Say which step sizes are guaranteed to converge, and what the current one is.
@@ -311,7 +298,6 @@ def demo(
 
 
 def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
-    """Show the rounds as they go, and return them."""
     sent = received = 0
     with Progress(
         TextColumn("{task.description}", style="bold"),

@@ -55,8 +55,6 @@ CLIENTS = "clients.txt"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to run where."""
-
     directory: Path
     runs: tuple[tuple[RunConfig, Path], ...]
     is_batch: bool
@@ -101,7 +99,6 @@ class Minimum:
 
 
 def run_command(options: RunOptions) -> None:
-    """Run the recipes one after the other, then show and save the comparison."""
     with (
         _planned(options) as plan,
         when_compiling(lambda: print(Compiling.text, file=sys.stderr, flush=True)),
@@ -156,8 +153,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
     if any(summary.recipe in BASELINES for summary in summaries):
-        counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
-        note += f" vs: how many times fewer, {counted}."
+        note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
     sentence = headline(summaries)
     if sentence is not None:
@@ -175,11 +171,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
 
 def _train(
-    config: RunConfig,
-    problem: Problem,
-    minimum: loop.Minimum,
-    directory: Path,
-    contact: Contact,
+    config: RunConfig, problem: Problem, minimum: loop.Minimum, directory: Path, contact: Contact
 ) -> Result:
     try:
         return loop.run(config, problem, minimum, directory, contact)
@@ -227,7 +219,6 @@ def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) ->
 
 
 def _create(plan: _Plan, resume: bool) -> None:
-    """Make the directories; on resume, only those that an early crash left out."""
     if not resume:
         create_directory(plan.directory)
         text = to_toml(tuple(config for config, _ in plan.runs))

@@ -17,29 +17,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from aqg.cli.display import (
-    BYTES,
-    DIRECTIONS_NOTE,
-    Overview,
-    measured,
-    metric_title,
-    say,
-    widen,
-)
+from aqg.cli.display import BYTES, DIRECTIONS_NOTE, Overview, measured, metric_title, say, widen
 from aqg.cli.options import Cluster, CompareOptions, DataDir, Jobs, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.objectives.metrics import Metric
 from aqg.runs.config import RunConfig, located, named_settings, read_settings, refuse_unnamed_code
 from aqg.runs.directory import output_directory, read_metrics
-from aqg.runs.executor import (
-    Interrupted,
-    Place,
-    Processes,
-    carry_out,
-    default_jobs,
-    visible_gpus,
-)
+from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
 from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train, unfinished
 from aqg.runs.stopping import Target
@@ -82,7 +67,6 @@ class Where:
         jobs: how many at a time; by default one per core.
         cluster: the address of a Ray cluster; by default on this machine.
         data_dir: where datasets are kept.
-
     """
 
     jobs: int | None = None
@@ -94,7 +78,6 @@ class Where:
             raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
     def processes(self, configs: Iterable[RunConfig]) -> Processes:
-        """Return processes on this machine; with CUDA, each sees one GPU."""
         gpus = visible_gpus() if any(c.device.startswith("cuda") for c in configs) else ()
         jobs = default_jobs() if self.jobs is None or self.cluster is not None else self.jobs
         return Processes(jobs, gpus)
@@ -107,7 +90,6 @@ class Where:
 
 
 def _lock(directory: Path) -> ExitStack:
-    """Keep other commands from a directory, if it exists already."""
     stack = ExitStack()
     if directory.is_dir():
         stack.enter_context(locked(directory))
@@ -138,7 +120,6 @@ def _run_study(
 
     Raises:
         Interrupted: on Ctrl-C, with everything saved.
-
     """
     problems = list(plan.problems())
     text = "Preparing data and the minimum of each loss (cached for next time) ..."
@@ -165,8 +146,8 @@ def _run_study(
             shown = stack.enter_context(Overview(console, plan, name))
 
             def make_task(job: JobType) -> Train:
-                folder, limits = directory / job.name, plan.note(job)
-                return train(job.config, minima, folder, where.data_dir, limits, keeps_models)
+                folder, ceiling = directory / job.name, plan.note(job)
+                return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
             carry_out(plan, make_task, place, shown.show)
         except Interrupted:
@@ -185,15 +166,12 @@ def _report_failures(plan: StudyPlan[Any], total: int, how_to_try_again: str) ->
 
 @dataclass(frozen=True)
 class _SweepPlan:
-    """What to run, and where; ``grid_file`` is the content to store in a new directory."""
-
     directory: Path
     sweep: sweeps.Sweep
     grid_file: bytes | None
 
 
 def sweep(options: SweepOptions) -> int:
-    """Run what is not finished yet, show and save the results; return the exit code."""
     console = Console(stderr=options.as_json)
     where = Where(options.jobs, options.cluster, options.data_dir)
     with _planned_sweep(options) as plan, _lock(plan.directory):
@@ -206,13 +184,7 @@ def sweep(options: SweepOptions) -> int:
                     sweeps.create_sweep(plan.directory, plan.grid_file)
 
             _run_study(
-                console,
-                batch,
-                "sweep",
-                plan.directory,
-                where,
-                create,
-                lambda: _how_to_go_on(plan),
+                console, batch, "sweep", plan.directory, where, create, lambda: _how_to_go_on(plan)
             )
         return _show_sweep(console, plan, batch, options.as_json)
 
@@ -416,7 +388,6 @@ class _Work:
         is_new: whether the comparison is.
         again: recipes whose finished runs on the part's tasks are dropped first.
         lines: to show first, about tasks that are left out.
-
     """
 
     comparison: contest.Comparison
@@ -466,7 +437,6 @@ def _own_tasks(
 
 
 def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comparison, list[str]]:
-    """Return a new comparison, and lines about tasks that are left out."""
     _, own = _own_tasks(options, target)
     named = parse_tasks(options.task) if options.task or not own else ()
     tasks, lines = available(in_order((*named, *own)), options.data_dir)
@@ -496,7 +466,6 @@ def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _
 
 
 def _compare(console: Console, work: _Work, where: Where, options: CompareOptions) -> int:
-    """Run what is left and show what came of it; return the exit code."""
     part, directory = work.part, work.directory
     for line in work.lines:
         say(console, line)
@@ -535,7 +504,6 @@ def _compare(console: Console, work: _Work, where: Where, options: CompareOption
 def _show_comparison(
     console: Console, comparison: contest.Comparison, directory: Path, as_json: bool
 ) -> None:
-    """Write results, tables, picture and the settings found; print the tables."""
     cells = contest_table.write_results(comparison, directory)
     if as_json:
         rows = [cell.to_json() for cell in cells]
@@ -629,7 +597,6 @@ def _best_device() -> str:
 
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
-    """Do what is unfinished; return the exit code."""
     plan = adopt_devices(plan, directory)
     runs = directory / RUN_DIRECTORY
     with _lock(runs):
@@ -658,7 +625,6 @@ def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, wh
 
 
 def show_results(console: Console, results: Results) -> None:
-    """Print every table, and what was shortened."""
     widen(console, 200)
     for note in results.about["notes"]:
         say(console, f"Shortened: {note}", style="yellow")

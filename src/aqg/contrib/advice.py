@@ -31,7 +31,6 @@ class Landscape:
     Attributes:
         constants: ``L`` and ``μ``; None where the loss is not convex.
         start: the curvature at the model a run starts from; the smallest only where not convex.
-
     """
 
     constants: Constants | None
@@ -61,7 +60,6 @@ class Advice:
         outside: what the config does that the theory does not cover.
         trace: the Lyapunov function along the run, if it was repeated.
         end: the curvature at the model it ended with.
-
     """
 
     recipe: str
@@ -78,17 +76,14 @@ class Advice:
 
     @property
     def constants(self) -> Constants | None:
-        """``L`` and ``μ``; None where the loss is not convex."""
         return self.landscape.constants
 
     @property
     def start(self) -> Curvature:
-        """The curvature at the model a run starts from."""
         return self.landscape.start
 
     @property
     def weight_sum(self) -> float:
-        """``Σξ``."""
         return math.fsum(self.weights)
 
     @property
@@ -184,7 +179,6 @@ def advise(
     trace: LyapunovTrace | None = None,
     end: Curvature | None = None,
 ) -> Advice:
-    """Work out what theory says about a config."""
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
     never_skips = isinstance(recipe.policy, Always)
     return Advice(
@@ -216,7 +210,6 @@ def _outside(config: RunConfig) -> tuple[str, ...]:
 
 
 def sentences(advice: Advice) -> list[str]:
-    """Return the advice in words."""
     lines = _about_the_problem(advice)
     lines += _about_the_step_size(advice)
     if advice.fewest_bits is not None:

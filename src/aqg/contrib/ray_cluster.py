@@ -64,7 +64,6 @@ class RayCluster:
         address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``.
         jobs: the most runs at a time; one per core of the cluster by default.
         uses_gpus: runs need a GPU each, or a share of one.
-
     """
 
     retries = RETRIES
@@ -161,7 +160,6 @@ class RayCluster:
             self._ray.kill(self._idle.pop())
 
     def pass_on(self, index: int, note: Any) -> None:
-        """Send a note to the actor that does the task."""
         for busy_with, actor, _ in self._busy.values():
             if busy_with == index:
                 actor.pass_on.remote(note)

@@ -416,6 +416,7 @@ class CompressedGrid(Grid):
                 envelope.add(name, record)
                 if node not in self._speakers:  # it may lack the mod, and must still understand
                     beside[name] = record
+        envelope.says_version = any(kind == FULL for _, kind, _ in envelope.records)
         content = RecordDict({**beside, RECORD: pack(envelope)})
         traffic.down += num_bytes(content)
         metadata = message.metadata

@@ -138,7 +138,7 @@ def _receive(
     models: dict[str, Held] = {}
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
     parts = iter(envelope.parts)
-    lost = Envelope()
+    lost = Envelope(says_version=False)
     for name, kind, values in envelope.records:
         if kind in (COMPRESSED, FULL):
             record = message.content.get(name) if kind == FULL else None
@@ -168,7 +168,7 @@ def _pack_reply(
     reply: Message, models: dict[str, Held], memory: Memory, seconds: float
 ) -> Envelope:
     """Take all that can be in one record out of a reply, and return it."""
-    envelope = Envelope()
+    envelope = Envelope(says_version=False)
     is_update = reply.content.pop(UPDATE, None) is not None
     loss = loss_in(numbers_in(reply.content))
     packed: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}

@@ -120,7 +120,7 @@ class ClientSession:
         mirror, reply = answer(agreed, base, read, update, loss)
         seconds = time.perf_counter() - started
         frame = to_bytes(
-            replace(reply, loss=_single(loss), work_seconds=_short(seconds)), read.stamp
+            replace(reply, loss=_single(loss), work_seconds=short(seconds)), read.stamp
         )
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
@@ -156,7 +156,7 @@ def _single(number: float) -> float:
         return float(np.float32(number))
 
 
-def _short(number: float) -> float:
+def short(number: float) -> float:
     """Cut a number that is only reported to the three digits of a bfloat16 number."""
     bits = np.float32(number).view(np.uint32) & np.uint32(0xFFFF0000)
     return float(bits.view(np.float32))

@@ -99,7 +99,7 @@ class Order(_Fields):
         incarnation: grows with every start of the server; orders are counted by it and ``round``.
         round: ``k``, counted from 1.
         client: the index ``m`` under which the server knows this client.
-        evaluate: whether the loss of the model is wanted.
+        evaluate: whether the model is to be measured and not trained.
         movement: the scalar of `aqg.core.messages.Broadcast`.
         epoch: of the mirror that the server holds for this client.
         uploads: of that mirror.
@@ -127,7 +127,7 @@ class Order(_Fields):
     incarnation: int
     round: int
     client: int
-    evaluate: bool
+    evaluate: bool = False
     movement: float = 0.0
     epoch: int = 0
     uploads: int = 0
@@ -271,7 +271,7 @@ _CRC_BYTES = 4
 _HEAD = ("incarnation", "round")
 _TERMS = (
     *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
-    *("client", "evaluate", "layout", "constants", "exact"),
+    *("client", "layout", "constants", "exact"),
 )
 
 
@@ -300,7 +300,8 @@ def _form(kind: type[Any], full: int, short: int, payload: str, *optional: str) 
 _FORMS: dict[type[Any], _Form] = {
     Order: _form(
         *(Order, 0x83, 0x84, "log"),
-        *("uploads", "digest", "public", "noise", "movement", "epoch", "snapshot", "statistics"),
+        *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
+        "snapshot",
     ),
     Reply: _form(
         *(Reply, 0x92, 0x93, "frame"),

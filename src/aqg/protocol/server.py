@@ -194,7 +194,6 @@ class ServerSession:
             max_staleness=max_staleness,
             seed=self._seed,
             incarnation=self._incarnation,
-            evaluate=False,
             exact=self._exact,
         )
         order = replace(order, movement=0.0)  # clients have it from the log

@@ -97,7 +97,6 @@ class RunConfig(RunSettings):
 
     @property
     def goal(self) -> Target | None:
-        """When the model is good enough."""
         if self.target is None:
             return None
         kind = cast("Kind", self.target_kind)
@@ -132,7 +131,6 @@ class RunConfig(RunSettings):
         return code.path.stem if code is not None else Path(self.dataset).name
 
     def dropout_schedule(self) -> Dropout:
-        """Return who drops out when."""
         random = BernoulliDropout(self.dropout, self.seed)
         if not self.absences:
             return random
@@ -381,7 +379,6 @@ def refuse_unnamed_code(
         named: from the command line.
         allowed: whether the user said that code in files may run.
         where: the file, for the message.
-
     """
     for name in ("model", "problem", "plugins"):
         value = settings.get(name)
@@ -409,7 +406,6 @@ def guard_file(
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise if a file is not the one that the run began with."""
     _compare_digests(
         dict(config.files), {path: file_digest(Path(path)) for path, _ in config.files}
     )
@@ -442,7 +438,6 @@ def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:
-    """Run Python files that register recipes."""
     for path in paths:
         spec = importlib.util.spec_from_file_location("aqg_plugin", path)
         if spec is None or spec.loader is None:
@@ -456,7 +451,6 @@ def load_plugins(paths: tuple[str, ...]) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read settings from a TOML file."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -512,7 +506,6 @@ def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions 
 
 
 def problem_settings(spec: str) -> dict[str, Any]:
-    """Return the defaults that a problem's file brings."""
     code = Code.required("problem", spec)
     settings = getattr(load_file(code.path), "SETTINGS", {})
     if not isinstance(settings, dict):

@@ -61,23 +61,17 @@ simply ended.
 
 @dataclass(frozen=True)
 class Started:
-    """A task was handed to a worker."""
-
     index: int
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A task told ``value``."""
-
     index: int
     value: Any
 
 
 @dataclass(frozen=True)
 class Done:
-    """A task returned ``value``."""
-
     index: int
     value: Any
 
@@ -93,8 +87,6 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A task was asked to stop, and did."""
-
     index: int
 
 
@@ -113,7 +105,6 @@ class Place(Protocol):
     Attributes:
         retries: how often a task is started again whose worker died.
         stop: is set by the first Ctrl-C.
-
     """
 
     retries: int
@@ -166,7 +157,6 @@ def carry_out(
 
     Raises:
         Interrupted: on Ctrl-C, after every task under way has stopped.
-
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
     deaths: dict[int, int] = {}
@@ -307,7 +297,6 @@ _STOP, _NOTE = "stop", "note"
 
 
 def default_jobs() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -332,7 +321,6 @@ class Processes:
     Args:
         jobs: how many tasks run at a time.
         gpus: each process sees one of them, in turn; with more jobs than GPUs, several share one.
-
     """
 
     retries = 0
@@ -411,7 +399,6 @@ class _Worker:
         far_end.close()
 
     def accept(self, index: int, task: Task) -> bool:
-        """Hand over a task; False if the process is gone."""
         if not self.send(index, task):
             return False
         self.index = index
@@ -466,7 +453,6 @@ class _Worker:
 
 
 def _serve(connection: pipes.Connection) -> None:
-    """Be a worker process: do tasks until the parent hangs up or is gone."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -52,12 +52,10 @@ _CHOSEN, _HELD_OUT, _MOVED = 0xC0DE, 0xFA1D, 0x756C70
 
 
 def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
-    """Load the data, split it among the clients, and make the objective."""
     return load_problem(config, data_dir)[0]
 
 
 def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Problem, str]:
-    """Return the problem, and a table of what every client holds."""
     check_files(config)
     if config.problem is None:
         dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
@@ -99,7 +97,6 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
 
 
 def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
-    """Split ``dataset`` among the clients and make the objective."""
     dtype = np.dtype(config.dtype)
     objective = _make_objective(config, dataset)
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
@@ -120,7 +117,6 @@ def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
 
 
 def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
-    """Make the objective that the model's name or function stands for."""
     scaling: Scaling = "sum" if config.scaling == "sum" else "mean"
     if is_module(config.model):
         # With reset, the parameters are drawn anew, in whatever way the module draws them.
@@ -180,7 +176,6 @@ def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Pro
         problem: whose model has the same names and shapes.
         tensors: by name.
         source: the file, for messages.
-
     """
     objective: Any = problem.objective
     if getattr(objective, "model_layout", None) is not None:
@@ -254,7 +249,6 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
 
 
 def describe_clients(config: RunConfig, dataset: Dataset) -> str:
-    """Return a table of what every client holds, as text."""
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
     rows = partition_table(dataset, parts)
     if config.partition == "natural":
@@ -315,7 +309,6 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
 
 
 def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | ReferenceSimulation:
-    """Return the simulation of one run, at its first round."""
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
     dropout = config.dropout_schedule()
     if config.engine == "reference":
@@ -353,7 +346,6 @@ def perturb(features: FloatArray, draw: int) -> FloatArray:
 
 
 def perturb_problem(problem: Problem, draw: int) -> Problem:
-    """Return the problem with every client's features perturbed."""
     if draw == 0:
         return problem
     clients = tuple(
@@ -389,7 +381,6 @@ class Validator:
     Args:
         simulation: of a problem with a validation set.
         kind: ``"accuracy"`` or ``"loss"``.
-
     """
 
     def __init__(self, simulation: FastSimulation | ReferenceSimulation, kind: str) -> None:
@@ -410,9 +401,7 @@ class Validator:
 
 
 def curve(
-    values: Sequence[float],
-    lines: Sequence[Line],
-    final_metrics: Mapping[str, float],
+    values: Sequence[float], lines: Sequence[Line], final_metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return a run's curve for its summary: entry ``k`` of each list is after ``k`` rounds.
 
@@ -434,5 +423,4 @@ def curve(
 
 
 def _shortened(value: float) -> float | None:
-    """Round to six digits, far below what a sample counts."""
     return finite_or_none(float(f"{value:.6g}"))

@@ -28,7 +28,6 @@ class Table:
         rows: as long as the header each.
         num_labels: how many of the first columns say what a row is about; the others hold numbers
             and are right-aligned in a terminal. None: all are text.
-
     """
 
     name: str
@@ -96,7 +95,6 @@ def _lines(cell: str) -> str:
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Write a header and rows."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
@@ -114,14 +112,12 @@ def records_to_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return write_csv(columns, ([row.get(column) for column in columns] for row in records))
 
 
-def format_bytes(count: float | None) -> str:
+def format_bytes(count: float) -> str:
     """Write a size for humans.
 
-    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000), format_bytes(None)
-    ('812 B', '48.2 kB', '3.14 MB', 'unknown')
+    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000)
+    ('812 B', '48.2 kB', '3.14 MB')
     """
-    if count is None:
-        return "unknown"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

@@ -41,7 +41,7 @@ class RoundRecord(NamedTuple):
         statistics_upload_bytes: length of the frames that carry statistics beside the updates.
         statistics_download_bytes: length of such frames to the clients.
         download_bytes: length of all frames that the clients received in the round, those of
-            statistics too; None where it is not on record.
+            statistics too.
         client_upload_bytes: of ``upload_bytes``, what each client sent; empty where it is not on
             record.
         client_download_bytes: of ``download_bytes``, what each client received; likewise.
@@ -55,15 +55,15 @@ class RoundRecord(NamedTuple):
     faults: tuple[tuple[int, str], ...] = ()
     statistics_upload_bytes: int = 0
     statistics_download_bytes: int = 0
-    download_bytes: int | None = None
+    download_bytes: int = 0
     client_upload_bytes: tuple[int, ...] = ()
     client_download_bytes: tuple[int, ...] = ()
     simulated_seconds: float | None = None
 
     @property
-    def total_bytes(self) -> int | None:
-        """What the clients sent and received; None where the latter is not on record."""
-        return None if self.download_bytes is None else self.upload_bytes + self.download_bytes
+    def total_bytes(self) -> int:
+        """What the clients sent and received."""
+        return self.upload_bytes + self.download_bytes
 
     def without_clients(self) -> RoundRecord:
         """Return the record without the bytes of single clients, to keep for many rounds."""

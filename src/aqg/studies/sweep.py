@@ -52,7 +52,6 @@ class Sweep:
     runs: tuple[Job, ...]
 
     def settings_of(self, run: Job) -> dict[str, Any]:
-        """Return the values of the settings that vary."""
         return {name: getattr(run.config, name) for name in self.varying}
 
 
@@ -86,7 +85,6 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
 def _expand_runs(
     fixed: Mapping[str, Any], document: Mapping[str, Any], data_dir: Path | None
 ) -> Sweep:
-    """Make the sweep of runs that are listed one by one."""
     runs = document[RUNS]
     if "grid" in document:
         raise ConfigError("the file has both [grid] and [[run]]; keep one")
@@ -169,7 +167,6 @@ def _value(value: Any) -> Any:
 
 
 def runs_to_toml(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Write the file of a sweep whose runs are listed one by one."""
     lines: list[str] = []
     for run in runs:
         lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
@@ -216,7 +213,6 @@ def _safe(value: object) -> str:
 
 
 def create_sweep(directory: Path, grid_file: bytes) -> None:
-    """Make a sweep's directory; its runs' directories appear as they start."""
     create_directory(directory)
     write_atomically(directory / GRID, grid_file)
 
@@ -266,7 +262,6 @@ def collect(
 
 
 def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``summary.json`` and ``summary.csv``."""
     text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
     table = records_to_csv([_flat_row(row) for row in rows])

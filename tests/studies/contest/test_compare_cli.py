@@ -1,7 +1,5 @@
 """``aqg compare`` as a user meets it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``aqg compare`` on a problem, data and a model of the user's own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From run directories to tables, pictures and documents: small runs and the stored results."""
 
-from __future__ import annotations
-
 import io
 import math
 import platform

@@ -83,7 +83,6 @@ class Curve:
         values: accuracies or losses; NaN where the model holds NaN or infinity.
         total_bytes: sent and received by all clients until then.
         tests: pairs of rounds and test accuracy, where it was measured.
-
     """
 
     values: tuple[float, ...]
@@ -110,7 +109,6 @@ class Curve:
         return next((value for at, value in self.tests if at >= rounds), None)
 
     def reach(self, goal: Target) -> Crossing | None:
-        """Return when the run reaches a goal; None if it does not."""
         rounds = goal.first_reached(self.values)
         if rounds is None:
             return None
@@ -119,8 +117,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Crossing:
-    """When a run reached a goal: its rounds and bytes, and the test accuracy then."""
-
     rounds: int
     total_bytes: int
     test: float | None = None
@@ -167,7 +163,6 @@ class Reference:
         crossings: by target, of the run that reaches it in the fewest rounds.
         ceiling: bytes beyond which another recipe is of no interest: those of a run to the last
             round, or where the target is fixed some times those that reach it.
-
     """
 
     plateau: float | None
@@ -177,7 +172,6 @@ class Reference:
 
     @property
     def hardest(self) -> Target:
-        """The target with which runs of other recipes end."""
         reached = [self.targets[name] for name in self.crossings]
         is_share = reached[0].kind == "accuracy"
         return max(reached, key=lambda target: target.value if is_share else -target.value)
@@ -269,7 +263,6 @@ def rank(goal: Goal, curve: Curve, reference: Reference) -> Rank:
 
 
 def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
-    """Order runs of federated averaging by their plateaus; those that did not end come last."""
     plateau = plateau_of(curve, goal.num_rounds)
     return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ from aqg.errors import AqgError, ConfigError, RunError
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
-from aqg.runs.loop import create_run, run, slug
+from aqg.runs.loop import slug
 from aqg.runs.plan import Job
-from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.stopping import Limits, Target
+from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
@@ -74,7 +72,6 @@ class Comparison:
         search: find every recipe's best setting first, on seed 0; ``quick``: in a small part of the
             grid.
         downlink: how clients receive the model; what suits each recipe, by default.
-
     """
 
     tasks: tuple[Task, ...]
@@ -106,7 +103,6 @@ class Comparison:
     def extended(
         self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
     ) -> Comparison:
-        """Return the comparison with more tasks and recipes, and another number of seeds."""
         return replace(
             self,
             tasks=in_order((*self.tasks, *tasks)),
@@ -160,8 +156,6 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: a task by name, a recipe by name, its setting and the seed."""
-
     task: str
     recipe: str
     setting: Setting
@@ -169,7 +163,6 @@ class Trial:
 
     @property
     def directory(self) -> str:
-        """Where the run is kept: ``TASK/RECIPE/SETTING-seed-N``."""
         setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
         return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
 
@@ -189,7 +182,6 @@ class Outcome:
         curve: on the validation set or, where the task has none, of what its target measures.
         seconds: that it took.
         upload_bytes: until a fixed target was reached, or to the end; None where it had none.
-
     """
 
     trial: Trial
@@ -214,7 +206,6 @@ class Outcome:
 
     @staticmethod
     def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
-        """Return what a finished run says of itself in its ``summary.json``."""
         found = summary.get("outcome", {"ending": "diverged" if summary["diverged"] else "rounds"})
         curve = Curve.from_json(summary["curve"])
         return Outcome(trial, found["ending"], curve, seconds, found.get("upload_bytes"))
@@ -225,7 +216,6 @@ class Outcome:
 
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
-    """Return all outcomes on record by trial, the last one of each."""
     records = Records(directory / TRIALS)
     found = {}
     for number, row in enumerate(records.read(), start=1):
@@ -302,7 +292,6 @@ class Findings:
         return found
 
     def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
-        """Return the ranks of the settings that were tried on seed 0."""
         goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
         if reference is None and recipe != FEDAVG:
             return {}
@@ -353,7 +342,6 @@ class Findings:
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
-        """Return federated averaging's setting that reaches the target in the fewest rounds."""
         curves = self._searched_curves(task)
         found = make_reference(task.goal, curves.values())
         if found is None:
@@ -483,11 +471,10 @@ class ContestPlan:
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
         self.num_before = 0
-        self.bytes_before: int | None = 0
+        self.bytes_before = 0
 
     @property
     def num_finished(self) -> int:
-        """How many trials have an outcome, those of other recipes and tasks among them."""
         return len(self._outcomes)
 
     def problems(self) -> Iterator[RunConfig]:
@@ -535,7 +522,7 @@ class ContestPlan:
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def note(self, job: TrialJob) -> Limits:
+    def note(self, job: TrialJob) -> float:
         """Return the bytes beyond which a run is of no interest: those of the reference.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.
@@ -544,8 +531,8 @@ class ContestPlan:
         reference = self._findings.references.get((trial.task, trial.seed))
         task = next(task for task in self._comparison.tasks if task.name == trial.task)
         if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
-            return Limits()
-        return Limits(reference.ceiling)
+            return math.inf
+        return reference.ceiling
 
     def _next_trial(self) -> tuple[Trial, Task] | None:
         for recipe, task in self._comparison.pairs():
@@ -576,7 +563,6 @@ class ContestPlan:
 
 
 def write_targets(directory: Path, findings: Findings) -> None:
-    """Write federated averaging's plateaus and targets, for people to read."""
     rows: dict[str, dict[str, Any]] = {}
     for (task, seed), reference in findings.references.items():
         if reference.plateau is not None:
@@ -606,52 +592,3 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     for recipe, name in pairs:
         shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
     return len(stored) - len(kept)
-
-
-def run_trial(
-    task: str,
-    recipe: str,
-    setting: Setting | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    data_dir: Path | None = None,
-    target: Target | None = None,
-    rounds: int | None = None,
-) -> Outcome:
-    """Run one trial, for machines that have PyTorch and NumPy and little else.
-
-    What comes of it goes into a comparison's directory: ``Records(DIRECTORY /
-    "trials.jsonl").add(outcome.to_json())``.
-
-    Args:
-        task: its name.
-        recipe: its name.
-        setting: the recipe as it is by default; ``Setting("fedavg", multiplier=SELF_SETTING)`` is
-            federated averaging with our step.
-        seed: of the run.
-        device: where to compute the larger tasks; the small ones always run on the CPU.
-        data_dir: where datasets are kept.
-        target: with which the run ends; without one it goes to the task's last round, as those of
-            federated averaging and `auto` do. A task with a fixed target has its own.
-        rounds: fewer than the task has, to try it out.
-
-    >>> outcome = run_trial("digits-local", "fedavg", rounds=2)
-    >>> outcome.ending, outcome.curve.num_rounds
-    ('rounds', 2)
-
-    """
-    (chosen,) = select_tasks([task])
-    trial = Trial(task, recipe, setting or default_setting(recipe, chosen), seed)
-    config = make_config(trial, chosen, target, device=device)
-    if rounds is not None:
-        config = replace(config, rounds=rounds, eval_every=1)
-    problem = build_problem(config, data_dir)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "run"
-        create_run(directory, config)
-        minimum = find_minimum(config, problem) if chosen.goal.kind == "residual" else None
-        run(config, problem, minimum, directory, keeps_models=False)
-        summary = read_summary(directory)
-    assert summary is not None, "a run that is over leaves a summary"
-    return Outcome.of_run(trial, summary, time.monotonic() - started)

@@ -85,7 +85,6 @@ class Cell:
         versus: its bytes over those of `auto`, paired by seed; None without a common seed.
         rounds: the mean of those until the target.
         upload_bytes: the mean of what was uploaded until a fixed target.
-
     """
 
     task: str
@@ -128,7 +127,6 @@ class Cell:
 
 
 def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
-    """Return the cells of every recipe and task with at least one run, the targets in order."""
     findings = Findings(comparison, outcomes)
     pairs = set(comparison.pairs())
     cells: list[Cell] = []
@@ -306,7 +304,6 @@ def format_saving(factor: float) -> str:
 
 
 def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
-    """Return a table of all tasks, one for each task, and one of several targets."""
     tables = []
     for task in comparison.tasks:
         own = [cell for cell in cells if cell.task == task.name and cell.is_main]
@@ -391,7 +388,6 @@ def _with_interval(mean: Mean, write: Any) -> str:
 
 
 def setting_text(cell: Cell) -> str:
-    """Write a setting without the name of its recipe; a step that is the task's is left out."""
     return str(cell.setting).removeprefix(cell.recipe).lstrip(":, ") or "step ×1"
 
 
@@ -522,7 +518,6 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return a color and a marker for each recipe; our own is a star."""
     others = [recipe for recipe in recipes if recipe != OURS]
     looks = {
         recipe: (_COLORS[n % len(_COLORS)], _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)])
@@ -599,7 +594,6 @@ def _draw_panel(
 
 
 def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
-    """Write every view of what is finished, and return the cells."""
     outcomes = read_outcomes(directory)
     cells = make_cells(comparison, outcomes)
     text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)

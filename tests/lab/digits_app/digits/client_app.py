@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord
 from flwr.supernode.runtime import run_clientapp
@@ -15,12 +14,10 @@ from flwr.supernode.runtime import run_clientapp
 from aqg.flower import make_client_app
 from aqg.flower.demo import digits_task
 from aqg.flower.envelope import RECORD, pack, unpack
-from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Reply, Stamp, reply_from_bytes
 from aqg.protocol.store import ClientStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from flwr.app import Context, Message
     from flwr.clientapp.typing import ClientAppCallable
 
@@ -50,8 +47,8 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
         os.unlink(order)
         message.content = content
         again = call_next(message, context)
-        assert part_of(again, reply_from_bytes).stale, "an order was obeyed twice"
-    frame = b"" if reply.has_error() else part_of(reply, reply_from_bytes).frame
+        assert reply_in(again).stale, "an order was obeyed twice"
+    frame = b"" if reply.has_error() else reply_in(reply).frame
     earlier = state.with_name(f"{state.name}.earlier")
     if deed in AFTER and len(frame) >= SHORTEST_UPLOAD:
         os.unlink(order)
@@ -82,8 +79,7 @@ def prepare(deed: str, state: Path, message: Message) -> None:
             shutil.rmtree(state)
             shutil.copytree(copy, state)
         case "damage":
-            order = part_of(message, order_from_bytes)
-            put(message, replace(order, log=flipped(order.log)))
+            damage_part(message)
         case "linger":  # with the entries read, and nothing saved
             ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
 
@@ -98,8 +94,7 @@ def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Mes
         case "announce":  # the reply, without ever sending what is in it
             run_clientapp.push_objects = lambda *_, **__: time.sleep(FOREVER)
         case "corrupt":
-            upload = part_of(reply, reply_from_bytes)
-            put(reply, replace(upload, frame=flipped(upload.frame)))
+            damage_part(reply)
         case "replay":
             reply.content[RECORD] = ConfigRecord.inflate(earlier.read_bytes())
     return reply
@@ -110,15 +105,15 @@ def keep(reply: Message, path: Path) -> None:
     path.write_bytes(reply.content[RECORD].deflate())
 
 
-def part_of(message: Message, read: Callable[[bytes], Any]) -> Any:
-    """Return the order or the reply in a message."""
-    return read(unpack(message.content).parts[0])
+def reply_in(message: Message) -> Reply:
+    """Return the reply in a message; what it leaves out of its mirror is not looked at."""
+    return reply_from_bytes(unpack(message.content).parts[0], Stamp(0, 0, bytes(4)))
 
 
-def put(message: Message, part: Any) -> None:
-    """Replace it, with checksums that fit."""
+def damage_part(message: Message) -> None:
+    """Flip a bit of the order or the reply in a message, in an envelope that is in order."""
     envelope = unpack(message.content)
-    envelope.parts = [to_bytes(part)]
+    envelope.parts = [flipped(envelope.parts[0])]
     message.content[RECORD] = pack(envelope)
 
 
