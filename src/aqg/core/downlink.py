@@ -123,7 +123,6 @@ class _Ternary(NormOnly):
     count: int
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Write their signs, and their mean magnitude."""
         return ternary(vector, largest(vector, self.count), request.width)
 
 

@@ -82,7 +82,6 @@ class Upload(ByValue):
         return len(self.levels)
 
     def validate(self) -> None:
-        """Raise `MessageError` if a level is not on the grid."""
         bound = num_levels(self.grid, self.width)
         if len(self.levels) and int(self.levels.max()) >= bound:
             raise MessageError(
@@ -91,7 +90,6 @@ class Upload(ByValue):
             )
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector the levels stand for; exact in float32 and float64 alike."""
         table = value_table(self.grid, self.width, self.step, dtype)
         values: FloatArray = table[self.levels]
         return values
@@ -147,7 +145,6 @@ def to_halves(vector: FloatArray) -> tuple[NDArray[np.float16], int]:
 
 
 def check_halves(halves: NDArray[np.float16], exponent: int) -> None:
-    """Raise `MessageError` if these are not what `to_halves` returns."""
     _require_kind("values", halves, np.float16)
     if not -MAX_EXPONENT <= exponent <= MAX_EXPONENT:
         raise MessageError(f"exponent {exponent} is outside -{MAX_EXPONENT}..{MAX_EXPONENT}")
@@ -219,7 +216,6 @@ class SparseUpload(ByValue):
         return self.length
 
     def validate(self) -> None:
-        """Raise `MessageError` if indices do not increase, or a value is zero or not finite."""
         if len(self.indices):
             if int(self.indices[0]) < 0 or int(self.indices[-1]) >= self.length:
                 raise MessageError(
@@ -283,7 +279,6 @@ def quantize_buckets(
 
 
 def _in_blocks(vector: FloatArray, block: int) -> Float64Array:
-    """Return the vector as rows of blocks, the last one filled up with zeros."""
     padded = np.zeros(num_blocks(len(vector), block) * block)
     padded[: len(vector)] = vector
     return padded.reshape(-1, block)
@@ -323,7 +318,6 @@ class BlockUpload(ByValue):
         return len(self.levels)
 
     def validate(self) -> None:
-        """Raise `MessageError` if a level or a step is none that a client sends."""
         if len(self.levels) and int(self.levels.max()) > 2 * TOP:
             raise MessageError(f"level {int(self.levels.max())} is above {2 * TOP}")
         bits = self.steps.view(np.uint32)
@@ -334,7 +328,6 @@ class BlockUpload(ByValue):
             raise MessageError(f"step {step!r} of a block is not a bfloat16 number in range")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector the levels stand for; exact in float32 and float64 alike."""
         integers = self.levels.astype(dtype) - dtype(TOP)
         steps = np.repeat(self.steps.astype(dtype), self.block)[: len(integers)]
         values: FloatArray = integers * steps
@@ -501,7 +494,6 @@ class RotatedUpload(ByValue):
         return self.length
 
     def validate(self) -> None:
-        """Raise `MessageError` if a sign is no bit, or a scale is negative or not finite."""
         if len(self.signs) and int(self.signs.max()) >> self.width:
             if self.width == 1:
                 raise MessageError(f"sign {int(self.signs.max())} is neither 0 nor 1")
@@ -510,7 +502,6 @@ class RotatedUpload(ByValue):
             raise MessageError("a scale of a rotated upload is negative, NaN or infinite")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return ``S · R⁻¹ signs``: integers from the signs, times one number per block."""
         lengths = block_lengths(self.length)
         unit = 1
         integers: NDArray[Any] = 2 * self.signs.astype(np.int32) - np.int32(1)
@@ -533,7 +524,6 @@ Message = AnyUpload | Skip
 
 
 def is_message(value: object) -> bool:
-    """Tell whether this is something that a client can send."""
     return isinstance(value, Message)
 
 

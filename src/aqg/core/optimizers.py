@@ -94,7 +94,6 @@ class Momentum:
     def step(
         self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
-        """Add the direction to what is left of the momentum."""
         momentum = self.beta * state.momentum + direction
         return state._replace(momentum=momentum), momentum
 
@@ -124,14 +123,12 @@ class Adam:
         return 1.0 - self.b1
 
     def init(self, num_params: int) -> OptimizerState:
-        """Start at rest, with the smallest size that counts."""
         return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
     def step(
         self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
-        """Move both averages, then divide one by the root of the other."""
         momentum = self.b1 * state.momentum + (1 - self.b1) * direction
         variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
         return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)

@@ -57,7 +57,6 @@ def thresholds(case: Case) -> Float64Array:
 
 
 def _passes(case: Case) -> BoolArray:
-    """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
     result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
     return result
 

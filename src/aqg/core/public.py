@@ -72,7 +72,6 @@ class Public(NamedTuple):
 
     @property
     def parameters(self) -> FloatArray:
-        """``θ^k``."""
         params: FloatArray = self.track.position[0]
         return params
 
@@ -102,7 +101,6 @@ class Public(NamedTuple):
 
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
-    """Return the public model before the first round: the starting model, at rest."""
     return Public(1, public_track(recipe, parameters))
 
 
@@ -226,7 +224,6 @@ def _products(coefficients: Any, magnitudes: Any) -> Any:
 
 
 def _short_products(coefficients: Any, magnitudes: Any) -> Any:
-    """Return the products with numbers of 27 bits."""
     upper = (coefficients >> 31) * magnitudes  # times 2^31, of which 61 bits are kept
     lower = (coefficients & (1 << 31) - 1) * magnitudes
     return _reduced((upper >> 30) + ((upper & (1 << 30) - 1) << 31) + lower)

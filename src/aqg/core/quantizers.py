@@ -120,7 +120,6 @@ class Stochastic(NormOnly):
     num_levels: int | None = None
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate up or down at random, by its distance."""
         width = request.width
         top = (1 << (width - 1)) - 1
         num_levels = top if self.num_levels is None else self.num_levels
@@ -136,7 +135,6 @@ class Sign(NormOnly):
     """SignSGD: one bit per coordinate, with magnitude one."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Keep the signs; zero counts as positive."""
         return Upload((vector >= 0).astype(np.uint8), 1.0, request.width, Grid.MIDTREAD)
 
 
@@ -145,7 +143,6 @@ class QsgdAtWidth(NormOnly):
     """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate up or down at random, by its distance."""
         num_levels = int(request.advice[0]) if request.advice else 1 << (request.width - 2)
         return Stochastic(num_levels).quantize(vector, request)
 
@@ -177,7 +174,6 @@ class Buckets(NormOnly):
             raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
-        """Round every coordinate up or down at random, by its distance."""
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
         num_levels = (1 << (request.width - 1)) - 1
         found = quantize_buckets(vector, self.bucket, num_levels, uniform)
@@ -191,7 +187,6 @@ class Rotated(NormOnly):
     unbiased: bool = True
 
     def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
-        """Rotate by a seed drawn from ``key``, which the message carries."""
         seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
         codes, scales = quantize_rotated(vector, seed, self.unbiased, request.width)
         return RotatedUpload(codes, scales, seed, len(vector), request.width)
@@ -249,7 +244,6 @@ class TopK(_KeepsFew):
     """
 
     def quantize(self, vector: FloatArray, _request: Request) -> SparseUpload:
-        """Keep ``k = max(1, round(keep·n))`` coordinates, fewer if they are zero as halves."""
         indices = largest(vector, num_kept(self.keep, len(vector)))
         halves, exponent = to_halves(vector[indices])
         is_left = halves != 0
@@ -265,13 +259,11 @@ class SparseTernary(_KeepsFew):
     """
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Write the signs as the three levels of ``midtread`` at two bits."""
         kept = largest(vector, num_kept(self.keep, len(vector)))
         return ternary(vector, kept, request.width)
 
 
 def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:
-    """Return the signs of some coordinates times their mean magnitude, and zero elsewhere."""
     levels = np.ones(len(vector), np.uint8)
     mean = float(np.abs(vector[indices]).sum(dtype=np.float64)) / max(1, len(indices))
     if mean < MIN_STEP:  # as on the grid: rounding up would overshoot

@@ -105,12 +105,10 @@ class Recipe:
 
     @cached_property
     def all_stages(self) -> dict[str, Stage]:
-        """Every stage that a client keeps a state of, by name."""
         return {stage.name: stage for stage in self.stages}
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether clients send their vectors as they are."""
         return isinstance(self.quantizer, Verbatim)
 
     @property
@@ -133,7 +131,6 @@ class Recipe:
         return weights * (len(weights) * sampled / float(weights[takes_part].sum()))
 
     def for_updates(self, are_exact: bool) -> Recipe:
-        """Return the recipe for updates that are exact gradients, or that may hold noise."""
         return self.exact if are_exact and self.exact is not None else self
 
 

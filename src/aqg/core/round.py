@@ -75,7 +75,6 @@ class Compressed(NamedTuple):
 def init_clients(
     recipe: Recipe, num_params: int, dtype: np.dtype[Any], num_clients: int = 1
 ) -> Clients:
-    """Return the state before the first round, in NumPy."""
     stages = {}
     for name, stage in recipe.all_stages.items():
         fields = {field: np.asarray(v) for field, v in stage.init(num_params, dtype).items()}
@@ -85,7 +84,6 @@ def init_clients(
 
 
 def join_clients(states: Sequence[Clients]) -> Clients:
-    """Return the states of several clients, in NumPy, as one."""
     first = states[0]
     track = Track(*map(np.concatenate, zip(*(state.track for state in states), strict=True)))
     stages = {
@@ -97,7 +95,6 @@ def join_clients(states: Sequence[Clients]) -> Clients:
 
 
 def split_clients(state: Clients) -> list[Clients]:
-    """Return the state of each client."""
     rows = [slice(m, m + 1) for m in range(len(state.skipped_rounds))]
     return [
         Clients(
@@ -187,7 +184,6 @@ def _describe(
 
 
 def describe_fault(vector: FloatArray) -> str:
-    """Say why a vector cannot be quantized."""
     num_bad = int(np.count_nonzero(~np.isfinite(vector)))
     if num_bad:
         return f"gradient has {num_bad} non-finite values of {vector.size}"
@@ -205,7 +201,6 @@ _PRECISIONS = ("float32", "float64")
 def init_client(
     recipe: Recipe, num_params: int, dtype: np.dtype[np.floating] | str = "float32"
 ) -> ClientState:
-    """Return the state before the first round."""
     if not is_whole(num_params) or num_params < 1:
         raise ConfigError(f"num_params is {num_params!r}; it must be a whole number above 0")
     check_precision(np.dtype(dtype))
@@ -213,7 +208,6 @@ def init_client(
 
 
 def check_precision(dtype: np.dtype[np.generic]) -> None:
-    """Raise unless vectors of this type can be compressed."""
     if dtype.name not in _PRECISIONS:
         raise ConfigError(f"dtype is {dtype.name}; choose from {', '.join(_PRECISIONS)}")
 
@@ -260,7 +254,6 @@ def respond(
 
 
 def check_gradient(state: ClientState, gradient: object) -> None:
-    """Raise `GradientError` unless this is a vector that the client's state is made for."""
     if not isinstance(gradient, np.ndarray):
         raise GradientError(f"a gradient is a NumPy array, not {type(gradient).__name__}")
     dtype = state.track.position.dtype

@@ -120,20 +120,17 @@ class Model(NamedTuple):
 
     @property
     def averaged(self) -> Array:
-        """The mean of the models so far, where one is kept; else the model. See `step_sizes`."""
         if self.step is None or not self.step.num_models:
             return self.parameters
         return self.step.mean
 
     def public(self, space: Space) -> Public:
-        """Return what clients hold, in NumPy."""
         position, velocity = space.get(self.parameters), space.get(self.velocity)
         track = Track(position[None], velocity[None], self.direction[None], np.ones(1, np.bool_))
         return Public(self.round, track, self.history, self.quantum)
 
 
 def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
-    """Return the model before the first round."""
     length, follows = len(parameters), not isinstance(step.downlink, Full)
     moves = recipe.memory.keeps_mirror and follows
     waits = not recipe.memory.keeps_mirror and isinstance(step.downlink, Condensed)
@@ -367,7 +364,6 @@ def _on_grid(
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
-    """Find how much noise the uploads of the next round may carry."""
     if not recipe.noise:
         return model
     budget, energy = model.budget, model.upload_energy
@@ -378,7 +374,6 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:
-    """Return the change of a vector; None where there is none."""
     change = Change(space.get(old), space.get(new))
     return None if change.old.tobytes() == change.new.tobytes() else change
 
@@ -402,29 +397,24 @@ class ServerState(NamedTuple):
 
     @property
     def round(self) -> int:
-        """``k``, the round in progress."""
         return self.model.round
 
     @property
     def parameters(self) -> FloatArray:
-        """The model ``θ^k``."""
         params: FloatArray = self.model.parameters
         return params
 
     @property
     def averaged(self) -> FloatArray:
-        """The mean of the models so far, where one is kept; else the model."""
         params: FloatArray = self.model.averaged
         return params
 
     @property
     def public(self) -> Public:
-        """What clients hold of the model."""
         return self.model.public(_SPACE)
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.peers)
 
     def mirror(self, client: int) -> FloatArray:
@@ -452,7 +442,6 @@ def init_server(
 
 
 def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
-    """Return the state of a server that holds these mirrors, a track for each client."""
     peers = PerClient(len(mirrors), Peer(mirrors[0]))
     for client, track in enumerate(mirrors):
         peers = peers.replaced(client, Peer(track))
@@ -460,7 +449,6 @@ def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
 
 
 def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
-    """Return what every client receives at the start of the round."""
     movement = recipe.movement.of(state.model.history)
     return Broadcast(state.round, state.parameters, movement, state.model.budget.noise)
 
@@ -491,7 +479,6 @@ def take_message(
 
 
 def check_client(state: ServerState, client: int) -> None:
-    """Raise unless there is such a client."""
     if not is_whole(client) or not 0 <= client < state.num_clients:
         raise MessageError(
             f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
@@ -499,7 +486,6 @@ def check_client(state: ServerState, client: int) -> None:
 
 
 def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
-    """Raise `MessageError` unless an upload can be taken in."""
     num_params = len(model.parameters)
     if len(message) != num_params:
         raise MessageError(
@@ -612,7 +598,6 @@ class PerClient(Generic[Value]):
         return (self[index] for index in range(self._length))
 
     def replaced(self, index: int, value: Value) -> PerClient[Value]:
-        """Return the sequence with another entry at one place."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         changed: PerClient[Value] = PerClient.__new__(PerClient)

@@ -39,7 +39,6 @@ class Flow(NamedTuple):
     level_factors: Float64Array | None = None  # of each client, as in `aqg.core.round.News`
 
     def of(self, places: IntArray) -> Flow:
-        """Return the flow of some of the clients, at increasing places."""
         movement = self.movement
         if not isinstance(movement, float | int):
             movement = movement[places]
@@ -100,23 +99,19 @@ class Plain:
     """Part of the stages that need only one of the two calls."""
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
-        """Pass everything on."""
         return state, flow
 
     def after(self, state: StageState, _outcome: Outcome) -> StageState:
-        """Leave the state as it is."""
         return state
 
 
 def lives_on_device(stage: Stage) -> bool:
-    """Tell whether a stage keeps its state where the vectors are, and works on them there."""
     return getattr(stage, "vectors", "host") == "device"
 
 
 def take_rows(
     space: Space, stage: Stage, tables: Mapping[str, StageState], clients: IntArray
 ) -> dict[str, Any]:
-    """Return the rows of some clients."""
     home = space if lives_on_device(stage) else space.host
     return {field: home.take(column, clients) for field, column in tables[stage.name].items()}
 
@@ -144,7 +139,6 @@ def call_before(
 
 
 def call_after(space: Space, stage: Stage, rows: StageState, outcome: Outcome) -> StageState:
-    """Call `Stage.after`, likewise."""
     if getattr(stage, "vectors", "host") != "host" or space is space.host:
         return stage.after(rows, outcome)
     brought = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
@@ -176,7 +170,6 @@ def store_rows(
     old: StageState,
     new: StageState,
 ) -> None:
-    """Put the rows that changed back into the tables of all clients."""
     if new is old:
         return
     home = space if lives_on_device(stage) else space.host
@@ -207,7 +200,6 @@ class ErrorFeedback(Plain):
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
 
     def after(self, _state: StageState, outcome: Outcome) -> StageState:
-        """Keep what the upload left out; all of it, where nothing was sent."""
         space, senders = outcome.space, outcome.senders
         if not len(senders):
             return {"residual": outcome.vectors}
@@ -230,7 +222,6 @@ class ErrorControl(ErrorFeedback):
             raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
-        """Keep a part of what the upload left out, and the rest of what was kept before."""
         space, senders = outcome.space, outcome.senders
         kept = space.rows(state["residual"], senders)
         new = super().after(state, outcome)["residual"]

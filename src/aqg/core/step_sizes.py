@@ -101,7 +101,6 @@ class _Averaging:
         return np.zeros_like(parameters if self.average else parameters[:0])
 
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
-        """Return the state with the model after a step in the mean, where one is kept."""
         if state is None or not self.average:
             return state
         count = state.num_models + 1.0
@@ -117,7 +116,6 @@ class Fixed(_Averaging):
     name = "fixed"
 
     def init(self, parameters: FloatArray) -> StepState | None:
-        """Remember nothing but a mean, where one is asked for."""
         if not self.average:
             return None
         return StepState(parameters[:0], mean=self._first_mean(parameters))
@@ -130,7 +128,6 @@ class Fixed(_Averaging):
         _update: Array,
         natural: float,
     ) -> tuple[StepState | None, float]:
-        """Return the natural step."""
         return state, natural
 
 
@@ -161,7 +158,6 @@ class DistanceOverGradients(_Averaging):
                 raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
-        """Start where the model does."""
         return StepState(parameters.copy(), mean=self._first_mean(parameters))
 
     def next(
@@ -172,7 +168,6 @@ class DistanceOverGradients(_Averaging):
         update: Array,
         natural: float,
     ) -> tuple[StepState, float]:
-        """Look how far the model has come, and how much that took."""
         assert state is not None
         length = space.squared_norm(update)
         if length == 0:

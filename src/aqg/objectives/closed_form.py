@@ -38,7 +38,6 @@ def namespace(array: Array) -> Any:
 
 
 def transpose(array: Array) -> Array:
-    """Swap the last two axes; a view."""
     return array.swapaxes(-1, -2)
 
 
@@ -152,7 +151,6 @@ class ClosedForm(Objective):
         """Return the most likely label of each sample, shape ``(..., n)``."""
 
     def _tensors(self, flat: Array) -> list[Array]:
-        """Return views of the tensors that lie in ``flat``, ``(..., num_params)``."""
         views = []
         start = 0
         for _, shape in self.layout:
@@ -250,7 +248,6 @@ _is_short_lived = False
 
 
 def _library_for(inputs: FloatArray, num_outputs: int) -> Any:
-    """Return torch where it is faster for clients of this shape, else None."""
     num_samples, num_inputs = inputs.shape[-2:]
     client_bytes = num_samples * num_inputs * inputs.itemsize
     if num_outputs > NARROW or num_inputs < WIDE or client_bytes <= LARGE_BYTES or _is_short_lived:
@@ -286,7 +283,6 @@ def _shared(torch: Any, array: FloatArray) -> Any:
 
 
 def _copied(torch: Any, array: FloatArray) -> Any:
-    """Return a contiguous copy in memory of torch's own."""
     copy = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
     copy.numpy()[...] = array
     return copy
@@ -408,7 +404,6 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
 def write_layer_gradients(
     inputs: Array, slopes: Array, weight_gradient: Array, bias_gradient: Array
 ) -> None:
-    """Write the gradients of a layer ``inputs @ weight + bias`` whose outputs have these slopes."""
     xp = namespace(inputs)
     if xp is np and slopes.shape[-1] <= NARROW:
         narrow_gradient(inputs, slopes, weight_gradient)
@@ -422,7 +417,6 @@ def write_layer_gradients(
 
 
 def _num_pieces(inputs: Array, slopes: Array) -> int:
-    """Return into how many pieces to cut each client's samples for the product with few slopes."""
     if not _is_cuda(inputs) or inputs.itemsize > 4 or slopes.shape[-1] > NARROW:
         return 1
     num_samples = inputs.shape[-2]
@@ -436,7 +430,6 @@ def _is_cuda(array: Array) -> bool:
 
 @functools.cache
 def _fused_kernels() -> Any:
-    """Return the module with kernels for CUDA, or None where Triton is missing."""
     try:
         from aqg.contrib import triton_kernels
     except ImportError:
@@ -534,7 +527,6 @@ _FACTORS = 512
 def logistic_losses_and_gradients(
     params: FloatArray, features: FloatArray, labels: IntArray, weight: float, l2: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Return losses ``(...)`` and gradients ``(..., f)`` for ``(..., n, f)`` features."""
     if features.ndim != 3:
         clients = features.shape[:-2]
         losses, gradients = logistic_losses_and_gradients(

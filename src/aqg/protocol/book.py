@@ -113,31 +113,25 @@ class MirrorBook:
 
     @property
     def entries(self) -> Sequence[Held]:
-        """What is held of each client beside its mirror."""
         return tuple(self._entries)
 
     @property
     def round(self) -> int:
-        """``k``, the round in progress."""
         return self.state.round
 
     @property
     def parameters(self) -> FloatArray:
-        """``θ^k``."""
         return self.state.parameters
 
     @property
     def movement(self) -> float:
-        """The scalar that clients receive with the model."""
         return self.recipe.movement.of(self.state.model.history)
 
     def entry(self, client: int) -> Held:
-        """Return what is held of one client beside its mirror."""
         return self._entries[client]
 
     @property
     def public(self) -> Public:
-        """What clients hold of the model."""
         return self.state.public
 
     def order(self, client: int, **terms: Any) -> Order:
@@ -164,7 +158,6 @@ class MirrorBook:
         )
 
     def parcel(self, client: int) -> Parcel | None:
-        """Return what leads a client to the model; None where it receives the model itself."""
         if self.publisher is None:
             return None
         return self.publisher.parcel(client, self.public)
@@ -203,7 +196,6 @@ class MirrorBook:
         return *self._after(client, peer, message, reply.restarted), message
 
     def peer(self, client: int) -> Peer:
-        """Return what is held of a client."""
         return Peer(self.state.peers[client].track, self._entries[client])
 
     def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
@@ -399,7 +391,6 @@ def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
 
 
 def save_start(directory: Path, publisher: Publisher) -> None:
-    """Write the starting model, once: snapshots are relative to it."""
     file = directory / _START
     is_first = publisher.round == 1 or not file.exists()
     if publisher.start is not None and is_first:
@@ -407,7 +398,6 @@ def save_start(directory: Path, publisher: Publisher) -> None:
 
 
 def _load_start(directory: Path) -> FloatArray | None:
-    """Read the starting model; without it, snapshots stand alone."""
     try:
         return read_arrays(directory / _START)["parameters"]
     except (RunError, KeyError) as error:
@@ -416,10 +406,8 @@ def _load_start(directory: Path) -> FloatArray | None:
 
 
 def as_array(digest: bytes) -> NDArray[np.uint8]:
-    """Return a digest as an array."""
     return np.frombuffer(digest[:DIGEST_BYTES], np.uint8)
 
 
 def _rows(vectors: Any) -> NDArray[Any]:
-    """Put rows below each other; a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

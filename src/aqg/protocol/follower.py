@@ -8,7 +8,7 @@ elsewhere, changes nothing and says what it holds; the server then sends what it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,6 @@ class Parcel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The length of both frames."""
         return len(self.log) + len(self.snapshot)
 
 
@@ -65,15 +64,12 @@ class Terms(NamedTuple):
     dtype: str  # of the model
 
     def first(self, start: FloatArray) -> Public:
-        """Return the public model before the first round."""
         return init_public(self.recipe, start)
 
     def blank(self) -> Public:
-        """Return a public model of the right shape."""
         return self.first(np.zeros(self.num_params, self.dtype))
 
     def fits(self, public: Public) -> bool:
-        """Tell whether a public model has the right shape."""
         return all(
             mine.dtype == theirs.dtype and mine.shape == theirs.shape
             for mine, theirs in zip(public.vectors, self.blank().vectors, strict=True)
@@ -118,7 +114,6 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
 
 
 def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model from which the log is followed."""
     if parcel.snapshot[:1] == bytes([MARK]):
         return terms.first(unpack(parcel.snapshot, terms.num_params, terms.dtype, start()))
     if parcel.snapshot:
@@ -135,13 +130,11 @@ def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Pu
 
 
 def first_held(terms: Terms, start: Start) -> Public | None:
-    """Return the public model of a client that has nothing but its starting model."""
     own = start()
     return terms.first(own) if own is not None and _is_start(terms, own) else None
 
 
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
-    """Return what a client that cannot follow says of itself."""
     own = start()
     if own is not None and not _is_start(terms, own):
         own = None

@@ -68,7 +68,6 @@ class NumpyBackend(NumpySpace):
         self._grouped: tuple[IntArray, list[Group]] = np.empty(0, np.int64), []
 
     def losses(self, params: FloatArray, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
         result = np.empty(len(clients))
         for positions, features, labels in self._groups(clients):
             result[positions] = self._objective.losses(params, features, labels)
@@ -77,7 +76,6 @@ class NumpyBackend(NumpySpace):
     def losses_and_gradients(
         self, params: FloatArray, clients: IntArray
     ) -> tuple[Float64Array, FloatArray]:
-        """Return the loss and the gradient of each of these clients."""
         if clients is not self._grouped[0]:  # the same again in every round where all take part
             self._grouped = clients, list(self._groups(clients))
         groups = self._grouped[1]
@@ -140,7 +138,6 @@ class Stack(NamedTuple):
 
 
 def stack_small_clients(problem: Problem) -> dict[int, Stack]:
-    """Stack neighbors with equally many samples; map each member to its stack."""
     stacks: dict[int, Stack] = {}
     if not problem.objective.stackable:
         return stacks
@@ -221,7 +218,6 @@ class Pieces(NamedTuple):
     starts: list[int]  # where each client begins, counted in samples
 
     def losses_and_gradients(self, objective: ClosedForm, params: Any) -> tuple[Any, Any]:
-        """Return the loss ``(M,)`` and the gradient ``(M, num_params)`` of all clients."""
         losses, gradients = objective.weighted_losses_and_gradients(
             params, self.features, self.labels, self.weights
         )

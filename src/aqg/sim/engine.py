@@ -184,7 +184,6 @@ class FastSimulation:
         return make_record(number, loss, widths, faults, sent, received, traffic, seconds)
 
     def _add(self, senders: IntArray, uploads: Sequence[AnyUpload], shares: Float64Array) -> None:
-        """Take uploads into the server's sum."""
         self._model = add_uploads(
             self.backend,
             self.recipe,
@@ -201,13 +200,11 @@ class FastSimulation:
             yield self.run_round(evaluate)
 
     def _deliver(self, present: IntArray) -> Sequence[tuple[IntArray, Content]]:
-        """Return which clients receive frames of which length before they train."""
         if self._downloads is None:
             return [(present, full_download_bytes(self.problem.initial_params))]
         return self._downloads.deliver(present, self._public)
 
     def _take_step(self) -> None:
-        """Take the server's step, and add its entry to the log."""
         before, num_clients = self._model, self.problem.num_clients
         self._model, entry = take_step(self.backend, self.recipe, before, self._step, num_clients)
         if self._downloads is None:
@@ -218,11 +215,9 @@ class FastSimulation:
         self._downloads.append(encode_entry(entry, known, threads=1))
 
     def _public(self) -> Public:
-        """Return what clients hold of the model."""
         return self._model.public(self.backend)
 
     def _present(self) -> IntArray:
-        """Return the clients that take part in the next round."""
         if self._all_take_part:
             return self._everyone
         num_clients = self.problem.num_clients

@@ -130,7 +130,6 @@ class Problem:
             object.__setattr__(self, name, value)
 
     def _checked(self, owner: str, samples: Samples) -> Samples:
-        """Return samples as NumPy arrays in the problem's precision, or say what is wrong."""
         features, labels = (to_numpy(part) for part in samples)
         first = to_numpy(self.clients[0].features)
         if features.ndim < 2:
@@ -152,7 +151,6 @@ class Problem:
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.clients)
 
     @property

@@ -66,12 +66,10 @@ class RoundRecord(NamedTuple):
         return self.upload_bytes + self.download_bytes
 
     def without_clients(self) -> RoundRecord:
-        """Return the record without the bytes of single clients, to keep for many rounds."""
         return self._replace(client_upload_bytes=(), client_download_bytes=())
 
     @property
     def num_uploads(self) -> int:
-        """How many clients sent something."""
         return sum(width > 0 for width in self.widths)
 
     @property
@@ -97,7 +95,6 @@ class StatisticsTraffic(NamedTuple):
 def frame_sizes(
     space: Space, track: Track, clients: IntArray, uploads: Sequence[AnyUpload]
 ) -> Sequence[int]:
-    """Size each client's frame, before the uploads have moved the link."""
     contexts: list[Known | None] = [None] * len(uploads)
     if track.position.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
         mirrors = space.rows(track.position, clients)
@@ -120,7 +117,6 @@ def make_record(
     statistics: StatisticsTraffic,  # what these cost
     seconds: float | None = None,  # see there
 ) -> RoundRecord:
-    """Return the record of a round."""
     for client, size in statistics.client_uploads:
         sent[client] += size
     received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)
@@ -140,7 +136,6 @@ def make_record(
 
 
 def received_bytes(downloads: Sequence[tuple[IntArray, Content]], num_clients: int) -> IntArray:
-    """Return what each client received, given who received which frame, or one of which length."""
     received = np.zeros(num_clients, np.int64)
     for clients, content in downloads:
         received[clients] += length(content)

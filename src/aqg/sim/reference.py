@@ -122,7 +122,6 @@ class ReferenceSimulation:
         return self._mean_loss(self.parameters, np.full(self.num_clients, np.nan))
 
     def _mean_loss(self, params: FloatArray, losses: Float64Array) -> float:
-        """Return the weighted mean of the losses, measuring those that are not exact or missing."""
         is_known = ~np.isnan(losses) & self.training.local.sees_all_samples
         for m in np.flatnonzero(~is_known).tolist():
             with self.statistics.of_client(m):

@@ -67,7 +67,6 @@ class RunStatistics:
         self.problem = replace(problem, objective=objective.carrying(self._carrier))
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
-        """Return the clients' losses, each with the statistics that it would use."""
         if not isinstance(self._carrier, Local):
             with self.of_client(0):
                 return backend.losses(params, clients)
@@ -79,19 +78,16 @@ class RunStatistics:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """Measure with the statistics that a client would start from."""
         with nullcontext() if self._carrier is None else self._carrier.of_client(client):
             yield
 
     def finish_round(self, present: IntArray) -> StatisticsTraffic:
-        """Average what the clients sent; return what the round's statistics cost."""
         if self._carrier is None:
             return _NO_TRAFFIC
         return self._carrier.finish_round(present.tolist(), self._weights)
 
     @property
     def are_averaged(self) -> bool:
-        """Whether the server averages what clients send."""
         return isinstance(self._carrier, Averaged)
 
     def buffers(self, client: int = 0) -> Buffers | None:
@@ -103,11 +99,9 @@ class RunStatistics:
         return self._carrier.evaluation() if isinstance(self._carrier, Averaged) else None
 
     def to_array(self) -> Float64Array:
-        """Return everything as one array that a checkpoint can hold."""
         return np.zeros((0, 0)) if self._carrier is None else self._carrier.to_array()
 
     def load(self, array: Float64Array) -> None:
-        """Take what `to_array` returned."""
         if self._carrier is not None:
             if array.shape != self._carrier.to_array().shape:
                 raise RunError(
@@ -134,7 +128,6 @@ class Averaged:
         return self._shared.buffers
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002
-        """Return the server's buffers, rounded as they are sent."""
         return self._start
 
     def finish(self, client: int, buffers: Buffers) -> None:
@@ -146,12 +139,10 @@ class Averaged:
         self._frames[client] = frame
 
     def evaluation(self) -> Buffers:
-        """Return the mean of the server's buffers; inside `of_client`, what clients have."""
         return self._shared.averaged if self._measures_mean else self._start
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
-        """Measure the model itself."""
         self._measures_mean = False
         try:
             yield
@@ -236,14 +227,12 @@ class Local:
             self._trained[client] = np.concatenate(buffers)
 
     def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:  # noqa: ARG002
-        """Go on to the buffers that training left; until now, losses were those before it."""
         for client, row in self._trained.items():
             self._rows[client] = row
         self._trained = {}
         return StatisticsTraffic()
 
     def evaluation(self) -> Buffers:
-        """Return the buffers of the client whose model is measured."""
         return self.start(self._measured)
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
@@ -251,7 +240,6 @@ class Local:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """Measure a client's model."""
         before, self._measured = self._measured, client
         try:
             yield
@@ -259,7 +247,6 @@ class Local:
             self._measured = before
 
     def to_array(self) -> Float64Array:
-        """Return a row of values and counts for each client."""
         return np.array(self._rows, np.float64)
 
     def load(self, array: Float64Array) -> None:

@@ -161,7 +161,6 @@ class LocalTraining:
         keys: Sequence[Sequence[int]],
         num_steps: Sequence[int],
     ) -> tuple[IntArray, Float64Array]:
-        """Return which samples every step uses and what each counts, ``(K, M, batch size)``."""
         batch_size = min(self.batch_size or max(sizes), max(sizes))
         rows = np.zeros((max(num_steps), len(sizes), batch_size), np.int64)
         weights = np.zeros(rows.shape)
@@ -186,7 +185,6 @@ class LocalTraining:
 
 
 def _like(tensor: Array, array: NDArray[Any]) -> Array:
-    """Return an array as a torch tensor with the device and the precision of another."""
     import torch
 
     return torch.as_tensor(array, device=tensor.device, dtype=tensor.dtype)
@@ -223,7 +221,6 @@ class BernoulliDropout:
             raise ConfigError(f"dropout is {self.rate}; it must be at least 0 and below 1")
 
     def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        """Draw ``z_m^k ~ Bernoulli(p)``."""
         if self.rate == 0.0:
             return np.zeros(num_clients, np.bool_)
         generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
@@ -261,11 +258,9 @@ class ScriptedDropout:
 
     @property
     def rate(self) -> float:
-        """The rate of the random part; what is scripted is not amplified."""
         return self.random.rate
 
     def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        """Return who drops out, by the script or by chance."""
         away = self.random.dropped(round_number, num_clients)
         for absence in self.absences:
             if absence.client < num_clients and absence.first <= round_number <= absence.last:
@@ -315,7 +310,6 @@ class Training:
             )
 
     def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
-        """Return how the server steps, with a step size, or the natural one of the rule."""
         sampled = self.num_counted(num_clients) / num_clients
         if self.waits_for_some:  # of those who have not dropped out
             dropout_rate = 0.0
@@ -323,7 +317,6 @@ class Training:
 
     @property
     def waits_for_some(self) -> bool:
-        """Whether rounds end before all replies are there."""
         return self.late is not None and self.late.buffer_size is not None
 
     def client_weights(self, problem: Problem) -> Float64Array:

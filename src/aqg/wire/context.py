@@ -250,7 +250,6 @@ def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
 
 @part(forceinline=True)
 def _correlate(signal: Any, correlation: Any) -> None:
-    """Write ``Σ_i x[i]·x[i-lag]`` for every lag."""
     for lag in range(len(correlation)):
         total = 0.0
         for i in range(lag, len(signal)):
@@ -402,7 +401,6 @@ class Coder(NamedTuple):
 
 
 def _logistic_table() -> NDArray[np.uint16]:
-    """Return ``2^16 / (1 + e^(-x/256))`` for ``x`` in ``-ODDS_LIMIT..ODDS_LIMIT``."""
     one = 1 << 80
     decay = 1204212645616127843466583  # 2^80 · e^(-1/256)
     power, upper = one, [1 << 15]
@@ -447,13 +445,11 @@ INITIAL_WEIGHTS = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
 
 
 def fresh_model() -> Model:
-    """Return the model before the first symbol."""
     return Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
 
 
 @part(forceinline=True)
 def _start_coder(buffer: Any, decoding: Any) -> Any:
-    """Return the coder before the first decision."""
     window = 0
     if decoding:
         for i in range(4):
@@ -520,7 +516,6 @@ def _product(left: Any, right: Any) -> Any:
 
 @part(forceinline=True)
 def _signed_product(left: Any, right: Any) -> Any:
-    """Multiply two numbers of 32 bits with sign."""
     return np.int64(np.int32(left)) * np.int64(np.int32(right))
 
 

@@ -69,7 +69,6 @@ _CRC_BYTES = 4
 
 
 def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) -> bytes:
-    """Write one entry; ``known`` is the velocity before it, where there is one."""
     flags, head = _head(entry)
     parts = [bytes([flags]), head]
     for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
@@ -126,7 +125,6 @@ class Merger:
         return True
 
     def frame(self) -> bytes:
-        """Return the frame."""
         public, quantum = self._public, self._quantum
         numbers = public.history[: self._steps]
         head = write_varint(self.first) + write_varint(public.round - self.first)
@@ -192,7 +190,6 @@ def _follow_merged(
 
 
 def log_rounds(data: bytes) -> range:
-    """Return the rounds of the entries in a frame, after checking its checksum."""
     _, first, count, _ = _open(data)
     return range(first, first + count)
 
@@ -220,7 +217,6 @@ def log_since(data: bytes, position: int) -> bytes:
 
 
 def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
-    """Return where the next entry begins."""
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
@@ -322,12 +318,10 @@ def _checked_movement(movement: float, number: int) -> float:
 
 
 def write_quantum(quantum: float) -> bytes:
-    """Write a power of two by its exponent."""
     return write_zigzag(math.frexp(quantum)[1] - 1)
 
 
 def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float | None, int]:
-    """Read a byte 0, or a byte 1 and a quantum."""
     if position >= len(frame) or frame[position] > 1:
         raise WireError("the frame does not say whether it has a quantum")
     if not frame[position]:
@@ -336,7 +330,6 @@ def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[floa
 
 
 def read_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
-    """Read what `write_quantum` wrote."""
     exponent, position = read_zigzag(frame, position)
     if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
         raise WireError(
@@ -371,7 +364,6 @@ def _decode_part(
 
 
 def _bfloat16(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
-    """Read a bfloat16 number."""
     (bits,), position = _unpack("<H", frame, position)
     (number,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
     return number, position

@@ -277,7 +277,6 @@ def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes
 
 
 def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
-    """Read an upload of which only the head, without a version, and the payload are there."""
     if len(data) < UPLOAD_HEAD_BYTES:
         raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
     number = int(data[0])
@@ -348,7 +347,6 @@ def _first_byte(mode: Mode) -> int:
 
 
 def upload_head(mode: Mode, upload: Upload) -> bytes:
-    """Return the first four bytes of an upload's frame."""
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
     # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign
@@ -366,7 +364,6 @@ def _read_step(body: NDArray[np.uint8]) -> float:
 
 
 def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArray[np.uint8]:
-    """Check the length at ``position`` and return what follows it."""
     length, position = read_varint(body, position)
     if length != expected:
         raise WireError(f"the frame holds {length} values where {expected} are expected")

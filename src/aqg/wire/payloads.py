@@ -77,7 +77,6 @@ SCALE_BYTES = 4
 
 
 def encode_other(upload: Other, threads: int | None) -> tuple[int, bytes]:
-    """Return the mode and the payload of a message."""
     threads = _useful_threads(len(upload), threads)
     if isinstance(upload, HalfUpload):
         return HALF, _encode_half(upload, threads)
@@ -256,7 +255,6 @@ def rice_parameter(length: int, count: int) -> int:
 
 
 def encode_gaps(upload: Upload, places: IntArray) -> bytes:
-    """Return the payload for an upload whose levels are not zero at ``places`` only."""
     count, length = len(places), len(upload)
     gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(length, count)
     num_bits = int((gaps >> parameter).sum()) + count * (parameter + 2)
@@ -266,7 +264,6 @@ def encode_gaps(upload: Upload, places: IntArray) -> bytes:
 
 
 def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
-    """Return the levels; undo `encode_gaps`."""
     count, start = read_varint(payload, 0)
     if count > length:
         raise WireError(f"{count} levels of {length} are said not to be zero")
@@ -285,7 +282,6 @@ def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
 def _write(
     bits: NDArray[np.uint8], gaps: IntArray, is_positive: NDArray[np.bool_], parameter: int
 ) -> None:
-    """Write the codes into ``bits``, which are zero and long enough."""
     position = 0
     for index in range(len(gaps)):
         gap = gaps[index]
