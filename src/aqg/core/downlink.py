@@ -19,7 +19,7 @@ from aqg.core.policies import Always, Tolerance
 from aqg.core.quantizers import (
     TERNARY_WIDTH,
     GridQuantizer,
-    NormOnly,
+    Quantizer,
     Request,
     largest,
     num_kept,
@@ -117,7 +117,7 @@ DOWNLINKS: dict[str, type[Full | Exact | Condensed]] = {
 
 
 @dataclass(frozen=True)
-class _Ternary(NormOnly):
+class _Ternary(Quantizer):
     """The ``count`` largest coordinates as ternary."""
 
     count: int

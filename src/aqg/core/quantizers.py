@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from aqg.core.messages import (
     quantize_rotated,
     to_halves,
 )
-from aqg.core.policies import Case, Decision
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError
 
@@ -56,22 +55,25 @@ class Request(NamedTuple):
     noise: float = 1.0  # ``b``, the noise that the upload may carry, in the vector's own energy
 
 
-class Quantizer(Protocol):
-    """Measures a vector and encodes it at a width the policy chose."""
+class Quantizer:
+    """Measures a vector, here its norm alone, and encodes it at a width the policy chose."""
 
     @property
     def num_errors(self) -> int:
         """How many widths ``1..num_errors`` it reports errors for."""
+        return 0
 
     def measure(self, delta: FloatArray) -> Innovation:
         """Return the statistics of ``delta``, shape ``(..., n)``."""
+        return measure(delta, Grid.MIDTREAD, max_width=0)
 
-    def quantize(self, vector: FloatArray, request: Request, /) -> AnyUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> AnyUpload:
         """Encode one vector of shape ``(n,)``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class GridQuantizer:
+class GridQuantizer(Quantizer):
     """Nearest level on a grid: the paper's quantizer (`Grid.MIDRISE`) and ours (`MIDTREAD`)."""
 
     grid: Grid
@@ -89,19 +91,8 @@ class GridQuantizer:
         return Upload(quantize(vector, self.grid, width, step), step, width, self.grid)
 
 
-class NormOnly:
-    """Part of the quantizers whose errors no policy asks for."""
-
-    @property
-    def num_errors(self) -> int:
-        return 0
-
-    def measure(self, delta: FloatArray) -> Innovation:
-        return measure(delta, Grid.MIDTREAD, max_width=0)
-
-
 @dataclass(frozen=True)
-class Verbatim(NormOnly):
+class Verbatim(Quantizer):
     """The vector itself, in float32 (GD, LAG)."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> DenseUpload:
@@ -109,7 +100,7 @@ class Verbatim(NormOnly):
 
 
 @dataclass(frozen=True)
-class Stochastic(NormOnly):
+class Stochastic(Quantizer):
     """QSGD: unbiased rounding to ``s`` multiples of ``‖v‖₂/s``.
 
     ``Q(v)_i = step·⌊v_i/step + u_i⌋`` with ``u_i`` uniform on [0, 1), so ``E[Q(v)] = v`` for any
@@ -131,7 +122,7 @@ class Stochastic(NormOnly):
 
 
 @dataclass(frozen=True)
-class Sign(NormOnly):
+class Sign(Quantizer):
     """SignSGD: one bit per coordinate, with magnitude one."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
@@ -139,7 +130,7 @@ class Sign(NormOnly):
 
 
 @dataclass(frozen=True)
-class QsgdAtWidth(NormOnly):
+class QsgdAtWidth(Quantizer):
     """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
@@ -148,7 +139,7 @@ class QsgdAtWidth(NormOnly):
 
 
 @dataclass(frozen=True)
-class Half(NormOnly):
+class Half(Quantizer):
     """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> HalfUpload:
@@ -156,7 +147,7 @@ class Half(NormOnly):
 
 
 @dataclass(frozen=True)
-class Blockwise(NormOnly):
+class Blockwise(Quantizer):
     """Eight bits and a step for every 256 coordinates: `aqg.core.messages`."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
@@ -164,7 +155,7 @@ class Blockwise(NormOnly):
 
 
 @dataclass(frozen=True)
-class Buckets(NormOnly):
+class Buckets(Quantizer):
     """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
 
     bucket: int
@@ -181,7 +172,7 @@ class Buckets(NormOnly):
 
 
 @dataclass(frozen=True)
-class Rotated(NormOnly):
+class Rotated(Quantizer):
     """A few bits per coordinate after a random rotation: `aqg.core.messages`."""
 
     unbiased: bool = True
@@ -227,7 +218,7 @@ def largest(vector: FloatArray, count: int) -> IntArray:
 
 
 @dataclass(frozen=True)
-class _KeepsFew(NormOnly):
+class _KeepsFew(Quantizer):
     keep: float = 0.01
 
     def __post_init__(self) -> None:
@@ -285,8 +276,13 @@ def choose_width(radius: float, norm: float, num_params: int) -> int:
 
 
 @dataclass(frozen=True)
-class AquilaQuantizer:
-    """LAQ's grid, measured at the chosen width alone: the other widths' errors are infinite."""
+class AquilaQuantizer(Quantizer):
+    """AQUILA's width, ``b = ⌈log2(R·√d/‖Δ‖₂ + 1)⌉``; the other widths' errors are infinite.
+
+    Zhao et al., AQUILA: Communication Efficient Federated Learning with Adaptive Quantization in
+    Device Selection Strategy. Peaked innovations get more bits. On LAQ's grid the error is at most
+    ``√d·R/(2^b - 1)``, which this width keeps below ``‖Δ‖₂``: that is why it is rounded up.
+    """
 
     @property
     def num_errors(self) -> int:
@@ -321,15 +317,3 @@ class AquilaQuantizer:
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         width, step = request.width, request.step
         return Upload(quantize(vector, Grid.MIDRISE, width, step), step, width, Grid.MIDRISE)
-
-
-@dataclass(frozen=True)
-class AquilaPolicy:
-    """Send when ``‖Q_b(Δ)‖² + ‖ε_b‖² > movement``, with the one width that was measured."""
-
-    def decide(self, case: Case) -> Decision:
-        """Weigh what would be sent, and its error, against the model's last step."""
-        innovation = case.innovation
-        error = innovation.errors.min(axis=-1)
-        send = np.asarray(innovation.quantized_norm + error > case.movement)
-        return Decision(send, innovation.errors.argmin(axis=-1) + 1)

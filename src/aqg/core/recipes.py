@@ -16,6 +16,7 @@ from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.messages import WIDTHS
 from aqg.core.policies import (
     Always,
+    AquilaPolicy,
     Lazy,
     LazyExact,
     LazyOwn,
@@ -27,7 +28,6 @@ from aqg.core.policies import (
 )
 from aqg.core.quantizers import (
     MAX_BUCKET_BITS,
-    AquilaPolicy,
     AquilaQuantizer,
     Blockwise,
     Buckets,

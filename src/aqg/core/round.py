@@ -20,16 +20,7 @@ from aqg.core.grids import MAX_RADIUS
 from aqg.core.messages import AnyUpload, Message, Skip
 from aqg.core.recipe import Recipe
 from aqg.core.space import Array, NumpySpace, Space, with_rows
-from aqg.core.stages import (
-    Flow,
-    Outcome,
-    StageState,
-    call_after,
-    call_before,
-    store_rows,
-    take_rows,
-    undo_faults,
-)
+from aqg.core.stages import Flow, Outcome, StageState, call_before, settle_stage
 from aqg.core.track import Gaps, Memory, Terms, Track, correct, follow_one, init_mirrors
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
 from aqg.errors import ConfigError, GradientError
@@ -125,7 +116,8 @@ def compress(
     )
     stages: dict[str, tuple[StageState, StageState]] = {}
     for stage in recipe.stages:
-        old = take_rows(space, stage, state.stages, clients)
+        home = stage.home(space)
+        old = {f: home.take(column, clients) for f, column in state.stages[stage.name].items()}
         new, flow = call_before(space, stage, old, flow)
         stages[stage.name] = old, new
     positions = state.track.position if recipe.memory is Memory.INNOVATION else None
@@ -168,10 +160,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     )
     stages = dict(state.stages)
     for stage in recipe.stages:
-        old, new = sent.stages[stage.name]
-        after = call_after(space, stage, new, outcome)
-        after = undo_faults(space, stage, old, after, gaps.faulty)
-        store_rows(space, stage, stages, sent.clients, old, after)
+        settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,47 +73,32 @@ class Outcome(NamedTuple):
     mirrors: Callable[[], Sequence[FloatArray]]
 
 
-class Stage(Protocol):
-    """One step of a recipe; a frozen dataclass without state of its own.
-
-    A stage may also say how it treats the vectors: ``vectors = "unused"`` if it looks at numbers
-    only, ``"read"`` if it looks at vectors by way of ``flow.space`` and keeps numbers, ``"device"``
-    if it keeps vectors there, too. The vectors of all others are brought to NumPy first, wherever
-    they live.
-    """
+class Stage:
+    """One step of a recipe; its classes are frozen dataclasses, and this one changes nothing."""
 
     # under which its state is kept; unlike that of any other stage of the recipe
     name: ClassVar[str]
+    # "unused" if it looks at numbers only, "read" if it looks at vectors by way of ``flow.space``
+    # and keeps numbers, "device" if it keeps vectors there, too; else they are brought to NumPy
+    # first, wherever they live
+    vectors: ClassVar[str] = "host"
+    notes_faults: ClassVar[bool] = False  # whether vectors that cannot be quantized count
 
-    def init(self, num_params: int, dtype: np.dtype[Any], /) -> Mapping[str, NDArray[Any]]:
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """Return the state of one client before the first round, without the leading axis."""
-
-    def before(self, state: StageState, flow: Flow, /) -> tuple[StageState, Flow]:
-        """Return the state and the flow to go on with."""
-
-    def after(self, state: StageState, outcome: Outcome, /) -> StageState:
-        """Return the state after the round."""
-
-
-class Plain:
-    """Part of the stages that need only one of the two calls."""
+        return {}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        """Return the state and the flow to go on with."""
         return state, flow
 
     def after(self, state: StageState, _outcome: Outcome) -> StageState:
+        """Return the state after the round."""
         return state
 
-
-def lives_on_device(stage: Stage) -> bool:
-    return getattr(stage, "vectors", "host") == "device"
-
-
-def take_rows(
-    space: Space, stage: Stage, tables: Mapping[str, StageState], clients: IntArray
-) -> dict[str, Any]:
-    home = space if lives_on_device(stage) else space.host
-    return {field: home.take(column, clients) for field, column in tables[stage.name].items()}
+    def home(self, space: Space) -> Space:
+        """Return the space in which the stage keeps its state."""
+        return space if self.vectors == "device" else space.host
 
 
 def call_before(
@@ -123,7 +108,7 @@ def call_before(
 
     What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
     """
-    kind = getattr(stage, "vectors", "host")
+    kind = stage.vectors
     if kind in ("unused", "read"):
         return stage.before(rows, flow)
     if kind == "device" or space is space.host:
@@ -138,53 +123,38 @@ def call_before(
     return new, changed._replace(vectors=vectors, space=space)
 
 
-def call_after(space: Space, stage: Stage, rows: StageState, outcome: Outcome) -> StageState:
-    if getattr(stage, "vectors", "host") != "host" or space is space.host:
-        return stage.after(rows, outcome)
-    brought = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
-    return stage.after(rows, brought)
-
-
-def undo_faults(
-    space: Space, stage: Stage, old: StageState, new: StageState, faulty: IntArray
-) -> StageState:
-    """Return the new rows, but the old ones of those whose vectors were faulty."""
-    if not len(faulty) or getattr(stage, "notes_faults", False):
-        return new
-    home = space if lives_on_device(stage) else space.host
-    kept = {}
-    for field, rows in new.items():
-        changed = rows
-        if rows is not old[field]:
-            changed = home.own(rows)
-            changed[faulty] = old[field][faulty]
-        kept[field] = changed
-    return kept
-
-
-def store_rows(
+def settle_stage(
     space: Space,
     stage: Stage,
     tables: dict[str, StageState],
     clients: IntArray,
-    old: StageState,
-    new: StageState,
+    states: tuple[StageState, StageState],  # of these clients, before the round and on the way
+    outcome: Outcome,
 ) -> None:
-    if new is old:
-        return
-    home = space if lives_on_device(stage) else space.host
-    table = tables[stage.name]
-    changed = {
-        field: home.store(table[field], clients, rows)
-        for field, rows in new.items()
-        if rows is not old[field]
-    }
+    """Call `Stage.after`, likewise, and put the rows that changed into the tables of all clients.
+
+    Of a client whose vector was faulty they stay as they were before the round.
+    """
+    old, new = states
+    if stage.vectors == "host" and space is not space.host:
+        outcome = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
+    new = stage.after(new, outcome)
+    home, table, faulty = stage.home(space), tables[stage.name], outcome.faulty
+    changed = {}
+    for field, column in new.items():
+        if column is old[field]:
+            continue
+        rows = column
+        if len(faulty) and not stage.notes_faults:
+            rows = home.own(column)
+            rows[faulty] = old[field][faulty]
+        changed[field] = home.store(table[field], clients, rows)
     if changed:
         tables[stage.name] = {**table, **changed}
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Plain):
+class ErrorFeedback(Stage):
     """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
 
     Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
@@ -233,7 +203,7 @@ class ErrorControl(ErrorFeedback):
 
 
 @dataclass(frozen=True)
-class RunningAverage(Plain):
+class RunningAverage(Stage):
     """``v ← (1 - η)·v + η·g``; the first gradient starts it.
 
     >>> from aqg.core.space import NumpySpace
@@ -258,7 +228,7 @@ class RunningAverage(Plain):
 
 
 @dataclass(frozen=True)
-class OwnMovement(Plain):
+class OwnMovement(Stage):
     """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
 
     name: ClassVar[str] = "own_movement"
@@ -273,7 +243,7 @@ class OwnMovement(Plain):
 
 
 @dataclass(frozen=True)
-class StoredErrors(Plain):
+class StoredErrors(Stage):
     """Keeps ``‖ε̂_b‖²`` for ``b = 1..b_max`` as they were at the last upload; zeros before it."""
 
     max_width: int
@@ -295,7 +265,7 @@ class StoredErrors(Plain):
 
 
 @dataclass(frozen=True)
-class WiderTolerance(Plain):
+class WiderTolerance(Stage):
     """Gives each client the movement ``min(max(t, ‖ref_m‖²), widest·t)`` to compare with.
 
     The movement ``t`` is the energy of the mean gradient. Where clients agree, each one's own
@@ -335,7 +305,7 @@ class WiderTolerance(Plain):
 
 
 @dataclass(frozen=True)
-class LossSchedule(Plain):
+class LossSchedule(Stage):
     """Shows a client's losses to a rule and gives the policy its signal, in place of the movement.
 
     The loss of a round counts although its gradient cannot be used.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -53,37 +53,9 @@ def share_of_newest(average: float, count: float) -> float:
     return (average + 1.0) / (average + count)
 
 
-class StepRule(Protocol):
-    """Finds the length of each step."""
-
-    @property
-    def name(self) -> str:
-        """How settings call it."""
-
-    @property
-    def average(self) -> float:
-        """``γ`` of the mean over the models; 0 where none is kept."""
-
-    def init(self, parameters: FloatArray) -> StepState | None:
-        """Return the state before the first round; None where nothing is remembered."""
-
-    def next(
-        self,
-        space: Space,  # where vectors live
-        state: StepState | None,  # before the step
-        parameters: Array,  # ``θ^k``
-        update: Array,  # what the server optimizer made of the published sums
-        natural: float,  # the step of federated averaging, or another that is known to work
-    ) -> tuple[StepState | None, float]:
-        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``."""
-
-    def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
-        """Return the state with the model after a step in the mean, where one is kept."""
-
-
 @dataclass(frozen=True)
-class _Averaging:
-    """Keeps a mean of the models in which later ones count for more.
+class StepRule:
+    """Finds the length of each step; keeps a mean of the models in which later ones count for more.
 
     ``mean_t = mean_{t-1} + (γ + 1)/(γ + t)·(θ^t - mean_{t-1})``, which is about the last
     ``1/(γ + 1)`` of all models, however many there are (Shamir and Zhang, Stochastic Gradient
@@ -91,16 +63,31 @@ class _Averaging:
     """
 
     average: float = 0.0  # ``γ``; 0 for no mean
+    name: ClassVar[str]  # how settings call it
 
     def __post_init__(self) -> None:
         if not 0 <= self.average < math.inf:
             raise ConfigError(f"average is {self.average}; it must be at least 0 and finite")
 
-    def _first_mean(self, parameters: FloatArray) -> FloatArray:
-        """Return the place of the mean, before there is one."""
-        return np.zeros_like(parameters if self.average else parameters[:0])
+    def init(self, parameters: FloatArray) -> StepState | None:
+        """Return the state before the first round; None where nothing is remembered."""
+        if not self.average:
+            return None
+        return StepState(parameters[:0], mean=np.zeros_like(parameters))
+
+    def next(
+        self,
+        _space: Space,
+        state: StepState | None,  # before the step
+        _parameters: Array,  # ``θ^k``
+        _update: Array,  # what the server optimizer made of the published sums
+        natural: float,  # the step of federated averaging, or another that is known to work
+    ) -> tuple[StepState | None, float]:
+        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``."""
+        return state, natural
 
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
+        """Return the state with the model after a step in the mean, where one is kept."""
         if state is None or not self.average:
             return state
         count = state.num_models + 1.0
@@ -109,30 +96,14 @@ class _Averaging:
         return state._replace(mean=mean, num_models=count)
 
 
-@dataclass(frozen=True)
-class Fixed(_Averaging):
+class Fixed(StepRule):
     """The natural step in every round."""
 
     name = "fixed"
 
-    def init(self, parameters: FloatArray) -> StepState | None:
-        if not self.average:
-            return None
-        return StepState(parameters[:0], mean=self._first_mean(parameters))
-
-    def next(
-        self,
-        _space: Space,
-        state: StepState | None,
-        _parameters: Array,
-        _update: Array,
-        natural: float,
-    ) -> tuple[StepState | None, float]:
-        return state, natural
-
 
 @dataclass(frozen=True)
-class DistanceOverGradients(_Averaging):
+class DistanceOverGradients(StepRule):
     """``α_k = r_k/√G_k``.
 
     ``r_k`` is the longest distance of the model from where it started, and ``G_k`` the sum of the
@@ -158,7 +129,9 @@ class DistanceOverGradients(_Averaging):
                 raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
-        return StepState(parameters.copy(), mean=self._first_mean(parameters))
+        return StepState(
+            parameters.copy(), mean=np.zeros_like(parameters if self.average else parameters[:0])
+        )
 
     def next(
         self,

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core.public import Public, init_public
 from aqg.core.recipe import Recipe

@@ -21,7 +21,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import Model, add_uploads, take_step
 from aqg.core.space import Array, with_rows
-from aqg.core.stages import level_factors, lives_on_device
+from aqg.core.stages import level_factors
 from aqg.core.track import Track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.protocol.log import Content
@@ -291,6 +291,6 @@ def _clients_in(
     track = Track(move(position), move(velocity), copy(direction), copy(is_held))
     stages = {}
     for name, stage in recipe.all_stages.items():
-        place = move if lives_on_device(stage) else copy
+        place = move if stage.vectors == "device" else copy
         stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
     return Clients(clients.num_params, track, copy(clients.skipped_rounds), stages)
