@@ -94,10 +94,7 @@ class Condensed:
     def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
         """Return the recipe for positions.
 
-        Args:
-            num_params: ``n``.
-            num_sent: coordinates in all uploads of the round.
-            senders: how many clients are expected to send in a round.
+        ``num_sent`` coordinates are in all uploads of the round, of which ``senders`` are expected.
         """
         if self.keep:
             count = num_kept(self.keep, num_params)

@@ -121,10 +121,8 @@ class Recipe:
     ) -> Float64Array:
         """Return how much each client counts in a round: its weight, or its part of a mean.
 
-        Args:
-            weights: ``w_m`` of all clients, with mean 1.
-            takes_part: the clients that were sampled and have not dropped out.
-            sampled: the fraction that is sampled, by which the server divides the sum.
+        ``weights`` of all clients have the mean 1; those that were sampled and have not dropped out
+        take part; by ``sampled``, their fraction, the server divides the sum.
         """
         if not self.averages or not len(takes_part):
             return weights

@@ -103,13 +103,8 @@ def compress(
 ) -> Compressed:
     """Decide for each of these clients what it sends, and quantize it; nothing else changes.
 
-    Args:
-        space: where vectors live.
-        recipe: the compressor.
-        state: of all clients.
-        clients: whose vectors these are: increasing places on the state's axis.
-        vectors: what each has computed, its gradient ``g_m^k`` or another update, ``(m, n)``.
-        news: what they know besides.
+    ``vectors`` are what each of ``clients``, increasing places on the state's axis, has computed:
+    its gradient ``g_m^k`` or another update, ``(m, n)``.
     """
     flow = Flow(
         vectors, news.movement, news.losses, news.round, space, level_factors=news.level_factors

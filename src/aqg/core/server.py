@@ -334,13 +334,6 @@ def _on_grid(
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
-
-    Args:
-        space: where vectors live.
-        model: before the step.
-        upload: of the vector.
-        vector: what is to be said.
-        size: in units of this.
     """
     base, quantum = model.parameters, model.quantum
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2

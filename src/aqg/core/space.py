@@ -42,9 +42,8 @@ class NumpySpace:
 
     ``clients`` are always increasing indices of rows.
 
-    Args:
-        in_place: whether the arrays that come in belong to the space, to be written to. Otherwise
-            every input is left as it is.
+    With ``in_place``, arrays that come in belong to the space, to be written to. Otherwise every
+    input is left as it is.
     """
 
     host: NumpySpace  # the space of the small numbers that stay with Python

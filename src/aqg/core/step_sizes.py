@@ -176,12 +176,8 @@ def resolve_step(
 ) -> StepRule:
     """Return the rule that a setting names; ``"auto"`` is the recipe's own.
 
-    Args:
-        spec: the setting.
-        recipe: the compressor.
-        are_exact: whether updates are computed on all samples of a client: then the natural step
-            is the problem's own, and the one to take.
-        optimizer: what the server makes of the sums. Momentum and Adam have steps of their own.
+    Where updates are exact, computed on all samples of a client, the natural step is the problem's
+    own, and the one to take. Momentum and Adam have steps of their own.
     """
     if spec != AUTO:
         return make_step(spec)

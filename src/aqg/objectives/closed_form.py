@@ -205,9 +205,7 @@ LARGE_BYTES = 1 << 20
 def narrow_outputs(inputs: FloatArray, weight: FloatArray) -> FloatArray:
     """Return ``(inputs @ weight)ᵀ``, shape ``(..., C, n)``, for NumPy arrays.
 
-    Args:
-        inputs: ``(..., n, f)``.
-        weight: ``(f, C)``, or ``(..., f, C)`` with one matrix per client.
+    ``inputs`` are ``(..., n, f)``, ``weight`` ``(f, C)`` or one such matrix per client.
 
     >>> narrow_outputs(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0], [10.0]]))
     array([[21., 43.]])

@@ -76,11 +76,8 @@ class ModelLayout:
     ) -> Self:
         """Describe a module.
 
-        Args:
-            module: any torch module; it is only looked at.
-            include: name patterns, such as ``"*.lora_*"``; parameters that match none stay out.
-            exclude: name patterns of parameters and buffers that stay out.
-            statistics: the policy for buffers that training changes.
+        ``include`` and ``exclude`` are name patterns such as ``"*.lora_*"``: parameters that match
+        none of the former stay out, and so do parameters and buffers that match one of the latter.
         """
         import torch  # here and below, so that a server without modules needs none
 

@@ -417,13 +417,8 @@ class Carrier(Protocol):
 class Session:
     """Gradients on minibatches of one client, one after the other.
 
-    Args:
-        gradient: from this session, ``θ``, features and labels, makes loss and gradient.
-        key: (seed, client, round).
-
-    Attributes:
-        start: the buffers to start from; None: the module's own.
-        state: buffers as the last step left them, and frozen parameters; None before the first.
+    Buffers start from `start` (None: the module's own); `state` are they as the last step left
+    them, and frozen parameters. ``key`` is (seed, client, round).
     """
 
     def __init__(
@@ -486,11 +481,7 @@ LOCK = threading.RLock()
 class ModuleCalls:
     """Outputs and losses of a module at any ``θ``.
 
-    Args:
-        module: a private copy of the user's.
-        layout: which of its tensors make up ``θ``.
-        loss: the mean loss of a batch, from outputs and targets.
-        name: for messages.
+    ``module`` is a private copy of the user's, ``loss`` the mean loss of a batch.
     """
 
     def __init__(

@@ -61,15 +61,6 @@ class MirrorBook:
     A reply is checked as a whole and the new state computed beside the old one, which it replaces
     only then; a reply that is not taken changes nothing. Taking one costs the same however many
     clients there are.
-
-    Args:
-        recipe: the compressor.
-        state: the model and all mirrors.
-        entries: what is held of each client beside its mirror.
-        weights: ``w_m``.
-        downlink: how the model is published.
-        publisher: keeps its log; None where clients receive the whole model.
-        rule: for the length of steps.
     """
 
     def __init__(
@@ -137,9 +128,7 @@ class MirrorBook:
     def order(self, client: int, **terms: Any) -> Order:
         """Return what a client is to be sent in this round.
 
-        Args:
-            client: its number.
-            terms: what the book does not know: the run, the recipe, and what else is wanted.
+        ``terms`` are what the book does not know: the run, the recipe, and what else is wanted.
         """
         stamp, parcel = self.entry(client).stamp, self.parcel(client)
         if parcel is not None:

@@ -76,14 +76,7 @@ class Terms(NamedTuple):
 
 
 def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model that a parcel leads to, after comparing digests; raise `LostError` if not.
-
-    Args:
-        terms: what server and client agreed on.
-        parcel: from the server.
-        held: the public model that the client holds; it is left as it was.
-        start: returns the client's own starting model, where it has one.
-    """
+    """Return the model that a parcel leads to, its digest compared; raise `LostError` if not."""
     try:
         public = _open(terms, parcel, held, start)
         rounds = log_rounds(parcel.log)

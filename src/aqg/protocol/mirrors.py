@@ -194,12 +194,7 @@ class Held(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """What the server holds of one client.
-
-    Attributes:
-        link: what the client holds as well.
-        entry: the stamp of that.
-    """
+    """What the server holds of one client."""
 
     track: Track
     entry: Held

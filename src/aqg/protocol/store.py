@@ -109,11 +109,7 @@ class Vault(Protocol):
 
 
 class ArrayStore:
-    """Reads and writes arrays in a vault, each once, beside the index that names them.
-
-    Args:
-        vault: where they lie.
-    """
+    """Reads and writes arrays in a vault, each once, beside the index that names them."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
@@ -166,9 +162,7 @@ class ClientStore:
     Both are part of one index, so that they change together. Vectors of a public model are written
     by `put_public`, and count from the next `save` on; the caller need not hold them until then.
 
-    Args:
-        vault: where it lies.
-        key: names the run and what both sides agreed on; a memory under another key is not found.
+    A memory under another key, which names the run and what both sides agreed on, is not found.
     """
 
     def __init__(self, vault: Vault, key: str) -> None:

@@ -159,14 +159,7 @@ def make_late(
 def check_late(
     late: Late | None, recipe: Recipe, num_at_work: int, averages_statistics: bool = False
 ) -> None:
-    """Raise unless rounds can end early.
-
-    Args:
-        late: what the settings say.
-        recipe: the compressor.
-        num_at_work: how many clients train at a time.
-        averages_statistics: whether the server averages buffers of a module.
-    """
+    """Raise unless rounds can end early."""
     if late is None or late.buffer_size is None:
         return
     if not 1 <= late.buffer_size <= num_at_work:
@@ -240,13 +233,7 @@ class Replies:
         return busy
 
     def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:
-        """Let clients begin; their replies come after download, training, outage and upload.
-
-        Args:
-            number: of the round.
-            replies: of each client that begins.
-            received: bytes that each client received, ``(M,)``.
-        """
+        """Let clients begin; their replies come after download, training, outage and upload."""
         late, count = self.late, len(self._times)
         seconds = late.speeds.of_round(number, self._times, self.seed)
         if late.outages is not None:

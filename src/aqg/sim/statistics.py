@@ -36,14 +36,8 @@ _NO_TRAFFIC = StatisticsTraffic()
 class RunStatistics:
     """Statistics of one simulation.
 
-    Args:
-        problem: what is simulated.
-        recipe: statistics are as fine as its updates.
-        training: tells whether clients train on minibatches; exact gradients must be repeatable.
-        weights: how much each client counts.
-
-    Attributes:
-        problem: the same problem, with an objective that uses these statistics.
+    They are as fine as the recipe's updates. `problem` is the same problem, with an objective that
+    uses them. Where clients do not train on minibatches, exact gradients must be repeatable.
     """
 
     def __init__(

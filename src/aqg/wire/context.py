@@ -174,10 +174,8 @@ def make_hints(
 ) -> NDArray[np.int8]:
     """Return a class per coordinate: 17 of ``-ref_m/step``, times 7 of the last direction.
 
-    Args:
-        reference: ``ref_m`` before the upload, the same bits at both ends.
-        step: the step of the upload's grid, which the frame carries.
-        direction: `aqg.core.track.direction_of` the client's last upload; None if it is not kept.
+    ``reference`` is ``ref_m`` before the upload, the same bits at both ends; the frame carries the
+    step; ``direction`` is `aqg.core.track.direction_of` the client's last upload, where it is kept.
 
     >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
     array([ 2, 49, -2], dtype=int8)

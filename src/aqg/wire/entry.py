@@ -95,11 +95,7 @@ def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
 
 
 class Merger:
-    """Adds up entries, the latest first, for one frame in their place.
-
-    Args:
-        public: the model after all of them.
-    """
+    """Adds up entries, the latest first, for one frame in their place."""
 
     def __init__(self, public: Public) -> None:
         self._public = public
@@ -408,11 +404,8 @@ def decode_snapshot(
 ) -> Public:
     """Return the public model that was written.
 
-    Args:
-        data: the frame.
-        like: a public model of the same shape, such as that before the first round.
-        start: the starting model, where the reader has it.
-        threads: as many are used at most.
+    ``like`` is a public model of the same shape, ``start`` the starting model where the reader has
+    it.
     """
     frame = np.frombuffer(data, np.uint8)
     if len(frame) < 4 + _CRC_BYTES:
