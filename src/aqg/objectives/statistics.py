@@ -87,13 +87,6 @@ class SharedStatistics(NamedTuple):
         )
         return encode_statistics(message, sections(self.layout), "half" if self.fine else "byte")
 
-    def broadcast_fine(self) -> bytes:
-        """Return the frame for those who measure the model: in half precision."""
-        if not self.travels.any():
-            return b""
-        message = StatisticsMessage(*self.buffers, self.travels)
-        return encode_statistics(message, sections(self.layout), "half")
-
     def read(self, frame: bytes) -> StatisticsMessage:
         if frame:
             message = decode_statistics(frame, sections(self.layout))

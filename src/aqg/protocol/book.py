@@ -8,7 +8,7 @@ The book goes into a file as named arrays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Verdict:
     problem: str = ""  # why it was not taken; empty where it was
 
 
+@dataclass(eq=False)
 class MirrorBook:
     """The server's side: the model and its log, every ``ref_m`` with its stamp, and their sum.
 
@@ -63,23 +64,13 @@ class MirrorBook:
     clients there are.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        state: ServerState,
-        entries: Sequence[Held],
-        weights: Float64Array,
-        downlink: Downlink = _FULL,
-        publisher: Publisher | None = None,
-        rule: StepRule = _FIXED,
-    ) -> None:
-        self.recipe = recipe
-        self.rule = rule
-        self.weights = weights
-        self.state = state
-        self.downlink = downlink
-        self.publisher = publisher
-        self._entries = list(entries)
+    recipe: Recipe
+    state: ServerState  # the model and all mirrors
+    entries: list[Held]  # what is held of each client beside its mirror
+    weights: Float64Array  # ``w_m``
+    downlink: Downlink = _FULL  # how the model is published
+    publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
+    rule: StepRule = _FIXED  # for the length of steps
 
     @staticmethod
     def first(
@@ -103,10 +94,6 @@ class MirrorBook:
         return MirrorBook(recipe, state, entries, weights, downlink, publisher, rule)
 
     @property
-    def entries(self) -> Sequence[Held]:
-        return tuple(self._entries)
-
-    @property
     def round(self) -> int:
         return self.state.round
 
@@ -119,7 +106,7 @@ class MirrorBook:
         return self.recipe.movement.of(self.state.model.history)
 
     def entry(self, client: int) -> Held:
-        return self._entries[client]
+        return self.entries[client]
 
     @property
     def public(self) -> Public:
@@ -167,7 +154,7 @@ class MirrorBook:
         except (MessageError, WireError) as error:
             return Verdict(None, str(error))
         self.state = state
-        self._entries[client] = entry
+        self.entries[client] = entry
         return Verdict(message)
 
     def _read(
@@ -185,11 +172,11 @@ class MirrorBook:
         return *self._after(client, peer, message, reply.restarted), message
 
     def peer(self, client: int) -> Peer:
-        return Peer(self.state.peers[client].track, self._entries[client])
+        return Peer(self.state.peers[client].track, self.entries[client])
 
     def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
         """Take in what `take_reply` returned for a client's reply."""
-        self.state, self._entries[client] = self._after(client, peer, message, restarted)
+        self.state, self.entries[client] = self._after(client, peer, message, restarted)
 
     def _after(
         self, client: int, peer: Peer, message: Message, restarted: bool
@@ -198,7 +185,7 @@ class MirrorBook:
         if restarted:
             state = forget(self.recipe, state, client, weight)
         state = take_message(self.recipe, state, client, message, weight)
-        entry = self._entries[client]
+        entry = self.entries[client]
         last_upload = entry.last_upload if isinstance(message, Skip) else self.round
         return state, peer.entry._replace(last_upload=last_upload)
 
