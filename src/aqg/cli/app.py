@@ -24,8 +24,8 @@ from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, say
 from aqg.cli.options import CompareOptions, RunOptions, SweepOptions, TheoryOptions, takes
 from aqg.cli.run import run_command
+from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.stages import widest_weights
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
 from aqg.runs.config import RunConfig, guard_file, named_settings, resolve

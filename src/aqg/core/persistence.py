@@ -37,7 +37,6 @@ def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
 
 
 def clients_from_arrays(arrays: Arrays) -> Clients:
-    """Return the state that `clients_to_arrays` wrote."""
     stages: dict[str, dict[str, NDArray[Any]]] = {}
     for key, table in arrays.items():
         if key.startswith(_STAGE):
@@ -51,7 +50,6 @@ def clients_from_arrays(arrays: Arrays) -> Clients:
 
 
 def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
-    """Return the model and what moves it as arrays."""
     return {
         "round": np.array(model.round, np.int64),
         "parameters": model.parameters,
@@ -72,7 +70,6 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
 
 
 def model_from_arrays(arrays: Arrays) -> Model:
-    """Return the model that `model_to_arrays` wrote."""
     *budget, upload_energy = arrays["budget"].tolist()
     return Model(
         round=int(arrays["round"]),

@@ -18,7 +18,6 @@ Levels = NDArray[np.unsignedinteger[Any]]
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether this is a whole number; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -42,7 +42,6 @@ def public_digest(public: Public) -> bytes:
 
 
 def start_digest(parameters: FloatArray) -> bytes:
-    """Return a digest of a starting model."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add(digest, parameters)
     return digest.digest()

@@ -79,12 +79,10 @@ class Alphabet(NamedTuple):
 
     @property
     def group_length(self) -> int:
-        """How many symbols fit into a byte."""
         return 8 // self.width
 
     @property
     def num_groups(self) -> int:
-        """How many different groups there can be."""
         return 1 << self.width * self.group_length
 
 
@@ -102,7 +100,6 @@ class _Plan(NamedTuple):
 
     @property
     def head(self) -> int:
-        """Return the section's first byte."""
         scale = self.table.scale_bits - MIN_SCALE_BITS
         return self.method | scale << 2 | self.table.precision << 5
 
@@ -252,14 +249,12 @@ class Plane(NamedTuple):
 
 
 def level_alphabets(grid: Grid, width: int) -> list[Alphabet]:
-    """Return the alphabets of the planes of levels on ``grid`` at ``width`` bits."""
     if width <= 8:
         return [Alphabet(width, num_levels(grid, width))]
     return [BYTES, Alphabet(width - 8, 1 << (width - 8))]
 
 
 def split_levels(upload: Upload) -> list[Plane]:
-    """Return the planes of an upload's levels."""
     alphabets = level_alphabets(upload.grid, upload.width)
     if len(alphabets) == 1:
         return [Plane(upload.levels.astype(np.uint8, copy=False), alphabets[0])]
@@ -270,7 +265,6 @@ def split_levels(upload: Upload) -> list[Plane]:
 
 
 def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
-    """Undo `split_levels`."""
     if len(planes) == 1:
         return planes[0]
     shifted = planes[0] | planes[1].astype(np.uint16) << np.uint16(8)
@@ -280,7 +274,6 @@ def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
 
 
 def split_dense(values: NDArray[np.float32]) -> list[Plane]:
-    """Return the planes of float32 values."""
     bits = read_only(values).view(np.uint32)
     planes = np.empty((4, len(bits)), np.uint8)
     _split(bits, planes)
@@ -298,7 +291,6 @@ def _split(bits: Any, planes: Any) -> None:
 
 
 def join_dense(planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    """Undo `split_dense`."""
     rotated = planes[3].astype(np.uint32)
     for plane in planes[2::-1]:
         rotated <<= np.uint32(8)

@@ -60,7 +60,6 @@ class Section(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        """Whether its values are integers."""
         return self.kind not in _KINDS
 
 
@@ -154,7 +153,6 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
 
 
 def _places(sections: Sequence[Section]) -> Iterator[slice]:
-    """Yield where each tensor lies among the values, or among the counts."""
     ends = {True: 0, False: 0}
     for section in sections:
         start = ends[section.is_integer]
@@ -183,7 +181,6 @@ def _require_finite(values: FloatArray) -> None:
 
 
 def _exponent(values: Float64Array) -> int:
-    """Return ``e`` with ``2^(e-1) <= max|x| < 2^e``."""
     return int(np.frexp(np.abs(values).max(initial=0.0))[1])
 
 

@@ -47,7 +47,6 @@ class Table(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Tell whether one symbol has it all, so that nothing else need be sent."""
         return int(self.frequencies[self.peak]) == 1 << self.scale_bits
 
 
@@ -132,7 +131,6 @@ def _unzigzag(value: Any) -> Any:
 
 @part(forceinline=True)
 def _skip(index: Any, peak: Any) -> Any:
-    """Return the symbol at ``index`` among all but the peak."""
     return index + (1 if index >= peak else 0)
 
 
@@ -191,7 +189,6 @@ def _choose(counts: Any, total: Any, peak: Any, frequencies: Any, nowhere: Any) 
 
 @njit()
 def _add_entropy(bits: Any, counts: Any, total: Any) -> Any:
-    """Add the zero-order entropy of all symbols to ``bits``."""
     for i in range(len(counts)):
         if counts[i]:
             bits += counts[i] * math.log2(total / counts[i])
