@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aqg.sim.local import LocalTraining
 
 from aqg import make_recipe
 from aqg.core.downlink import make_downlink
@@ -15,7 +14,7 @@ from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 from aqg.wire.entry import SNAPSHOT_MARK
 
 from tests.problems import tiny_problem
