@@ -1,7 +1,6 @@
 import gzip
 import hashlib
 import struct
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from aqg.data.datasets import (
     parse_idx,
 )
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
 
 
 def local_file(directory, name, content):

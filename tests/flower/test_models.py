@@ -1,7 +1,5 @@
 """Ordinary PyTorch models on Flower: what travels, what does not, and who refuses what."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -21,9 +19,6 @@ from tests.flower.memory_grid import server_context
 from tests.flower.own_messages import change_reply, flipped, reply_in
 from tests.flower.test_apps import PROBLEM, round_of
 from tests.flower.test_apps import Federation as QuickFederation
-
-if TYPE_CHECKING:
-    pass
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
 LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]

@@ -514,6 +514,7 @@ def test_torch_backend_takes_the_same_decisions():
     assert_close(other.parameters, cpu.parameters, "float64")
 
 
+@pytest.mark.soak
 def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes():
     problem = image_problem()
     losses, sizes = {}, {}

@@ -12,7 +12,6 @@ import platform
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +21,6 @@ from aqg.objectives.base import Objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import BernoulliDropout, LocalTraining, Training
-
-if TYPE_CHECKING:
-    pass
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16

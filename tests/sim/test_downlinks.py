@@ -1,7 +1,6 @@
 """Models as logs in both simulators: the same bytes, the same models, whoever was away."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,9 +15,6 @@ from aqg.sim.state import SimulationState
 from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
 
 from tests.problems import assert_same, crossed, some_recipes, tiny_problem
-
-if TYPE_CHECKING:
-    pass
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 SETTINGS = {

@@ -14,7 +14,8 @@ from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.core.server import broadcast
 from aqg.errors import ConfigError
-from aqg.runs.config import read_settings, resolve, to_toml
+from aqg.runs.config import resolve, to_toml
+from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
 from aqg.sim.record import DROPPED
@@ -328,7 +329,7 @@ def test_command_line_has_every_option(tmp_path, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
     assert run_app(["run", *flags, "--json", f"--out={tmp_path}/run"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["rounds"] == 6
-    assert resolve(read_settings(tmp_path / "run" / "config.toml")) == resolve(
+    assert resolve(read_toml(tmp_path / "run" / "config.toml")) == resolve(
         {**SETTINGS, "step": "auto"}
     )
     widths = [

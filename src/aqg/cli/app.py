@@ -28,8 +28,8 @@ from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
-from aqg.runs.config import RunConfig, guard_file, named_settings, read_settings, resolve
-from aqg.runs.directory import CONFIG, output_directory, read_metrics
+from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
+from aqg.runs.directory import CONFIG, output_directory, read_metrics, read_toml
 from aqg.runs.executor import Interrupted
 from aqg.runs.loop import read_configs
 from aqg.runs.setup import build_problem, find_minimum, make_simulation
@@ -199,7 +199,7 @@ def theory(options: TheoryOptions) -> None:
     for file in (options.config, directory / CONFIG if directory is not None else None):
         if file is not None:
             guard_file(file, named, allowed=options.allow_code)
-    settings = {**(read_settings(options.config) if options.config is not None else {}), **named}
+    settings = {**(read_toml(options.config) if options.config is not None else {}), **named}
     console = Console(stderr=options.as_json)
     if directory is not None:
         configs = read_configs(directory, settings, data_dir)

@@ -35,6 +35,7 @@ from aqg.errors import MessageError
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
+_PIECE = 1 << 18
 
 
 class Entry(NamedTuple):
@@ -92,16 +93,18 @@ class Public(NamedTuple):
         A position that is damaged below its quantum has one that no other has.
         """
         if self.quantum and mark is None:
-            multiples = _multiples(self.parameters, self.quantum)
-            mark = linear_digest(multiples)
-            exact = (multiples * self.quantum).astype(self.parameters.dtype)
-            if exact.tobytes() != self.parameters.tobytes():
-                mark = PRIME
+            mark = _mark_of(self.parameters, self.quantum)
         return self._replace(mark=mark)
 
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
     return Public(1, public_track(recipe, parameters))
+
+
+def at_rest(parameters: FloatArray, round_number: int = 1) -> Public:
+    """Return the public model of a vector without a velocity."""
+    track = init_track(0, parameters.dtype)._replace(position=parameters[None])
+    return Public(round_number, track)
 
 
 def public_track(recipe: Recipe, parameters: FloatArray) -> Track:
@@ -170,6 +173,18 @@ def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
     places = np.flatnonzero(part.levels * np.int64(scale) != offset)
     levels = part.levels[places].astype(np.int64) * scale - offset
     return (mark + int(unit / quantum) * linear_digest(levels, places)) % PRIME
+
+
+def _mark_of(vector: FloatArray, quantum: float) -> int:
+    """Return the linear digest of a position's multiples, taken piece by piece."""
+    mark = 0
+    for start in range(0, len(vector), _PIECE):
+        piece = vector[start : start + _PIECE]
+        multiples = _multiples(piece, quantum)
+        if (multiples * quantum).astype(piece.dtype).tobytes() != piece.tobytes():
+            return PRIME
+        mark += linear_digest(multiples, np.arange(start, start + len(piece)))
+    return mark % PRIME
 
 
 def _multiples(vector: FloatArray, quantum: float) -> IntArray:

@@ -312,7 +312,7 @@ def _catch_up(
     assert isinstance(upload, Upload)
     shown = space.put(upload.values(np.float64))
     rule, size = step.rule.next(space, model.step, params, shown, step.size)
-    moved = _on_grid(space, model, upload, vector, abs(size))
+    moved = on_grid(space, params, model.quantum, upload, vector, abs(size))
     if moved is None:
         return model._replace(rest=rest, step=rule), Entry(model.round), None
     upload, quantum, base = moved
@@ -327,22 +327,21 @@ def _catch_up(
     return model, entry, length
 
 
-def _on_grid(
-    space: Space, model: Model, upload: Upload, vector: Array, size: float
+def on_grid(
+    space: Space, base: Array, quantum: float, upload: Upload, vector: Array, size: float = 1.0
 ) -> tuple[Upload, float, Array] | None:
     """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
     """
-    base, quantum = model.parameters, model.quantum
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
     if not upload.step * size:
         return None
     power = nearest_power_of_two(upload.step * size)
     if upload.width > TERNARY_WIDTH and power < upload.step * size:
         power *= 2  # the largest coordinate has a level
-    reach = float(abs(base).max()) + middle * power
+    reach = max(float(base.max()), -float(base.min())) + middle * power
     if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
         quantum = choose_quantum(reach, power, dtype)
         base = snap(base, quantum)

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from aqg.core.public import Public, init_public
+from aqg.core.public import Public, at_rest, init_public
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
@@ -61,9 +61,10 @@ class Terms(NamedTuple):
     recipe: Recipe  # as the server has it
     num_params: int  # length of the model
     dtype: str  # of the model
+    is_at_rest: bool = False  # whether the model has no velocity, whatever the recipe
 
     def first(self, start: FloatArray) -> Public:
-        return init_public(self.recipe, start)
+        return at_rest(start) if self.is_at_rest else init_public(self.recipe, start)
 
     def blank(self) -> Public:
         return self.first(np.zeros(self.num_params, self.dtype))

@@ -16,6 +16,7 @@ says counts only if the digest is that of the round; anything else costs it a sn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,8 +79,10 @@ class ModelLog:
         self.entries = list(entries)
         self.snapshot_round = snapshot_round
         self.snapshot = snapshot
-        self.merges = merges
+        self.merges_from = 0.0 if merges else math.inf
+        """The round of the first entry that can be added up with all later ones."""
         self._merger: Merger | None = None
+        self._sums: dict[int, bytes] = {}
 
     @property
     def round(self) -> int:
@@ -90,6 +93,7 @@ class ModelLog:
         """Add the entry of the round."""
         self.entries.append(entry)
         self._merger = None
+        self._sums = {}
 
     def bytes_since(self, position: int) -> int:
         """Return the length of all entries from a round on."""
@@ -124,7 +128,7 @@ class ModelLog:
         """Return all entries from a round on, or their sum where that is shorter."""
         num_bytes = self._log_bytes(first)
         merged = b""
-        if self.merges and self.round - first >= 2:
+        if first >= self.merges_from and self.round - first >= 2:
             merged = self._merged(first, public)
         if merged and len(merged) < num_bytes:
             return Delivery(first, None, len(merged), merged)
@@ -135,6 +139,8 @@ class ModelLog:
 
         It is quickest to ask for later rounds first.
         """
+        if first in self._sums:
+            return self._sums[first]
         merger = self._merger
         if merger is None or merger.first < first:
             merger = Merger(public())
@@ -143,7 +149,8 @@ class ModelLog:
             entry = self.entries[merger.first - 1 - self.first]
             if not isinstance(entry, bytes) or not merger.add(entry):
                 return b""
-        return merger.frame()
+        self._sums[first] = merger.frame()
+        return self._sums[first]
 
     def frame(self, first: int) -> bytes:
         """Return the frame of all entries from a round on."""
@@ -154,7 +161,7 @@ class ModelLog:
     def cut(self, oldest: int) -> None:
         """Drop entries that no one wants: all hold ``oldest``, or a snapshot would be shorter."""
         drop = max(0, min(oldest, self.round) - self.first)
-        kept, budget = 0, length(self.snapshot) * (_MERGED if self.merges else 1)
+        kept, budget = 0, length(self.snapshot) * (_MERGED if self.merges_from < math.inf else 1)
         for entry in reversed(self.entries[: max(0, self.snapshot_round - self.first)]):
             budget -= length(entry)
             if budget < 0:
@@ -166,6 +173,18 @@ class ModelLog:
         if drop > 0:
             del self.entries[:drop]
             self.first += drop
+
+    def bound(self, most_bytes: int) -> None:
+        """Drop entries that together are longer than this."""
+        kept = 0
+        for entry in reversed(self.entries):
+            most_bytes -= length(entry)
+            if most_bytes < 0:
+                break
+            kept += 1
+        drop = len(self.entries) - kept
+        del self.entries[:drop]
+        self.first += drop
 
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
@@ -315,7 +334,7 @@ class Publisher:
             oldest = self._log.first  # somebody new may begin with the first entry
         if oldest > self._log.first:
             self._log.cut(oldest)
-        self._bound(_longest_snapshot(public))
+        self._log.bound(_longest_snapshot(public))
         del self._digests[: len(self._digests) - len(self._log.entries) - 1]
 
     def parcel(self, client: int, public: Public) -> Parcel:
@@ -384,20 +403,6 @@ class Publisher:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot
         return Delivery(log.round, snapshot, len(snapshot))
-
-    def _bound(self, most_bytes: int) -> None:
-        """Drop entries that together are longer than any snapshot."""
-        log = self._log
-        size, kept = 0, 0
-        for entry in reversed(_frames(log.entries)):
-            size += len(entry)
-            if size > most_bytes:
-                break
-            kept += 1
-        drop = len(log.entries) - kept
-        if drop:
-            del log.entries[:drop]
-            log.first += drop
 
 
 def _frames(entries: Sequence[Any]) -> list[bytes]:

@@ -54,17 +54,11 @@ class Cost:
 
 
 class Heads(NamedTuple):
-    """What orders and replies say besides frames, in bytes.
+    """What orders and replies say besides frames, in bytes."""
 
-    Attributes:
-        first_order: to a client that is new, with all that the two agree on.
-        order: any other.
-        reply: to either.
-    """
-
-    first_order: int
-    order: int
-    reply: int
+    first_order: int  # to a client that is new, with all that the two agree on
+    order: int  # any other
+    reply: int  # to either
 
 
 @cache

@@ -26,6 +26,7 @@ from multiprocessing import resource_tracker
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.spec import in_words
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -280,7 +281,7 @@ def in_our_terms(error: Exception) -> AqgError:
     """Return an error that can be pickled: other processes may not know a plugin's own ones."""
     if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
         return error
-    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
+    return RunError(in_words(error))
 
 
 _THREAD_VARIABLES = (

@@ -26,9 +26,17 @@ from aqg import __version__
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.objectives.base import Objective
-from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
+from aqg.runs.config import RunConfig, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
-from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
+from aqg.runs.directory import (
+    CONFIG,
+    VALIDATION,
+    Line,
+    RunFiles,
+    create_directory,
+    finite_or_none,
+    read_toml,
+)
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import Validator, curve, make_simulation
@@ -83,7 +91,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_settings(directory / CONFIG)
+    settings = read_toml(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
@@ -395,29 +403,17 @@ def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers 
 
 
 class Measured(NamedTuple):
-    """How good a model is.
+    """How good a model is."""
 
-    Attributes:
-        rounds: after how many rounds.
-        measure: what was measured, ``test_NAME`` or ``loss``.
-        value: of it.
-    """
-
-    rounds: int
-    measure: str
+    rounds: int  # after how many rounds
+    measure: str  # ``test_NAME`` or ``loss``
     value: float
 
 
 class ModelFiles:
     """Keeps the best model of a run in mind, and writes it and the final one.
 
-    Args:
-        directory: of the run.
-        directions: for each test metric, whether more of it is better; None where nobody said.
-        next_round: the first round that is still to be run.
-
-    Attributes:
-        best: how good the best model is, None before the first.
+    ``directions`` has for each test metric whether more of it is better; None where nobody said.
     """
 
     def __init__(
@@ -447,14 +443,7 @@ class ModelFiles:
         loss: float | None,
         tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Remember a model if it is the best so far.
-
-        Args:
-            rounds: after how many rounds it is.
-            metrics: what was measured of it on the test set.
-            loss: its training loss, None where unknown.
-            tensors: makes its tensors, by name.
-        """
+        """Remember a model if it is the best so far; ``tensors`` makes its tensors, by name."""
         name = next((name for name in metrics if self._directions.get(name) is not None), None)
         measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
         if value is None or not math.isfinite(value):
