@@ -11,8 +11,6 @@ unused high bits out of the lanes of a word, the ``open`` functions put them bac
 are written byte by byte, which is right on every byte order, and the compiler merges them.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import numpy as np

@@ -35,8 +35,6 @@ gradient of the code length: ``w_i += rate·error·odds_i``. None of this is flo
 both ends agree bit for bit on every machine, and the same code runs in both directions.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

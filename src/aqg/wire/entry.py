@@ -32,8 +32,6 @@ one where that is shorter::
     last 4      CRC-32 of all before
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -12,8 +12,6 @@ A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. Each byte i
 ``docs/reference/frame-format.md``.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 import zlib

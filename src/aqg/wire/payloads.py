@@ -36,8 +36,6 @@ count. Random places take ``log2(n choose k)`` bits in any code; a Rice code nee
 a bit per place more, without a table to learn from a handful of symbols.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -27,8 +27,6 @@ of its own, so that several threads can work on one message. Where a message has
 section, each is preceded by its number of bytes.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import Any, NamedTuple
 

@@ -23,8 +23,6 @@ byte is a sign (8) and a magnitude of ``0, 2^(e-6), ..., 2^e``, where ``2^e`` is
 nearest to the largest; it is off by at most ``|x|/3 + 2^-6 max|x|``. Zero has no sign.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -19,8 +19,6 @@ The gamma code of ``v ≥ 1`` is ``k`` zero bits, a one, and the ``k`` bits of `
 one.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

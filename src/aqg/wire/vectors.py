@@ -19,8 +19,6 @@ Sums of quantized vectors lie on a lattice: all are small multiples of one power
 take few different values. What does not fit is written by its bits.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 
