@@ -1,7 +1,4 @@
-"""Levels of ``width`` bits, packed without gaps.
-
-Level ``i`` takes the bits ``i·width`` to ``(i+1)·width - 1`` of the stream; bit ``k`` of the stream
-is bit ``k mod 8`` of byte ``k div 8``. The last byte is filled up with zero bits.
+"""Levels of ``width`` bits, packed without gaps, the first lowest.
 
 Eight levels always take ``width`` whole bytes, so blocks of a multiple of eight levels start on a
 byte and can be packed independently.
