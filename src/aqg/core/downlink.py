@@ -8,8 +8,6 @@ the largest coordinates of what the model should be less what it is, as sparse t
 out stays in that difference.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 

@@ -1,7 +1,5 @@
 """What a client and a server say to each other, and how vectors become what is sent."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ Reddi et al., Adaptive Federated Optimization (FedOpt), turn the sum into anothe
 that NumPy and torch spell alike; roots, which they round differently, come from the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

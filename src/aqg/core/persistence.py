@@ -1,7 +1,5 @@
 """States as named arrays, and back, without losing a bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

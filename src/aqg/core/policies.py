@@ -9,8 +9,6 @@ upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ
     ``T_b = movement + 3 (‖ε̂_{b_max-b+1}‖² + ‖ε_{b_max-b+1}‖²)``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 

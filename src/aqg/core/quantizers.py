@@ -4,8 +4,6 @@ A quantizer measures and encodes; it never decides. Randomness is an argument: a
 (seed, client, round) from which the stochastic quantizer draws.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -8,8 +8,6 @@ tracks towards what comes out (`aqg.core.track.correct`). It changes nothing. On
 moved the mirrors, on this side as on the other, `settle` brings the clients' own state up to date.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

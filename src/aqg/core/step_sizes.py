@@ -12,8 +12,6 @@ model itself, and the mean is what is measured and kept in the end, with the sam
 statistics of batch normalization (`aqg.objectives.statistics`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """Names for the arrays that travel through the package."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

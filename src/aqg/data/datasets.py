@@ -9,8 +9,6 @@ heterogeneous first 34 features of three sets, float64  no test set; `Dataset.so
 ============= ========================================= ======================================
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

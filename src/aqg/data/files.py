@@ -15,8 +15,6 @@ Pixels, that is unsigned bytes with at least two axes per sample, are divided by
 integers, such as token ids, stay integers.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that are torch modules, and the loss that suits the targets, where nobody names one."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -7,8 +7,6 @@ client do not depend on which clients it is stacked with: on NumPy they are the 
 bit (for features laid out alike in memory).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import platform

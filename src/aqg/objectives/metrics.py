@@ -4,8 +4,6 @@ A metric takes a model's outputs and the targets, and gives one number. Those bu
 they make no sense, such as the accuracy of a regression, and say so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ finds out from stamps and digests, and does nothing, goes back by one answer, as
 lacks, or starts again from zero.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Digests: short numbers that tell states apart."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from typing import Any

@@ -5,8 +5,6 @@ of what it arrives at and compares it with the server's. A client that cannot fo
 elsewhere, changes nothing and says what it holds; the server then sends what it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 

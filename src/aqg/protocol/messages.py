@@ -19,8 +19,6 @@ last four bytes        CRC-32 of all before, in an order without terms of these 
 ====================== =====================================================================
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping

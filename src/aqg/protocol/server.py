@@ -4,8 +4,6 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Sequence

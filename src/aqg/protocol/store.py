@@ -6,8 +6,6 @@ A small index says which numbers count. Replacing the index is the commit: a cra
 leaves the old memory or the new one, and the protocol copes with either.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

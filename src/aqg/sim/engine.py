@@ -8,8 +8,6 @@ mirrors and the samples on one device; and to size frames in place of building t
 On the CPU in float64 every upload, width, byte and parameter equals the reference's bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

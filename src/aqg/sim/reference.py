@@ -4,8 +4,6 @@ One server, one object per client, and real frames between them, over the functi
 deployment uses. It is slow and plain on purpose; the fast engine is tested against it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from aqg.core import server

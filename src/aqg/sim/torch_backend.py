@@ -1,7 +1,5 @@
 """Torch tensors on a GPU: gradients and statistics there, only the senders' vectors come back."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from itertools import accumulate

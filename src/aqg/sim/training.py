@@ -3,8 +3,6 @@
 Everything here defaults to the paper: all clients, weighted alike, one gradient each, plain steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,4 @@
-"""Levels of ``width`` bits, packed without gaps.
-
-Level ``i`` takes the bits ``i·width`` to ``(i+1)·width - 1`` of the stream; bit ``k`` of the stream
-is bit ``k mod 8`` of byte ``k div 8``. The last byte is filled up with zero bits.
+"""Levels of ``width`` bits, packed without gaps, the first lowest.
 
 Eight levels always take ``width`` whole bytes, so blocks of a multiple of eight levels start on a
 byte and can be packed independently.
@@ -10,8 +7,6 @@ The kernels take eight levels at a time inside 64-bit words. The ``close`` funct
 unused high bits out of the lanes of a word, the ``open`` functions put them back. Loads and stores
 are written byte by byte, which is right on every byte order, and the compiler merges them.
 """
-
-from __future__ import annotations
 
 from typing import TypeVar
 

@@ -2,13 +2,9 @@
 
 Gradients have structure that a table of symbol frequencies cannot see: a weight changes much like
 the weight of the same output for the next input, and like the one a picture row above. Both are
-*lags* in the flat vector, which the encoder finds by autocorrelation and writes in front:
-
-::
-
-    near        varint: one neighbor is ``near`` symbols back (10 for the weights of a 784→10 layer)
-    ratio       varint: another is ``far = near·ratio`` symbols back (ratio 28: rows of 28 pixels)
-    then        the bytes of the range coder
+*lags* in the flat vector, which the encoder finds by autocorrelation and writes in front: one
+neighbor is ``near`` symbols back (10 for the weights of a 784→10 layer), another ``far =
+near·ratio`` (ratio 28: rows of 28 pixels).
 
 Drawn as a picture whose columns are ``near`` apart and whose rows are ``far`` apart, a symbol ``x``
 is coded knowing these, and the four symbols before it in the flat vector:
@@ -34,8 +30,6 @@ with weights, ``x = Σ w_i·ln(p_i/(1-p_i))``, and the decision is coded with pr
 gradient of the code length: ``w_i += rate·error·odds_i``. None of this is floating point, so that
 both ends agree bit for bit on every machine, and the same code runs in both directions.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 

@@ -1,38 +1,11 @@
-"""Entries of the model's log, and the frame that carries some of them to a client.
+"""What leads a client to the public model: entries of its log, sums of entries, and snapshots.
 
-An entry moves the public model (`aqg.core.public`) from one round to the next::
-
-    flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
-                step in this round, 32 quantum
-    movement    if flagged: a bfloat16 number, or 8 bytes
-    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.write_zigzag`)
-    parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
-                and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
-                one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
-                as context, of the position as the first four bytes of such a frame, the version
-                left out, and its payload
-
-Where nothing is said, an entry is one byte: the model moves by its velocity. A client that holds
-round ``k`` receives all entries since, in one frame::
-
-    byte 0      0x62: a log, version 2
-    then        the first round and the number of entries, as varints
-    entries     one after the other
-    last 4      CRC-32 of all before
-
-Where the model lies on an exact grid (`aqg.core.public`), entries can be added up, and are sent as
-one where that is shorter::
-
-    byte 0      0x63: merged entries, version 1
-    then        the first round and the number of entries, as varints
-    quantum     a byte 0, or a byte 1 and the exponent of the quantum to which the position is
-                rounded first
-    movements   how many are new to the reader, a varint; these, newest first, as bfloat16 numbers
-    sum         what is added to the position: a vector of doubles, relative to zeros
-    last 4      CRC-32 of all before
+An entry moves the public model (`aqg.core.public`) from one round to the next. Where nothing is
+said it is one byte: the model moves by its velocity. A client that holds round ``k`` receives all
+entries since, in one frame. Where the model lies on an exact grid entries can be added up, and are
+sent as one where that is shorter. A snapshot is for clients that have missed too much: its reader
+has the sender's model to the bit. ``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import math
 import struct

@@ -1,18 +1,7 @@
 """One message, one frame: ``encode``, ``decode`` and ``encoded_size``.
 
-::
-
-    byte 0      version (high 3 bits), mode (low 5 bits)
-    then        width and grid, step        (quantized uploads only)
-    then        length, as a varint
-    then        payload, as the mode says
-    last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
-
-A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. Each byte is described in
-``docs/reference/frame-format.md``.
+``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import enum
 import struct

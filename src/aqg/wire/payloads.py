@@ -1,42 +1,11 @@
 """Payloads of mode GAPS and of modes 10 to 15: few levels, half precision, blocks, rotations.
 
-::
-
-    GAPS        how many of three levels are not zero, a varint
-                for each of them, in order, as bits: the gap since the last one as a Rice code, `q`
-                    ones and a zero, then `r` in `p` bits, lowest first, for a gap of
-                    ``q·2^p + r``; and its sign, one if it is positive; zero bits up to a byte
-
-    HALF        exponent + 128, a byte
-                sections of two planes: the low and the high bytes of the halves, each half's bits
-                rotated left by one
-
-    SPARSE      exponent + 128, a byte
-                where the values are: 1 where a coordinate is zero, 0 and 2 for its sign elsewhere,
-                    as the levels of a three-level grid; how they are coded (0 sections, 1 context),
-                    a byte; their number of bytes, a varint; and those bytes
-                sections of two planes: the low and the high bytes of the magnitudes, if any
-
-    BLOCKS      number of bytes of the next part, a varint
-                sections of two planes: the low and the high bytes of the blocks' bfloat16 steps
-                sections of one plane: the levels
-
-    BUCKETS     coordinates in a block, a varint; then as BLOCKS
-
-    ROTATED     seed of the rotation, 4 bytes
-                a float32 scale for every block
-                the signs of all blocks, a bit each
-
-    TURNED      bits of a code, one byte; then as ROTATED, with codes in place of signs
-
 The largest coordinates of a gradient cluster: with the context coder their places and signs take a
-fifth less than the ``log2(n choose k) + k`` bits of random ones, and less than coded as gaps.
-``benchmarks/sparse_frames.py`` measures it. The parameter ``p`` of GAPS follows from length and
-count. Random places take ``log2(n choose k)`` bits in any code; a Rice code needs about a tenth of
-a bit per place more, without a table to learn from a handful of symbols.
+fifth less than the ``log2(n choose k) + k`` bits of random ones, and less than coded as gaps
+(``benchmarks/sparse_frames.py``). Random places take ``log2(n choose k)`` bits in any code; GAPS, a
+Rice code, needs about a tenth of a bit per place more, without a table to learn from a handful of
+symbols. ``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import struct
 

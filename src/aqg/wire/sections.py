@@ -1,33 +1,14 @@
 """Streams of small symbols, each written as one section in the way that makes it shortest.
 
-A section is one byte that says how (`Method`, scale and precision of the frequency table), then::
-
-    PACKED      the symbols, bit-packed
-    ONE_LANE    frequency table, one coder state, words
-    LANES       frequency table, eight coder states, words
-    GROUPED     the same over bytes of several symbols each: half the work or less
-
-A table with a single symbol is all there is: the symbols are known.
-
-Wide numbers are written as planes of bytes, and planes as sections:
-
-========== ======== ==============================================================================
-message    planes   symbol ``i`` of each
-========== ======== ==============================================================================
-width ≤ 8  1        level ``i``
-width > 8  2        the low 8 bits, and the rest, of ``(level - 2^(width-1) + 128) mod 2^width``
-float32    4        the bytes, lowest first, of the bits rotated left by one
-========== ======== ==============================================================================
-
-The shift keeps the levels around zero, which are most of them, on one value of the upper plane. The
-rotation gathers a float's exponent in one byte; that plane is compressible, the others seldom are.
+A section is one byte that says how (`Method`, scale and precision of the frequency table), a table,
+and coded symbols; a table with a single symbol is all there is. Wide numbers are written as planes
+of bytes, and planes as sections. Levels are shifted so that those around zero, which are most of
+them, have one value of the upper plane. The bits of a float are rotated: one byte has the exponent;
+its plane is compressible, the others seldom are.
 
 A plane of `BLOCKED_LENGTH` symbols or more is cut into blocks of `BLOCK_LENGTH`; each is a section
-of its own, so that several threads can work on one message. Where a message has more than one
-section, each is preceded by its number of bytes.
+of its own, so that several threads can work on one message.
 """
-
-from __future__ import annotations
 
 import enum
 from typing import Any, NamedTuple

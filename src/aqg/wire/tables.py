@@ -3,23 +3,8 @@
 A table gives every symbol of an alphabet a frequency; they sum to ``2^scale_bits``. The most
 frequent symbol (the peak) gets what the others leave. The others keep only ``precision`` bits after
 their leading one, since the exact frequency of a rare symbol costs more to write than it saves.
-
-As bits, lowest first, filled up with zeros to a byte::
-
-    peak                      as many bits as the largest symbol needs
-    then, for all other symbols in order, runs of
-        number of zeros       gamma code of (number + 1)
-        nonzero frequencies   until the next zero or the end, each as
-            class             its bit length: gamma code of the class for the first of a run,
-                              gamma code of (zigzag of the change + 1) for the others,
-                              where a class of zero ends the run (and is a symbol of frequency zero)
-            mantissa          the min(class - 1, precision) bits after its leading one
-
-The gamma code of ``v ≥ 1`` is ``k`` zero bits, a one, and the ``k`` bits of ``v`` below its leading
-one.
+``docs/reference/frame-format.md`` says how it is written.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
