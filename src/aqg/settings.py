@@ -297,7 +297,8 @@ def typed(kind: Any, name: str, value: Any, shown: str = "") -> Any:
     >>> typed(RunSettings, "alpha", 1), typed(RunSettings, "absences", [[0, 2, 5]])
     (1.0, ((0, 2, 5),))
     """
-    hint = types(kind)[name]
+    made: Any = kind  # for mypy, an instance of a dataclass has no hash, nor has its class
+    hint = types(made)[name]
     if isinstance(hint, UnionType):
         if value is None:
             return None

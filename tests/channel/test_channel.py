@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from aqg.channel.client import CopyStore, OutOfReachError, receive, reply_to
-from aqg.channel.copies import CONTENT_EVERY
 from aqg.channel.server import Channel, LostError
 from aqg.channel.settings import Settings
 from aqg.errors import AqgError, ConfigError, MessageError
+from aqg.protocol.follower import CONTENT_EVERY
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore, MemoryVault
 
@@ -164,7 +164,8 @@ def test_copies_that_came_apart_are_found_out():
     copy, schema = store.load()
     vector = copy.vector.copy()
     vector[7] += 1.0
-    store.save(copy.moved_to(vector), schema, store.terms())
+    track = copy.public.track._replace(position=vector[None])
+    store.save(copy._replace(public=copy.public._replace(track=track)), schema, store.terms())
     with pytest.raises(OutOfReachError) as error:
         play(channel, {0: notes}, CONTENT_EVERY, model)
     with pytest.raises(LostError):
@@ -184,7 +185,7 @@ def test_damaged_memories_and_logs():
     for cut in range(1, len(order.log)):
         with pytest.raises((OutOfReachError, AqgError)):
             receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
-    with pytest.raises(OutOfReachError, match="another digest"):
+    with pytest.raises(OutOfReachError, match="the server says"):
         receive(to_bytes(replace(order, public=bytes(4))), None, notes)
     receive(to_bytes(order), None, notes)
 

@@ -1,7 +1,5 @@
 """Ordinary PyTorch models on Flower: what travels, what does not, and who refuses what."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -13,18 +11,14 @@ from aqg.errors import ConfigError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.memory_grid import server_context
 from tests.flower.own_messages import change_reply, flipped, reply_in
 from tests.flower.test_apps import PROBLEM, round_of
 from tests.flower.test_apps import Federation as QuickFederation
-
-if TYPE_CHECKING:
-    pass
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
 LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]

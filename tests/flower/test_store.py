@@ -1,7 +1,6 @@
 """What a client holds on disk, and in memory while it answers."""
 
 import tracemalloc
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,9 +21,6 @@ from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
-
-if TYPE_CHECKING:
-    pass
 
 LEAN = make_recipe("lean")
 LINK, NODE = 1, 5

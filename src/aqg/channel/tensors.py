@@ -163,13 +163,6 @@ def unflatten(
     return tensors
 
 
-def rounded(vector: FloatArray, specs: Sequence[TensorSpec]) -> FloatArray:
-    """Return a vector whose values are numbers of their tensors' own precision."""
-    if all(spec.dtype == vector.dtype for spec in specs):
-        return vector
-    return flatten(unflatten(vector, specs), specs)
-
-
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors are equal to the bit."""
     if one is other:

@@ -31,8 +31,8 @@ from aqg.cli.options import (
     takes,
 )
 from aqg.cli.run import run_command
+from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.stages import widest_weights
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
 from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
