@@ -17,7 +17,7 @@ from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_
 from aqg.core.messages import Message
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Recipe, require_memory
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import Float64Array, FloatArray, is_whole
@@ -87,6 +87,8 @@ class ServerSession:
             ``"exact"``. With ``"seed"`` and ``"rounded"`` the session starts from the model as it
             arrives, which is `parameters`.
         layout: name and shape of each tensor in ``parameters``, for ``"seed"`` and ``"rounded"``.
+        memory: what clients hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it: each order then begins with the starting model.
         path: a directory to which every step is written, and from which a session goes on that
             finds one there; None to remember in this process alone.
 
@@ -113,6 +115,7 @@ class ServerSession:
         exact: bool = False,
         start: str = "auto",
         layout: Sequence[tuple[str, tuple[int, ...]]] | None = None,
+        memory: str = "model",
         path: Path | str | None = None,
     ) -> None:
         first = _checked(parameters, num_clients)
@@ -133,6 +136,8 @@ class ServerSession:
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
         self.recipe = chosen.for_updates(exact)
+        require_memory(memory, self.recipe)
+        self._forgets = memory == "none"
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
         if step == "auto" and step_size is not None:
             step = "fixed"
@@ -219,12 +224,13 @@ class ServerSession:
         if read.lost == NO_TERMS:
             self._informed.discard(client)
         if (read.incarnation, read.round) == (self._incarnation, self.round):
-            if read.lost != NO_TERMS:
+            if read.lost != NO_TERMS and not self._forgets:
                 self._informed.add(client)
             if client in self._answered:
                 problem = f"client {client} was taken in round {self.round} already"
                 return Receipt(False, problem=problem)
-            self._book.note_holding(client, read)
+            if not self._forgets:
+                self._book.note_holding(client, read)
         if read.lost:
             return Receipt(False, wants_order=True, problem=f"the client is lost: {read.lost}")
         verdict = self._book.accept(client, read, self._incarnation)

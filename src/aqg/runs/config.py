@@ -152,6 +152,7 @@ class RunConfig(RunSettings):
             resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
             make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
+            self.memory,
         )
 
     def _local(self) -> LocalTraining:

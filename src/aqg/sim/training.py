@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.recipe import Recipe, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, IntArray
@@ -288,6 +289,8 @@ class Training:
             found from round to round with that as the natural one.
         late: what time replies take, and for how many of them a round waits; None: time is not
             simulated, and rounds wait for all.
+        memory: what clients hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it.
     """
 
     local: LocalTraining = field(default_factory=LocalTraining)
@@ -297,6 +300,7 @@ class Training:
     downlink: Downlink = field(default_factory=Full)
     step: StepRule = field(default_factory=Fixed)
     late: Late | None = None
+    memory: str = "model"
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
@@ -312,6 +316,15 @@ class Training:
         if self.waits_for_some:  # of those who have not dropped out
             dropout_rate = 0.0
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
+
+    def check_memory(self, recipe: Recipe, averages_statistics: bool) -> None:
+        """Raise where clients that hold nothing between rounds would have to."""
+        require_memory(self.memory, recipe)
+        if self.memory == "none" and averages_statistics:
+            raise ConfigError(
+                f"memory is {self.memory!r} with a module whose running statistics the server "
+                "averages, and of which clients are told the changes; use another normalization"
+            )
 
     @property
     def waits_for_some(self) -> bool:
