@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from aqg.core.client import init_client, respond
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.persistence import (
@@ -13,6 +12,7 @@ from aqg.core.persistence import (
     model_to_arrays,
 )
 from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.round import init_client, respond
 from aqg.core.server import broadcast, finish_round, init_server, take_message
 from aqg.errors import ConfigError, MessageError
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.cache import RemoteFile
 from aqg.data.datasets import (
     DATASETS,
     HETEROGENEOUS_SOURCES,
     MNIST_FILES,
     Dataset,
     MnistFiles,
+    RemoteFile,
     SourceFiles,
     load_dataset,
     load_heterogeneous,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from aqg.data.cache import RemoteFile, data_directory, read_content
+from aqg.data.datasets import RemoteFile, data_directory, read_content
 from aqg.errors import DataError
 
 CONTENT = b"forty-two samples\n" * 1000

@@ -5,9 +5,8 @@ import numpy as np
 from aqg.core.recipes import make_recipe
 from aqg.objectives import Objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.resnet_app.resnet import task
 

@@ -26,10 +26,9 @@ from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_ser
 from aqg.flower.envelope import LARGE_BYTES, pack, unpack
 from aqg.protocol.book import book_from_arrays
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays, write_arrays
-from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in

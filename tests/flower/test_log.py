@@ -8,9 +8,9 @@ import pytest
 
 from aqg import make_recipe
 from aqg.channel import copies
-from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Exact
 from aqg.core.optimizers import make_optimizer
+from aqg.core.round import init_client, respond
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, RunError, WireError
 from aqg.protocol.book import MirrorBook

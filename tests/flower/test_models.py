@@ -11,10 +11,9 @@ from aqg.errors import ConfigError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.memory_grid import server_context
 from tests.flower.own_messages import change_reply, flipped, reply_in

@@ -28,8 +28,7 @@ from aqg.protocol.mirrors import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.wire.entry import follow_log, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
 from tests.flower.schedules import Rates, World, same
 

@@ -13,10 +13,9 @@ from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
-from aqg.wire.snapshot import SNAPSHOT_MARK
+from aqg.sim.training import LocalTraining, Training
+from aqg.wire.entry import SNAPSHOT_MARK
 
 from tests.problems import soak, tiny_problem
 

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 
 from aqg.core.downlink import Condensed, Exact, make_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
 
 from tests.problems import assert_same, crossed, some_recipes, tiny_problem
 

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 
 from aqg.core.downlink import make_downlink
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import DistanceOverGradients, Fixed
 from aqg.errors import RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed, soak, tiny_problem
 

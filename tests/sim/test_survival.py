@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 
 def digits(model="softmax"):

@@ -10,7 +10,6 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.core.downlink import Condensed
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.core.server import broadcast
@@ -19,11 +18,10 @@ from aqg.runs.config import resolve, to_toml
 from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 from aqg.wire import decode
 
 from tests.problems import SOME_RECIPES, assert_same, crossed, soak, tiny_problem

@@ -14,14 +14,15 @@ from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (
+    decode_snapshot,
     encode_entry,
     encode_log,
+    encode_snapshot,
     follow_log,
     known_velocity,
     log_overhead,
     log_rounds,
 )
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.problems import soak

@@ -17,8 +17,8 @@ from aqg.contrib.theory import (
     local_curvature,
 )
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
+from aqg.core.recipe import widest_weights
 from aqg.core.recipes import make_recipe
-from aqg.core.stages import widest_weights
 from aqg.core.types import Float64Array
 from aqg.runs.config import RunConfig
 from aqg.sim.problem import Problem

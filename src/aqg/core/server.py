@@ -11,15 +11,14 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.budget import Budget, first_budget
-from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
 from aqg.core.messages import (
@@ -33,11 +32,11 @@ from aqg.core.messages import (
     num_nonzero,
 )
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
-from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
+from aqg.core.quantizers import TERNARY_WIDTH
 from aqg.core.recipe import Recipe
+from aqg.core.round import check_precision
 from aqg.core.space import Array, NumpySpace, Space
-from aqg.core.sparsifiers import TERNARY_WIDTH
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
     Change,
@@ -121,20 +120,17 @@ class Model(NamedTuple):
 
     @property
     def averaged(self) -> Array:
-        """The mean of the models so far, where one is kept; else the model. See `step_sizes`."""
         if self.step is None or not self.step.num_models:
             return self.parameters
         return self.step.mean
 
     def public(self, space: Space) -> Public:
-        """Return what clients hold, in NumPy."""
         position, velocity = space.get(self.parameters), space.get(self.velocity)
         track = Track(position[None], velocity[None], self.direction[None], np.ones(1, np.bool_))
         return Public(self.round, track, self.history, self.quantum)
 
 
 def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
-    """Return the model before the first round."""
     length, follows = len(parameters), not isinstance(step.downlink, Full)
     moves = recipe.memory.keeps_mirror and follows
     waits = not recipe.memory.keeps_mirror and isinstance(step.downlink, Condensed)
@@ -338,14 +334,6 @@ def on_grid(
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
-
-    Args:
-        space: where vectors live.
-        base: the model before the step.
-        quantum: of which it has multiples; 0 where it is on no grid.
-        upload: of the vector.
-        vector: what is to be said.
-        size: in units of this.
     """
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
     if not upload.step * size:
@@ -368,7 +356,6 @@ def on_grid(
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
-    """Find how much noise the uploads of the next round may carry."""
     if not recipe.noise:
         return model
     budget, energy = model.budget, model.upload_energy
@@ -379,7 +366,6 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:
-    """Return the change of a vector; None where there is none."""
     change = Change(space.get(old), space.get(new))
     return None if change.old.tobytes() == change.new.tobytes() else change
 
@@ -403,29 +389,24 @@ class ServerState(NamedTuple):
 
     @property
     def round(self) -> int:
-        """``k``, the round in progress."""
         return self.model.round
 
     @property
     def parameters(self) -> FloatArray:
-        """The model ``θ^k``."""
         params: FloatArray = self.model.parameters
         return params
 
     @property
     def averaged(self) -> FloatArray:
-        """The mean of the models so far, where one is kept; else the model."""
         params: FloatArray = self.model.averaged
         return params
 
     @property
     def public(self) -> Public:
-        """What clients hold of the model."""
         return self.model.public(_SPACE)
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.peers)
 
     def mirror(self, client: int) -> FloatArray:
@@ -453,7 +434,6 @@ def init_server(
 
 
 def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
-    """Return the state of a server that holds these mirrors, a track for each client."""
     peers = PerClient(len(mirrors), Peer(mirrors[0]))
     for client, track in enumerate(mirrors):
         peers = peers.replaced(client, Peer(track))
@@ -461,7 +441,6 @@ def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
 
 
 def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
-    """Return what every client receives at the start of the round."""
     movement = recipe.movement.of(state.model.history)
     return Broadcast(state.round, state.parameters, movement, state.model.budget.noise)
 
@@ -492,7 +471,6 @@ def take_message(
 
 
 def check_client(state: ServerState, client: int) -> None:
-    """Raise unless there is such a client."""
     if not is_whole(client) or not 0 <= client < state.num_clients:
         raise MessageError(
             f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
@@ -500,7 +478,6 @@ def check_client(state: ServerState, client: int) -> None:
 
 
 def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
-    """Raise `MessageError` unless an upload can be taken in."""
     num_params = len(model.parameters)
     if len(message) != num_params:
         raise MessageError(
@@ -569,3 +546,64 @@ def age_weight(age: int) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
+
+
+Value = TypeVar("Value")
+
+_FANOUT = 32
+
+
+class PerClient(Generic[Value]):
+    """An immutable sequence, all of whose entries are alike at first.
+
+    `replaced` shares everything but a path of a tree with the old sequence: its cost does not
+    depend on the length but for a logarithm, and entries that were never replaced take no memory.
+
+    >>> empty = PerClient(1_000_000, "nothing")
+    >>> one = empty.replaced(999_999, "something")
+    >>> one[999_999], one[0], empty[999_999]
+    ('something', 'nothing', 'nothing')
+    """
+
+    __slots__ = ("_depth", "_initial", "_length", "_root")
+
+    def __init__(self, length: int, initial: Value) -> None:
+        self._length = length
+        self._initial = initial
+        self._depth = 1
+        while _FANOUT**self._depth < length:
+            self._depth += 1
+        self._root: Any = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Value:
+        node = self._root
+        for level in range(self._depth - 1, -1, -1):
+            if node is None:
+                return self._initial
+            node = node[index // _FANOUT**level % _FANOUT]
+        return self._initial if node is None else node[0]
+
+    def __iter__(self) -> Iterator[Value]:
+        return (self[index] for index in range(self._length))
+
+    def replaced(self, index: int, value: Value) -> PerClient[Value]:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        changed: PerClient[Value] = PerClient.__new__(PerClient)
+        changed._length, changed._initial = self._length, self._initial
+        changed._depth = self._depth
+        changed._root = _replace(self._root, self._depth, index, (value,))
+        return changed
+
+
+def _replace(node: Any, depth: int, index: int, leaf: tuple[Any]) -> Any:
+    """Return the tree with another leaf, a tuple of one so that any value can stand in it."""
+    if depth == 0:
+        return leaf
+    children = [None] * _FANOUT if node is None else list(node)
+    place = index // _FANOUT ** (depth - 1) % _FANOUT
+    children[place] = _replace(children[place], depth - 1, index, leaf)
+    return tuple(children)

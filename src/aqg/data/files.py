@@ -15,8 +15,6 @@ Pixels, that is unsigned bytes with at least two axes per sample, are divided by
 integers, such as token ids, stay integers.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +43,6 @@ class Facts(NamedTuple):
 
 
 def peek(path: Path) -> Facts:
-    """Return what a file says of itself, without reading its samples."""
     arrays = read_arrays(path, ("y_train",), ("client",))
     labels, clients = arrays["y_train"], arrays.get("client")
     num_clients = None if clients is None else len(np.unique(clients))
@@ -53,7 +50,6 @@ def peek(path: Path) -> Facts:
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Read a dataset from ``FILE.npz``, with every array checked."""
     arrays = read_arrays(path, _NEEDED, _OPTIONAL)
     for name in ("x_train", "y_train", "x_test", "y_test"):
         if name in arrays:

@@ -55,7 +55,6 @@ class DataShape:
         )
 
     def offered(self) -> dict[str, Any]:
-        """Return what a function that makes a model can ask for by name."""
         return {
             "input_shape": self.input_shape,
             "target_shape": self.target_shape,

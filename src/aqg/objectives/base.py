@@ -189,7 +189,6 @@ def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
-    """Raise unless ``l2`` and ``scaling`` are ones an objective can have."""
     if not (math.isfinite(l2) and l2 >= 0):
         raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
     if scaling not in get_args(Scaling):

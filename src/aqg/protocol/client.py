@@ -5,8 +5,6 @@ finds out from stamps and digests, and does nothing, goes back by one answer, as
 lacks, or starts again from zero.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
@@ -127,7 +125,6 @@ class ClientSession:
         return frame
 
     def _keep_terms(self, order: Order) -> None:
-        """Remember an order's terms, which later ones leave out."""
         key = key_of(order)
         if key not in self._terms:
             self._terms[key] = terms_of_run(order)
@@ -188,12 +185,10 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
 
 
 def key_of(order: Order) -> str:
-    """Return the name under which a client remembers a run."""
     return f"{order.run}-{order.fingerprint.hex()}"
 
 
 def terms_of(order: Order, recipe: Recipe) -> Terms:
-    """Return what must be known to follow the server's log."""
     return Terms(recipe, order.num_params, order.dtype)
 
 
@@ -205,7 +200,6 @@ class OutOfReachError(Exception):
         self.holding = holding
 
     def reply(self, order: Order) -> Reply:
-        """Return the answer to an order that could not be followed."""
         _logger.warning("round %d: the model is out of reach: %s", order.round, self)
         return lost_reply(order, self.holding, str(self))
 
@@ -216,7 +210,6 @@ def follow_log(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -
 
 
 def follow_public(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> Public:
-    """Follow the log from what is in the store, and put what it leads to there."""
     try:
         public = follow(terms, parcel, _held(terms, store), start)
     except LostError as error:
@@ -231,7 +224,6 @@ def _held(terms: Terms, store: ClientStore) -> Public | None:
 
 
 def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
-    """Find the state to answer from in what is stored, and make sure that it has its digest."""
     base = _stored_base(recipe, store, order)  # no other state is held in memory
     if base is not None and (base.restarted or base.snapshot.is_intact):
         return base
@@ -248,7 +240,6 @@ def _stored_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | Non
 
 
 def log_reply(order: Order, reply: Reply) -> None:
-    """Say what was out of the ordinary."""
     if reply.restarted:
         _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
     if reply.rolled_back:

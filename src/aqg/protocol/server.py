@@ -4,8 +4,6 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Sequence
@@ -285,7 +283,6 @@ class ServerSession:
         write_arrays(self._path / CHECKPOINT, arrays)
 
     def _restored(self) -> MirrorBook | None:
-        """Return the book of the checkpoint, if there is one."""
         if self._path is None:
             return None
         try:
@@ -326,7 +323,6 @@ def _resolve(spec: str, recipe: Recipe) -> Downlink:
 
 
 def _checked(parameters: object, num_clients: Any) -> FloatArray:
-    """Return a copy of a model that a session can start from."""
     if not is_whole(num_clients) or num_clients < 1:
         raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
     start = np.array(parameters)

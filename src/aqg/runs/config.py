@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from aqg.core.downlink import resolve_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
@@ -29,9 +28,15 @@ from aqg.runs.directory import read_toml
 from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
 from aqg.sim.late import check_late, make_late
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
-from aqg.sim.training import Training
+from aqg.sim.training import (
+    Absence,
+    BernoulliDropout,
+    Dropout,
+    LocalTraining,
+    ScriptedDropout,
+    Training,
+)
 from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))

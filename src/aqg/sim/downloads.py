@@ -20,8 +20,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray, IntArray
 from aqg.protocol.log import Content, Delivery, ModelLog, length
 from aqg.sim.problem import Problem
-from aqg.wire.entry import follow_log, log_overhead
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.entry import decode_snapshot, encode_snapshot, follow_log, log_overhead
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""
@@ -39,19 +38,16 @@ class LogState(NamedTuple):
     entries: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
         values = (self.positions, np.array(self.first), *self[2:])
         return dict(zip(_FIELDS, values, strict=True))
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> LogState:
-        """Return the state that `to_arrays` wrote."""
         positions, first, lengths, snapshot, entries = (np.array(arrays[n]) for n in _FIELDS)
         return LogState(positions, int(first), lengths, snapshot, entries)
 
 
 def initial_log(num_clients: int) -> LogState:
-    """Return the state before the first round: all hold the starting model."""
     ones = np.ones(num_clients, np.int64)
     return LogState(ones, 1, np.zeros(0, np.int64), np.array([1, 0], np.int64))
 
@@ -77,14 +73,12 @@ class Downloads:
 
     @property
     def positions(self) -> IntArray:
-        """The round that each client holds."""
         if self._shared is not None:  # all the same, until someone drops out
             self._positions[:] = self._shared
             self._shared = None
         return self._positions
 
     def state(self) -> LogState:
-        """Return all that is needed to go on."""
         log = self.log
         log.cut(int(self.positions.min()))
         lengths = np.array([length(entry) for entry in log.entries], np.int64)
@@ -122,7 +116,6 @@ class Downloads:
         return len(encode_snapshot(public(), self.start))
 
     def plan(self, present: IntArray, public: Public) -> dict[int, Delivery]:
-        """Return what brings each of these clients up to date, the least behind first."""
         found = {}
         for held in sorted({*self.positions[present].tolist()}, reverse=True):
             found[held] = self.log.deliver(
@@ -141,7 +134,6 @@ class Downloads:
         return follow_log(frame, held, recipe.movement)
 
     def append(self, entry: Content) -> None:
-        """Add the entry of a round, or its length."""
         self.log.append(entry)
         if self._shared is None:
             self.log.cut(int(self._positions.min()))
@@ -150,7 +142,6 @@ class Downloads:
 
 
 def make_downloads(problem: Problem, recipe: Recipe, downlink: Downlink) -> Downloads | None:
-    """Return the log of a simulation before its first round; None where clients get models."""
     if isinstance(downlink, Full):
         return None
     log = initial_log(problem.num_clients)
