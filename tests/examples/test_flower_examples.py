@@ -71,6 +71,7 @@ def test_the_app_is_one_that_flowers_hub_takes():
             assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
+@pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
     from benchmarks.dropin import run_in_process
