@@ -113,6 +113,8 @@ class Order(_Fields):
         statistics: of the server's module, as a frame; empty where none have changed.
         noise: the scalar of `aqg.core.messages.Broadcast`.
         exact: whether updates are gradients over all of a client's samples, without noise.
+        first: what a client starts from that holds nothing (`aqg.channel.first`); empty where it
+            holds a model, or receives it as a whole.
 
     """
 
@@ -140,6 +142,7 @@ class Order(_Fields):
     statistics: bytes = b""
     noise: float = 1.0
     exact: bool = False
+    first: bytes = b""
 
     def __post_init__(self) -> None:
         _require_state("digest", self.digest)
@@ -301,7 +304,7 @@ _FORMS: dict[type[Any], _Form] = {
     Order: _form(
         *(Order, 0x83, 0x84, "log"),
         *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
-        "snapshot",
+        *("snapshot", "first"),
     ),
     Reply: _form(
         *(Reply, 0x92, 0x93, "frame"),
