@@ -76,6 +76,8 @@ _KNOWN_DISTANCE = 1.63
 """Times 1/√n, the distance of Kolmogorov and Smirnov that 1 % of true samples exceed."""
 _FITTED_DISTANCE = 1.04
 """The same where mean and deviation are the sample's own (Lilliefors)."""
+_NEIGHBORS = 4.0
+"""Standard deviations that the correlation of neighbors may be from zero."""
 _LARGEST_SINGULAR = 512
 """Rows and columns that are looked at."""
 _EDGE = (-7.0, 5.0)
@@ -228,7 +230,8 @@ def _law(values: Float64Array, shape: tuple[int, ...]) -> Law | None:
         return None
     known = [law for law in _known_laws(shape) if _distance(values, law) <= _KNOWN_DISTANCE]
     law = min(known, key=lambda law: _distance(values, law), default=None) or _fitted(values)
-    return law if law is not None and _is_independent(values, shape, law) else None
+    is_fresh = law is not None and _is_shuffled(values) and _is_independent(values, shape, law)
+    return law if is_fresh else None
 
 
 def _known_laws(shape: tuple[int, ...]) -> Iterator[Law]:
@@ -273,6 +276,13 @@ def _distance(values: Float64Array, law: Law) -> float:
     steps = np.arange(len(places) + 1) / len(places)
     distance = max(float((steps[1:] - shares).max()), float((shares - steps[:-1]).max()))
     return distance * math.sqrt(len(places))
+
+
+def _is_shuffled(values: Float64Array) -> bool:
+    """Tell whether neighbors have nothing in common; those of a ramp or a wave have."""
+    centered = values - values.mean()
+    common = abs(float(np.vdot(centered[1:], centered[:-1]))) / float(np.var(values))
+    return common <= _NEIGHBORS * len(values) ** 0.5
 
 
 def _is_independent(values: Float64Array, shape: tuple[int, ...], law: Law) -> bool:

@@ -194,15 +194,7 @@ def receive(
             whole = decode_first(order.first, start)
         except OtherModelError as error:
             raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
-    found = None if whole is not None else store.load()
-    if whole is None and found is None:
-        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
-    schema = found[1] if found is not None else Schema.of(whole or {})
-    made = _agree(order, schema, version, recipe)
-    try:
-        copy = _follow(order, whole, None if found is None else found[0], schema, made)
-    except (LostError, WireError) as error:
-        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    copy, schema, made = _open(order, whole, store, version, recipe)
     store.save(copy, schema, order)
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
@@ -213,6 +205,22 @@ def receive(
         own = memory.own(order.run).load() if beside.own else {}
         held = held._replace(values={**values, **own})
     return held
+
+
+def _open(
+    order: Order, whole: Values | None, store: CopyStore, version: str, recipe: Recipe | None
+) -> tuple[PublicCopy, Schema, Recipe]:
+    """Return the copy that an order leads to; that before it is not held any more."""
+    found = None if whole is not None else store.load()
+    if whole is None and found is None:
+        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
+    schema = found[1] if found is not None else Schema.of(whole or {})
+    made = _agree(order, schema, version, recipe)
+    try:
+        copy = _follow(order, whole, None if found is None else found[0], schema, made)
+    except (LostError, WireError) as error:
+        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    return copy, schema, made
 
 
 def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:

@@ -56,6 +56,8 @@ _CAUTION = 0.03
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
 
 
+_MOST_SUMMED = 1 << 20
+"""Coordinates of which replies are summed up; of larger models that many are a sample."""
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
@@ -426,10 +428,8 @@ class Channel:
                 self._num_sent += num_nonzero(taken.message)
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
             total, count = self._sums.get(taken.layout, (None, 0))
-            if total is None:
-                total = np.zeros(taken.update.size, taken.update.dtype)
-            taken.update.add_to(total)
-            self._sums[taken.layout] = total, count + 1
+            sample = taken.update.sample(_MOST_SUMMED)
+            self._sums[taken.layout] = sample if total is None else total + sample, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
             self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
@@ -506,7 +506,7 @@ class Channel:
             copy = copy.with_layout(self.schema, layout)
             self._log = ModelLog(copy.version, merges=True)  # whoever is behind cannot follow
         specs = self.schema.chosen(copy.layout)
-        mean = self._mean_square(copy.layout)
+        mean = self._mean_square(copy.layout, len(copy.vector))
         entry = Entry(copy.version, is_step=False)
         if is_news:
             square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
@@ -573,7 +573,7 @@ class Channel:
         _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
         return num_changed > 0
 
-    def _mean_square(self, layout: bytes) -> float | None:
+    def _mean_square(self, layout: bytes, size: int) -> float | None:
         """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
         total, count = self._sums.pop(layout, (None, 0))
         self._senders = max(1, count)
@@ -581,7 +581,7 @@ class Channel:
         energy, self._energy = self._energy, 0.0
         if total is None:
             return None
-        square = squared_norm(total)
+        square = squared_norm(total) * max(1.0, size / len(total))
         if energy:
             self._budget = self._budget.after(self._recipe.noise, square, energy, count)
         return square / count**2
