@@ -98,6 +98,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, object]:
         "later_up_bytes": round(late["up"] / (exchanges - arguments.sites)),
         "later_down_bytes": round(late["down"] / (exchanges - arguments.sites)),
         "accuracy": mean(row["accuracy"] for row in rounds[-LAST:]),
+        "accuracies": [round(row["accuracy"], 4) for row in rounds],
         "seconds": round(time.monotonic() - started),
     }
 

@@ -282,7 +282,7 @@ def _is_shuffled(values: Float64Array) -> bool:
     """Tell whether neighbors have nothing in common; those of a ramp or a wave have."""
     centered = values - values.mean()
     common = abs(float(np.vdot(centered[1:], centered[:-1]))) / float(np.var(values))
-    return common <= _NEIGHBORS * len(values) ** 0.5
+    return bool(common <= _NEIGHBORS * len(values) ** 0.5)
 
 
 def _is_independent(values: Float64Array, shape: tuple[int, ...], law: Law) -> bool:

@@ -1,7 +1,5 @@
 """Datasets from files: what is read, and what is refused in one line."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

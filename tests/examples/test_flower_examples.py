@@ -1,10 +1,9 @@
 """The apps for Flower before and after: two lines more, and many bytes less."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import io
+import re
 import sys
 import tomllib
 import zipfile
@@ -15,10 +14,11 @@ from packaging.requirements import Requirement
 
 from tests.test_packaging import OLDEST
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-def changes(example: str) -> list[str]:
+def changes(example):
     """Return all lines of Python that differ."""
     found = []
     for before in sorted((EXAMPLES / example / "before").rglob("*.py")):
@@ -38,6 +38,22 @@ def test_the_change_is_two_lines_and_their_imports(example):
         "+from aqg.flower import Compressed",
         "+    strategy = Compressed(strategy)",
     ]
+
+
+def test_the_lines_in_the_readme_are_those_of_the_example():
+    app = EXAMPLES / "flower-pytorch" / "after"
+    section = (ROOT / "README.md").read_text().split("## Your own Flower app\n")[1]
+    shown = section.split("```python\n")[1].split("```")[0].splitlines()
+    assert len(shown) == 2
+    for line in shown:
+        code, _, comment = line.partition("#")
+        file, _, imported = comment.strip().partition(": ")
+        lines = [found.strip() for found in (app / "digits" / file).read_text().splitlines()]
+        assert code.strip() in lines
+        assert imported in lines
+    project = tomllib.loads((app / "pyproject.toml").read_text())["project"]
+    [own] = re.findall(r"pip install '(aqg\[.*?\])'", section.split("```python")[0])
+    assert own in project["dependencies"]
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower

@@ -1,7 +1,5 @@
 """FLARE's filters with FLARE's own contexts and messages; its simulator is in `test_install`."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace

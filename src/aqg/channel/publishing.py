@@ -17,10 +17,10 @@ from aqg.channel.tensors import PIECE
 from aqg.core.grids import value_table
 from aqg.core.messages import Upload
 from aqg.core.public import Entry
+from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import on_grid
 from aqg.core.space import NumpySpace
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, ternary
 from aqg.core.track import Terms, correct
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def condense(
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.sparsifiers.largest` does, in little memory.
+    """Return what `aqg.core.quantizers.largest` does, in little memory.
 
     The bits of positive numbers are in the order of the numbers: their upper halves are counted,
     then the lower halves of those with the same upper half as the last one that is taken.

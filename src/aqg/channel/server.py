@@ -32,8 +32,7 @@ from aqg.errors import ConfigError, MessageError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
-from aqg.wire.entry import encode_entry, encode_log
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

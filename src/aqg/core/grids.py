@@ -16,8 +16,6 @@ level has at most 16, so every value is an *exact* float32 product and ``referen
 once, the same way on every machine, with or without fused multiply-add.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """States as named arrays, and back, without losing a bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +35,6 @@ def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
 
 
 def clients_from_arrays(arrays: Arrays) -> Clients:
-    """Return the state that `clients_to_arrays` wrote."""
     stages: dict[str, dict[str, NDArray[Any]]] = {}
     for key, table in arrays.items():
         if key.startswith(_STAGE):
@@ -51,7 +48,6 @@ def clients_from_arrays(arrays: Arrays) -> Clients:
 
 
 def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
-    """Return the model and what moves it as arrays."""
     return {
         "round": np.array(model.round, np.int64),
         "parameters": model.parameters,
@@ -72,7 +68,6 @@ def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
 
 
 def model_from_arrays(arrays: Arrays) -> Model:
-    """Return the model that `model_to_arrays` wrote."""
     *budget, upload_energy = arrays["budget"].tolist()
     return Model(
         round=int(arrays["round"]),

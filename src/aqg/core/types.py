@@ -1,7 +1,5 @@
 """Names for the arrays that travel through the package."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +16,6 @@ Levels = NDArray[np.unsignedinteger[Any]]
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether this is a whole number; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -15,8 +15,6 @@ Pixels, that is unsigned bytes with at least two axes per sample, are divided by
 integers, such as token ids, stay integers.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,22 +35,14 @@ _OPTIONAL = ("x_test", "y_test", "client")
 
 
 class Facts(NamedTuple):
-    """What the defaults of a run depend on.
+    """What the defaults of a run depend on."""
 
-    Attributes:
-        num_samples: of all clients.
-        num_clients: that the file names, None where it names none.
-        has_classes: whether the targets are classes.
-
-    """
-
-    num_samples: int
-    num_clients: int | None
-    has_classes: bool
+    num_samples: int  # of all clients
+    num_clients: int | None  # that the file names, None where it names none
+    has_classes: bool  # whether the targets are classes
 
 
 def peek(path: Path) -> Facts:
-    """Return what a file says of itself, without reading its samples."""
     arrays = read_arrays(path, ("y_train",), ("client",))
     labels, clients = arrays["y_train"], arrays.get("client")
     num_clients = None if clients is None else len(np.unique(clients))
@@ -60,7 +50,6 @@ def peek(path: Path) -> Facts:
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Read a dataset from ``FILE.npz``, with every array checked."""
     arrays = read_arrays(path, _NEEDED, _OPTIONAL)
     for name in ("x_train", "y_train", "x_test", "y_test"):
         if name in arrays:

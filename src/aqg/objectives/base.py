@@ -53,7 +53,6 @@ class Objective(ABC):
         stackable: whether a client's numbers on NumPy are the same to the last bit, alone or
             stacked with others.
         takes_integers: whether features may be integers, such as tokens.
-
     """
 
     stackable: bool = True
@@ -94,7 +93,6 @@ class Objective(ABC):
             statistics: what becomes of buffers that training changes, such as the running
                 statistics of batch normalization: ``"average"`` over the clients, ``"local"`` to
                 each, or ``"frozen"``.
-
         """
         from aqg.objectives.module import ModuleObjective  # needs torch
 
@@ -191,7 +189,6 @@ def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
-    """Raise unless ``l2`` and ``scaling`` are ones an objective can have."""
     if not (math.isfinite(l2) and l2 >= 0):
         raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
     if scaling not in get_args(Scaling):

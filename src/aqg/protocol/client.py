@@ -5,24 +5,33 @@ finds out from stamps and digests, and does nothing, goes back by one answer, as
 lacks, or starts again from zero.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.public import Public
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.protocol.digests import start_digest
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
-from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
+from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.messages import (
+    Order,
+    Reply,
+    UnknownTermsError,
+    order_from_bytes,
+    terms_of_run,
+    to_bytes,
+)
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
+    Base,
     ClientMirror,
     answer,
     find_base,
@@ -30,20 +39,9 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
-from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, write_atomically
+from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, Vault, write_atomically
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.protocol.follower import Holding, Parcel, Start
-    from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.mirrors import Base
-    from aqg.protocol.store import Vault
-
-    Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
+Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
 
 _logger = logging.getLogger("aqg.protocol")
 _TERMS = "terms"
@@ -67,7 +65,6 @@ class ClientSession:
     ...     server.step()
     >>> bool(np.abs(server.parameters - 1.0).max() < 0.01)
     True
-
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class ClientSession:
                 server is to go against, such as a gradient, or the model less the one that local
                 training arrived at. It may return the loss as well. It is not called for an order
                 that was answered already, or that this client cannot follow.
-
         """
         try:
             read = order_from_bytes(order, self._terms.values() or self._read_terms())
@@ -129,7 +125,6 @@ class ClientSession:
         return frame
 
     def _keep_terms(self, order: Order) -> None:
-        """Remember an order's terms, which later ones leave out."""
         key = key_of(order)
         if key not in self._terms:
             self._terms[key] = terms_of_run(order)
@@ -190,12 +185,10 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
 
 
 def key_of(order: Order) -> str:
-    """Return the name under which a client remembers a run."""
     return f"{order.run}-{order.fingerprint.hex()}"
 
 
 def terms_of(order: Order, recipe: Recipe) -> Terms:
-    """Return what must be known to follow the server's log."""
     return Terms(recipe, order.num_params, order.dtype)
 
 
@@ -207,7 +200,6 @@ class OutOfReachError(Exception):
         self.holding = holding
 
     def reply(self, order: Order) -> Reply:
-        """Return the answer to an order that could not be followed."""
         _logger.warning("round %d: the model is out of reach: %s", order.round, self)
         return lost_reply(order, self.holding, str(self))
 
@@ -218,7 +210,6 @@ def follow_log(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -
 
 
 def follow_public(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> Public:
-    """Follow the log from what is in the store, and put what it leads to there."""
     try:
         public = follow(terms, parcel, _held(terms, store), start)
     except LostError as error:
@@ -233,7 +224,6 @@ def _held(terms: Terms, store: ClientStore) -> Public | None:
 
 
 def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
-    """Find the state to answer from in what is stored, and make sure that it has its digest."""
     base = _stored_base(recipe, store, order)  # no other state is held in memory
     if base is not None and (base.restarted or base.snapshot.is_intact):
         return base
@@ -250,7 +240,6 @@ def _stored_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | Non
 
 
 def log_reply(order: Order, reply: Reply) -> None:
-    """Say what was out of the ordinary."""
     if reply.restarted:
         _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
     if reply.rolled_back:

@@ -28,8 +28,14 @@ from aqg.core.types import FloatArray, IntArray
 from aqg.errors import RunError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import CONTENT_EVERY, Holding, Parcel
-from aqg.wire.entry import Merger, encode_entry, encode_log, known_velocity, log_overhead
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import (
+    Merger,
+    encode_entry,
+    encode_log,
+    encode_snapshot,
+    known_velocity,
+    log_overhead,
+)
 
 Content = bytes | int
 """A frame, or its length."""
@@ -41,20 +47,13 @@ shorter than they are."""
 
 
 class Delivery(NamedTuple):
-    """What brings a client up to date.
+    """What brings a client up to date."""
 
-    Attributes:
-        first: the round of the first entry to send.
-        snapshot: the frame to send before it, or its length; None where the entries do.
-        num_bytes: in all.
-        merged: one frame in place of the entries; empty where they are sent.
-
-    """
-
-    first: int
+    first: int  # the round of the first entry to send
+    # the frame to send before it, or its length; None where the entries do
     snapshot: Content | None
-    num_bytes: int
-    merged: bytes = b""
+    num_bytes: int  # in all
+    merged: bytes = b""  # one frame in place of the entries; empty where they are sent
 
 
 class ModelLog:
@@ -66,7 +65,6 @@ class ModelLog:
         snapshot_round: the round that the last snapshot holds.
         snapshot: the snapshot.
         merges: whether the model lies on an exact grid, and entries can be added up.
-
     """
 
     def __init__(
@@ -208,26 +206,16 @@ _UNKNOWN, _HAS, _LACKS = range(3)
 
 
 class LogState(NamedTuple):
-    """A log and its readers between two rounds; nothing of it is ever changed.
+    """A log and its readers between two rounds; nothing of it is ever changed."""
 
-    Attributes:
-        first: the round of the first entry.
-        entries: frames of consecutive rounds.
-        digests: of the public model before each of these rounds, and after the last.
-        snapshot_round: the round that the last snapshot holds.
-        snapshot: relative to the starting model; empty before the first.
-        positions: the round that each client holds, ``(M,)``; 0 where it needs a snapshot.
-        starts: whether each client has the starting model, ``(M,)``.
-
-    """
-
-    first: int
-    entries: tuple[bytes, ...]
+    first: int  # the round of the first entry
+    entries: tuple[bytes, ...]  # frames of consecutive rounds
+    # of the public model before each of these rounds, and after the last
     digests: tuple[bytes, ...]
-    snapshot_round: int
-    snapshot: bytes
-    positions: IntArray
-    starts: NDArray[np.int8]
+    snapshot_round: int  # the round that the last snapshot holds
+    snapshot: bytes  # relative to the starting model; empty before the first
+    positions: IntArray  # the round that each client holds, ``(M,)``; 0 where it needs a snapshot
+    starts: NDArray[np.int8]  # whether each client has the starting model, ``(M,)``
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
@@ -288,7 +276,6 @@ class Publisher:
         merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
-
     """
 
     def __init__(
@@ -367,22 +354,12 @@ class Publisher:
         entries = entries or log.frame(delivery.first)
         return Parcel(self.round, self.digest, entries, snapshot)
 
-    def is_new(self, client: int) -> bool:
-        """Tell whether a client has said nothing so far."""
-        return bool(self._starts[client] == _UNKNOWN)
-
     def followed(self, client: int) -> None:
         """Take note that a client holds the model of this round."""
         self._offered.pop(client, None)
         self.positions[client] = self.round
         if self._starts[client] == _UNKNOWN:  # it can have come from there only
             self._starts[client] = _HAS
-
-    def started(self, client: int) -> None:
-        """Take note that a client gets the starting model, and nothing else, by other means."""
-        self._offered.pop(client, None)
-        self._starts[client] = _HAS
-        self.positions[client] = 1 if self._log.first == 1 else _NOTHING
 
     def lost(self, client: int, holding: Holding) -> None:
         """Take note of what a client holds that could not follow.

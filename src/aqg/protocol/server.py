@@ -4,22 +4,23 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import Exact, Full, describe_downlink, resolve_downlink
+from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
+from aqg.core.messages import Message
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import Fixed, resolve_step
-from aqg.core.types import is_whole
+from aqg.core.types import Float64Array, FloatArray, is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol.book import (
     MirrorBook,
@@ -34,14 +35,6 @@ from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.store import read_arrays, write_arrays
 from aqg.start import require_way, settle
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.downlink import Downlink
-    from aqg.core.messages import Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array, FloatArray
 
 CHECKPOINT = "session.npz"
 _HEAD_BYTES = 4096
@@ -58,7 +51,6 @@ class Receipt(NamedTuple):
         problem: why it was not taken; empty where it was.
         loss: what the client said, NaN where it did not.
         num_bytes: the length of the frame that it carried.
-
     """
 
     is_taken: bool
@@ -101,7 +93,6 @@ class ServerSession:
     >>> server = ServerSession(np.zeros(3), num_clients=2)
     >>> server.take(0, b"nonsense").problem
     'byte 0x6e does not begin the reply of this version of aqg'
-
     """
 
     def __init__(
@@ -292,7 +283,6 @@ class ServerSession:
         write_arrays(self._path / CHECKPOINT, arrays)
 
     def _restored(self) -> MirrorBook | None:
-        """Return the book of the checkpoint, if there is one."""
         if self._path is None:
             return None
         try:
@@ -333,7 +323,6 @@ def _resolve(spec: str, recipe: Recipe) -> Downlink:
 
 
 def _checked(parameters: object, num_clients: Any) -> FloatArray:
-    """Return a copy of a model that a session can start from."""
     if not is_whole(num_clients) or num_clients < 1:
         raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
     start = np.array(parameters)

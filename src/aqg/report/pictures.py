@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 2), (6, 2, 1, 2), (9, 3), (3, 2))
-_AXES = {
-    "rounds": "rounds",
-    "uploads": "uploads",
-    "total_bytes": "bytes uploaded and downloaded",
-}
+_AXES = {"rounds": "rounds", "uploads": "uploads", "total_bytes": "bytes uploaded and downloaded"}
 _MAX_PANELS = 12
 _BINS = 120
 _COLUMNS = 400

@@ -4,28 +4,23 @@ One server, one object per client, and real frames between them, over the functi
 deployment uses. It is slow and plain on purpose; the fast engine is tested against it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from aqg.core import server
-from aqg.core.client import init_client, respond
-from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import Broadcast
 from aqg.core.public import init_public
 from aqg.core.recipe import Recipe
-from aqg.core.round import join_clients, split_clients
+from aqg.core.round import init_client, join_clients, respond, split_clients
 from aqg.core.stages import level_factors
 from aqg.core.types import Float64Array, FloatArray
 from aqg.protocol.log import Delivery
 from aqg.sim.downloads import make_downloads
-from aqg.sim.frame_sizes import make_record
 from aqg.sim.late import Reply, make_replies
 from aqg.sim.problem import Problem
-from aqg.sim.record import RoundRecord, full_download_bytes
+from aqg.sim.record import RoundRecord, full_download_bytes, make_record
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, Dropout, Training
 from aqg.wire import decode, encode, known
 from aqg.wire.entry import encode_entry, known_velocity
 
@@ -125,7 +120,6 @@ class ReferenceSimulation:
         return self._mean_loss(self.parameters, np.full(self.num_clients, np.nan))
 
     def _mean_loss(self, params: FloatArray, losses: Float64Array) -> float:
-        """Return the weighted mean of the losses, measuring those that are not exact or missing."""
         is_known = ~np.isnan(losses) & self.training.local.sees_all_samples
         for m in np.flatnonzero(~is_known).tolist():
             with self.statistics.of_client(m):

@@ -1,25 +1,9 @@
 """A vector of floating-point numbers by its difference from one that the reader has, losslessly.
 
-::
-
-    byte 0      kind: 0 BITS, 1 LATTICE, 2 TABLE
-    places      where the vectors differ, and which way: 1 where they do not, 0 and 2 for the sign
-                of the difference, as the levels of a three-level grid; the mode of
-                `aqg.wire.frame` in which they are coded, a byte; their number of bytes, a varint;
-                and those bytes
-    then, if they differ anywhere, the magnitudes of the differences:
-    BITS        of the bit patterns, as integers that wrap: sections of the planes of their bytes,
-                lowest first, as many as a number has
-    LATTICE     exponent ``e``, a zigzag varint; how many bytes, a byte; and sections of the planes
-                of the bytes of ``|difference| / 2^e``
-    TABLE       exponent ``e``; the number of different magnitudes less one, a byte; these, each
-                less the one before, as varints; and a section of the indices
-
 Sums of quantized vectors lie on a lattice: all are small multiples of one power of two, and often
 take few different values. What does not fit is written by its bits.
+``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import itertools
 from typing import Any, NamedTuple

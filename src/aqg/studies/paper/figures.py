@@ -69,7 +69,6 @@ _POINTS = 160
 
 
 def all_figures(results: Results) -> dict[str, bytes]:
-    """Return PNG pictures by name, those that the results have runs for."""
     figures: dict[str, bytes | None] = {
         "figure-5-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
         "figure-6-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
@@ -150,7 +149,6 @@ def _figure(
 
 
 def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], recipe: str) -> None:
-    """Draw the median over seeds, and the range as a band, in every panel."""
     shown = [o for o in outcomes if o.name in results.curves]
     if not shown:
         return
@@ -235,7 +233,6 @@ def _png(figure: Any) -> bytes:
 
 
 def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
-    """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
     results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
