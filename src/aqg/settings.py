@@ -205,6 +205,10 @@ class FlowerSettings(CommonSettings):
 
     num_clients: int = setting(...,
         "How many clients the federation has, connected or not.", SERVER, FROM_1)
+    start: str = setting("auto",
+        "How clients get the first model: drawn from the seed, known by its digest, rounded, or "
+        "exact. `auto` is `seed` where all layers look freshly initialized, else `exact`.", SERVER,
+        ("auto", "seed", "digest", "rounded", "exact"))
     rounds: int = setting(...,
         "How many rounds in all, those before a restart included; 3 of `AQG`, and `num_rounds` of "
         "`start` comes first.", SERVER, FROM_1, key="num-server-rounds")

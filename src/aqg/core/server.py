@@ -54,6 +54,7 @@ _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
 _NO_NOISE = Budget()
 _FIRST = np.arange(1)
+_PIECE = 1 << 18
 
 
 class Step(NamedTuple):
@@ -347,11 +348,14 @@ def on_grid(
         base = snap(base, quantum)
     if upload.width > TERNARY_WIDTH or power < quantum:
         power = max(power, quantum)
-        levels = np.rint(space.get(vector) * (size / power)).clip(-middle, middle)
-        levels = np.where(upload.levels == middle, 0, levels)
-        if not levels.any():
+        levels, whole = np.empty_like(upload.levels), space.get(vector)
+        for start in range(0, len(levels), _PIECE):
+            piece = slice(start, start + _PIECE)
+            numbers = np.rint(whole[piece] * (size / power)).clip(-middle, middle)
+            levels[piece] = np.where(upload.levels[piece] == middle, 0, numbers) + middle
+        if (levels == middle).all():
             return None
-        upload = replace(upload, levels=(levels + middle).astype(upload.levels.dtype))
+        upload = replace(upload, levels=levels)
     return replace(upload, step=power), quantum, base
 
 
