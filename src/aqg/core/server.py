@@ -47,7 +47,7 @@ from aqg.core.track import (
     move_directions,
     next_direction,
 )
-from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError
 
 _SPACE = NumpySpace(in_place=True)
@@ -483,7 +483,7 @@ def check_message(model: Model, client: int, message: AnyUpload, weight: float) 
         raise MessageError(
             f"client {client} sent {len(message)} coordinates; the model has {num_params}"
         )
-    if not _is_number(weight):
+    if not is_number(weight):
         raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
     message.validate()
 
@@ -517,13 +517,13 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
 
     The state must have been made for the same optimizer, rule and downlink.
     """
-    if not _is_number(step.size):
+    if not is_number(step.size):
         raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
-    if not (_is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
+    if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
         raise ConfigError(
             f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
         )
-    if not (_is_number(step.sampled) and 0 < step.sampled <= 1):
+    if not (is_number(step.sampled) and 0 < step.sampled <= 1):
         raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
     for name in ("velocity", "rest"):
@@ -542,10 +542,6 @@ def age_weight(age: int) -> float:
     [1.0, 0.5]
     """
     return 1.0 / math.sqrt(1.0 + age)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
 
 
 Value = TypeVar("Value")

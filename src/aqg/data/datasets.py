@@ -18,10 +18,9 @@ import math
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -426,29 +425,27 @@ class DatasetInfo:
     load: Callable[[Path | None], Dataset]
 
 
-DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
-    {
-        info.name: info
-        for info in (
-            DatasetInfo(
-                "digits",
-                "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
-                lambda _: load_digits(),
-            ),
-            DatasetInfo(
-                "mnist",
-                "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
-                load_mnist,
-            ),
-            DatasetInfo(
-                "heterogeneous",
-                "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
-                "three sets; 2 MB from the LAG repository on GitHub",
-                load_heterogeneous,
-            ),
-        )
-    }
-)
+DATASETS: dict[str, DatasetInfo] = {
+    info.name: info
+    for info in (
+        DatasetInfo(
+            "digits",
+            "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
+            lambda _: load_digits(),
+        ),
+        DatasetInfo(
+            "mnist",
+            "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
+            load_mnist,
+        ),
+        DatasetInfo(
+            "heterogeneous",
+            "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
+            "three sets; 2 MB from the LAG repository on GitHub",
+            load_heterogeneous,
+        ),
+    )
+}
 
 
 def is_dataset_file(name: str) -> bool:
