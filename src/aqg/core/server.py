@@ -393,13 +393,11 @@ class ServerState(NamedTuple):
 
     @property
     def parameters(self) -> FloatArray:
-        params: FloatArray = self.model.parameters
-        return params
+        return self.model.parameters
 
     @property
     def averaged(self) -> FloatArray:
-        params: FloatArray = self.model.averaged
-        return params
+        return self.model.averaged
 
     @property
     def public(self) -> Public:
@@ -411,8 +409,7 @@ class ServerState(NamedTuple):
 
     def mirror(self, client: int) -> FloatArray:
         """Return ``ref_m`` of a client, ``(n,)``; ``(0,)`` where the recipe keeps none."""
-        mirror: FloatArray = self.peers[client].track.position[0]
-        return mirror
+        return self.peers[client].track.position[0]
 
 
 def init_server(

@@ -165,8 +165,7 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     >>> make_step("dog:first=0.1").first
     0.1
     """
-    made: Fixed | DistanceOverGradients = make_named("step", spec, STEPS, also=(AUTO,))
-    return made
+    return make_named("step", spec, STEPS, also=(AUTO,))
 
 
 def resolve_step(

@@ -180,8 +180,7 @@ def make_objective(
         "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
         "mlp": perceptron,
     }
-    objective: Objective = make_named("model", spec, makers, also=tuple(MODULES))
-    return objective
+    return make_named("model", spec, makers, also=tuple(MODULES))
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
