@@ -69,7 +69,7 @@ class Setting:
     bound: Bound | tuple[str, ...] | None = None  # of numbers; or the texts to choose from
     metavar: str | None = None  # for the value; by default its type, or the choices
     shown: str = ""  # the default in words, where it depends on other settings
-    key: str = ""  # in Flower's run-config, where Flower has a word for it
+    key: str = ""  # where it has another name: in Flower's run-config, or of an option
 
     def check(self, name: str, value: Any) -> None:
         if value is None or self.bound is None:
@@ -265,7 +265,8 @@ class FlowerSettings(CommonSettings):
 
 
 def table(kind: Any) -> dict[str, Setting]:
-    return {field.name: field.metadata["setting"] for field in dataclasses.fields(kind)}
+    fields = dataclasses.fields(kind)
+    return {each.name: each.metadata["setting"] for each in fields if each.metadata}
 
 
 @functools.cache
@@ -290,7 +291,7 @@ _IN_WORDS = {
 }
 
 
-def typed(kind: type[CommonSettings], name: str, value: Any, shown: str = "") -> Any:
+def typed(kind: Any, name: str, value: Any, shown: str = "") -> Any:
     """Return a value as its setting has it: whole numbers stand for floats, and lists for tuples.
 
     >>> typed(RunSettings, "alpha", 1), typed(RunSettings, "absences", [[0, 2, 5]])

@@ -42,12 +42,8 @@ def make_named(
 ) -> Any:
     """Make what a spec names.
 
-    Args:
-        kind: what it is, for messages.
-        spec: a name and options.
-        makers: by name, what takes the options.
-        given: the first arguments of every maker; no options.
-        also: further names that the setting can have, for messages.
+    ``makers`` are, by name, what takes the options after the ``given`` arguments; ``kind`` and
+    ``also``, further names that the setting can have, are for messages.
 
     >>> make_named("fraction", "over:divisor=4", {"over": lambda *, divisor=1: 1 / divisor})
     0.25

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
 from rich.console import Console
 
 from aqg.cli.display import BYTES, DIRECTIONS_NOTE, Overview, measured, metric_title, say, widen
-from aqg.cli.options import Cluster, CompareOptions, DataDir, Jobs, SweepOptions
+from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.objectives.metrics import Metric
@@ -494,60 +493,26 @@ def _show_comparison(
         say(console, f"Look at: aqg report {directory}")
 
 
-def reproduce(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Shortened for a laptop: minutes on two cores.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory for runs, tables and pictures; goes on with what is there. "
-            "runs/reproduce or runs/reproduce-quick by default."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="For MNIST; the GPU by default if there is one."),
-    ] = None,
-    jobs: Jobs = None,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="table2|logistic|rounding|softmax|dropouts|network",
-            help="Only these parts, separated by commas.",
-        ),
-    ] = None,
-    saved: Annotated[
-        Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
-    ] = None,
-    missing: Annotated[
-        Path | None,
-        typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
-    ] = None,
-    data_dir: DataDir = None,
-    cluster: Cluster = None,
-) -> int:
-    """Run the paper's experiments again and print its figures beside ours.
-
-    Its Table 2 and Figures 5 to 10 over several seeds, logistic runs with data that differ in the
-    last bit, and the 784-200-10 network. Ctrl-C saves everything; the same command goes on and
-    repeats nothing that is finished.
-    """
+def reproduce(options: ReproduceOptions) -> int:
     console = Console()
-    if saved is not None:
-        if quick or any(option is not None for option in (out, only, missing)):
+    if options.saved is not None:
+        others = (options.out, options.only, options.missing)
+        if options.quick or any(option is not None for option in others):
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        show_results(console, read_results(saved))
+        show_results(console, read_results(options.saved))
         return 0
-    scale = QUICK if quick else FULL
-    directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
+    scale = QUICK if options.quick else FULL
+    name = "reproduce-quick" if options.quick else "reproduce"
+    directory = options.out or Path("runs") / name
     best = "cuda" if visible_gpus() else "cpu"
-    plan = make_plan(scale, device or best, parse_sections(only))
-    if missing is not None:
-        plan = missing_from(missing, plan)
-    code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
+    plan = make_plan(scale, options.device or best, parse_sections(options.only))
+    if options.missing is not None:
+        plan = missing_from(options.missing, plan)
+    code = run_plan(
+        console, plan, directory, Where(options.jobs, options.cluster, options.data_dir)
+    )
     show_results(console, keep_results(plan, scale, directory))
     say(console, f"Tables, pictures and data: {directory}")
     return code

@@ -114,11 +114,8 @@ def heads() -> Heads:
 class Meter:
     """Adds to records of rounds what travels besides the frames that a simulation measures.
 
-    Args:
-        first_model: bytes of the first model, which each client receives in the first round it
-            takes part in (`aqg.start`). Where whole models travel in every round, the first one
-            is among them.
-        downlink: how the model travels.
+    Each client receives the first model (`aqg.start`) in the first round that it takes part in;
+    where whole models travel in every round, it is among them.
 
     >>> from aqg.core.downlink import Exact
     >>> meter = Meter(1000, Exact())

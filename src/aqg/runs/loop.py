@@ -130,20 +130,11 @@ def run(
 ) -> Result:
     """Run until the run is over, from the directory's checkpoint if it has one.
 
-    That is after its last round, or earlier as `aqg.runs.stopping` has it.
-
-    Args:
-        config: of the run.
-        problem: that the config describes.
-        minimum: ``f*`` where it is known, or what finds it once the last round is done and saved.
-        directory: of the run; it exists and holds the config.
-        contact: is told `Progress` after every round, and tells when to stop; a note is the
-            ceiling that holds from now on.
-        ceiling: the bytes beyond which a run with a target that ends it costs too much.
-        keeps_models: leave the best model and the last, and the last checkpoint.
-
-    Raises:
-        Interrupted: when asked to stop, after the round in progress was finished and saved.
+    That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
+    ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
+    once the last round is done and saved. The contact is told `Progress` after every round; its
+    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
+    saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
@@ -289,7 +280,7 @@ class _Referee:
     def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
         goal = config.goal
         self._eval_every = config.eval_every
-        self._minimum = minimum or 0.0
+        self._minimum = 0.0
         self.metric = VALIDATION if config.validation else "accuracy"
         self.ending: Ending | None = None
         self.ceiling = ceiling
@@ -299,8 +290,11 @@ class _Referee:
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
             self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
-            if goal.kind == "residual" and minimum is None:
-                raise RunError(f"the target is a {goal}, and the minimum of the loss is unknown")
+            if goal.kind == "residual":
+                if minimum is None:
+                    text = f"the target is a {goal}, and the minimum of the loss is unknown"
+                    raise RunError(text)
+                self._minimum = minimum
 
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
         """Return what the target is about; NaN where it was not measured."""

@@ -262,11 +262,7 @@ def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
-    """Return the tasks whose files are there, and a line about each of the others.
-
-    Raises:
-        DataError: where nothing is left.
-    """
+    """Return the tasks whose files are there, and a line about each of the others."""
     kept, lines = [], []
     for task in tasks:
         missing = task.missing_file(data_dir)
