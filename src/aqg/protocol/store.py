@@ -22,8 +22,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.core.public import Public
+from aqg.core.server import clients_from_arrays, clients_to_arrays
 from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
