@@ -53,7 +53,7 @@ class _Fields:
 
     def to_fields(self) -> dict[str, Field]:
         """Return names and values."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every user is a dataclass
+        return asdict(self)  # type: ignore[call-overload]  # every user is a dataclass
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Self:

@@ -4,7 +4,6 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
-from aqg.core.messages import Message
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
 from aqg.core.recipe import Recipe, require_memory
 from aqg.core.recipes import make_recipe
+from aqg.core.server import check_client
 from aqg.core.step_sizes import Fixed, resolve_step
-from aqg.core.types import Float64Array, FloatArray, is_whole
+from aqg.core.types import Float64Array, FloatArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol.book import (
     MirrorBook,
@@ -127,7 +126,7 @@ class ServerSession:
             tensors = layout or (("model", first.shape),)
             first, self._first_message = settle(first, tensors, start, seed=seed)
         for name, value in (("step_size", step_size), ("sampled", sampled)):
-            if value is not None and not (_is_number(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
         if sampled > 1:
             raise ConfigError(f"sampled is {sampled!r}; it must be at most 1")
@@ -186,7 +185,7 @@ class ServerSession:
 
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
-        self._check_client(client)
+        check_client(self._book.state, client)
         named, bits, max_staleness = self._recipe_terms
         order = self._book.order(
             client,
@@ -207,7 +206,7 @@ class ServerSession:
 
         The sum of a round is the same to the last bit only if replies are taken in the same order.
         """
-        self._check_client(client)
+        check_client(self._book.state, client)
         if not isinstance(reply, bytes | bytearray | memoryview):
             kind = type(reply).__name__
             return Receipt(False, problem=f"the reply is {kind}; it must be bytes")
@@ -237,7 +236,7 @@ class ServerSession:
         if verdict.message is None:
             return Receipt(False, problem=verdict.problem)
         self._answered.add(client)
-        fault = _fault_of(verdict.message, read.fault)
+        fault = "" if verdict.message.width else read.fault
         return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
 
     def step(self) -> None:
@@ -252,12 +251,6 @@ class ServerSession:
             self._book.skip_step()
         self._answered = set()
         self._save()
-
-    def _check_client(self, client: int) -> None:
-        if not is_whole(client) or not 0 <= client < self.num_clients:
-            raise MessageError(
-                f"client is {client!r}; it must be a whole number in 0..{self.num_clients - 1}"
-            )
 
     def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
         optimizer = make_optimizer(self._optimizer)
@@ -342,10 +335,6 @@ def _checked(parameters: object, num_clients: Any) -> FloatArray:
     return start
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
-
-
 def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
     try:
         given = np.ones(num_clients) if weights is None else np.array(weights, np.float64)
@@ -354,7 +343,3 @@ def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
     if given.shape != (num_clients,) or not (np.isfinite(given).all() and (given >= 0).all()):
         raise ConfigError(f"weights must be {num_clients} finite numbers that are not negative")
     return given
-
-
-def _fault_of(message: Message, fault: str) -> str:
-    return fault if message.width == 0 else ""

@@ -113,14 +113,12 @@ class FastSimulation:
     @property
     def parameters(self) -> FloatArray:
         """The current model."""
-        params: FloatArray = self.backend.get(self._model.parameters)
-        return params
+        return self.backend.get(self._model.parameters)
 
     @property
     def averaged(self) -> FloatArray:
         """The mean of the models so far, where the step's rule keeps one; else the model."""
-        params: FloatArray = self.backend.get(self._model.averaged)
-        return params
+        return self.backend.get(self._model.averaged)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""

@@ -223,8 +223,7 @@ class BernoulliDropout:
         if self.rate == 0.0:
             return np.zeros(num_clients, np.bool_)
         generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
-        away: BoolArray = generator.random(num_clients) < self.rate
-        return away
+        return generator.random(num_clients) < self.rate
 
 
 @dataclass(frozen=True)
@@ -335,8 +334,7 @@ class Training:
         if self.weighting == "equal":
             return np.ones(problem.num_clients)
         sizes = np.array([len(samples.labels) for samples in problem.clients], np.float64)
-        weights: Float64Array = sizes / sizes.mean()
-        return weights
+        return sizes / sizes.mean()
 
     def num_sampled(self, num_clients: int) -> int:
         """Return how many of ``M`` clients the server asks in a round, or has at work at a time.
