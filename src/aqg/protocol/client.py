@@ -94,8 +94,8 @@ class ClientSession:
         try:
             read = order_from_bytes(order, self._terms.values() or self._read_terms())
         except UnknownTermsError as unknown:
-            held = b"" if self._start is None else start_digest(self._start)
-            return to_bytes(unknown.reply(held))
+            digest = b"" if self._start is None else start_digest(self._start)
+            return to_bytes(unknown.reply(digest))
         agreed = agree(read, self._recipe)
         self._keep_terms(read)
         store = ClientStore(self._vault(read), key_of(read))

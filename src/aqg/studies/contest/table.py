@@ -469,7 +469,8 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
         _draw_panel(axis, task, [cell for cell in shown if cell.task == task], looks)
     handles: dict[str, Any] = {}
     for axis in panels:
-        for artist, name in zip(*axis.get_legend_handles_labels(), strict=True):
+        found: Any = axis.get_legend_handles_labels()
+        for artist, name in zip(*found, strict=True):
             if name not in handles or artist.get_markerfacecolor() != _OPEN:
                 handles[name] = artist
     order = [name for name in comparison.recipes if name in handles]
