@@ -175,6 +175,10 @@ def test_it_works_compressed(strategy, recipe):
     assert traffic.up < 0.5 * traffic.plain_up
     away = np.abs(plain.arrays["layer.weight"].numpy()).max()
     assert distance(result.arrays, plain.arrays["layer.weight"].numpy()) < 0.4 * away
+    averaged, own = (r.arrays["bn.running_mean"].numpy() for r in (plain, result))
+    assert np.ptp(averaged) == 0
+    assert 0.5 < averaged[0] < 1.5  # nodes have 1/3 to 4/3, and late ones count by their change
+    assert own == pytest.approx(averaged, rel=0.01)  # in half precision
 
 
 def test_the_default_recipe_is_that_of_the_strategy_inside():
