@@ -438,6 +438,33 @@ def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
     assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
 
 
+@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
+def test_clients_may_hold_nothing_between_rounds(recipe):
+    """A phone that appears once answers like one that has been there all the time."""
+    options = {"recipe": recipe, "layout": LAYOUT, "sampled": 0.5, "seed": 3}
+    given = np.random.default_rng(0).uniform(-0.2, 0.2, 1240).astype(np.float32)
+    servers = [ServerSession(given, 2, memory=memory, **options) for memory in ("model", "none")]
+    clients = [ClientSession(), ClientSession()]
+    sizes = [], []
+    for number in range(12):
+        for server, sized in zip(servers, sizes, strict=True):
+            for m in (0, 1):
+                keeps = server is servers[0]
+                client = clients[m] if keeps else ClientSession()
+                order = server.order(m)
+                sized.append(len(order))
+                made = np.random.default_rng((number, m))
+                reply = client.answer(
+                    order, lambda model, _round, made=made: 0.1 * (model + made.random(len(model)))
+                )
+                assert server.take(m, reply).is_taken
+            server.step()
+    assert servers[0].parameters.tobytes() == servers[1].parameters.tobytes()
+    assert max(sizes[0][2:]) < min(sizes[1][4:])
+    with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients remember"):
+        ServerSession(given, 2, recipe="lean", memory="none")
+
+
 def test_ways_to_start_are_checked():
     with pytest.raises(ConfigError, match="start is 'post'; choose from seed"):
         ServerSession(np.zeros(3), 1, start="post")

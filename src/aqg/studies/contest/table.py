@@ -16,7 +16,6 @@ A comparison's directory holds
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import textwrap
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aqg.core.recipes import FROM_MEMORY
+from aqg.report.pictures import grid, png
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest.measure import (
@@ -436,7 +436,6 @@ _OPEN = "none"
 _OUR_COLOR = "#D55E00"
 _PANEL = 3.6
 """Inches."""
-_MOST_COLUMNS = 3
 _FEWEST_SEEDS = 5
 """With fewer, an interval is wider than the picture."""
 
@@ -462,34 +461,23 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     the frontier. Where federated averaging does not reach a fixed target, rounds take the place of
     the delay.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = [cell for cell in cells if cell.is_main and cell.same_as is None]
     tasks = [t.name for t in comparison.tasks if any(cell.task == t.name for cell in shown)]
-    num_columns = max(1, min(_MOST_COLUMNS, len(tasks)))
-    num_rows = max(1, -(-len(tasks) // num_columns))
-    size = (_PANEL * num_columns + 1.6, _PANEL * num_rows + 0.4)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    figure, panels = grid(len(tasks), _PANEL, _PANEL, 1.6)
     looks = _looks([recipe for recipe in comparison.recipes if recipe != FEDAVG])
-    for axis, task in zip(panels, tasks, strict=False):
+    for axis, task in zip(panels, tasks, strict=True):
         _draw_panel(axis, task, [cell for cell in shown if cell.task == task], looks)
-    for axis in panels[len(tasks) :]:
-        axis.set_visible(False)
     handles: dict[str, Any] = {}
     for axis in panels:
-        for artist, name in zip(*axis.get_legend_handles_labels(), strict=True):
+        found: Any = axis.get_legend_handles_labels()
+        for artist, name in zip(*found, strict=True):
             if name not in handles or artist.get_markerfacecolor() != _OPEN:
                 handles[name] = artist
     order = [name for name in comparison.recipes if name in handles]
     if order:
         look: dict[str, Any] = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
         figure.legend([handles[name] for name in order], order, **look)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return png(figure)
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
