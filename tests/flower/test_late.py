@@ -1,7 +1,6 @@
 """Loops of users' own over the grid, and rounds that end before all replies are there."""
 
 import logging
-import random
 
 import numpy as np
 import pytest
@@ -18,12 +17,6 @@ from aqg.flower.grid import CompressedGrid
 
 from tests.flower.memory_grid import MemoryGrid
 from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, distance, first_arrays, make_app
-
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path, monkeypatch):
-    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
-    random.seed(0)
 
 
 class SlowGrid(MemoryGrid):
