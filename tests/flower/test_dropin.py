@@ -424,7 +424,7 @@ def forged(**fields):
     ("change", "text", "recipe"),
     [
         (rewritten(flipped), "damaged", "lean"),
-        (rewritten(lambda data: bytes([data[0] - 1]) + data[1:]), "same version of aqg", "lean"),
+        (rewritten(lambda data: b"\xa1" + data[1:]), "same version of aqg", "lean"),
         (rewritten(lambda data: data[:-20]), "damaged", "auto"),
         (rewritten(lambda data: data + bytes(10_000_000)), "damaged", "lean"),
         (lambda reply: reply.content.pop("aqg"), "without the mod", "auto"),
