@@ -10,20 +10,32 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: without bytecode, each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test soak quick check tested compiled format docs clean
+.PHONY: run test soak quick check compiled format docs clean lab flower training runs library rest
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
 
-# One thread each: tests run side by side, a file in one process. One process more than cores, as
-# tests of deployments, which come first, wait for others.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
+# One thread each, for they run side by side. A part is a process that loads and collects its own
+# files alone. The last one has whatever is in no other; deployments, the first, wait for processes.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+lab := tests/lab
+flower := tests/flower tests/protocol tests/channel tests/examples
+training := tests/sim tests/objectives tests/contrib
+runs := tests/cli tests/runs tests/studies tests/report
+library := tests/core tests/wire tests/data
+PARTS := lab flower training runs library
 
 test: $(VENV)/.ready-test  ## what a push needs, within five minutes: format, lint, types, tests
-	$(MAKE) --no-print-directory --jobs=2 check tested
+	$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target check $(PARTS) rest
+
+$(PARTS): compiled
+	$(PYTEST) -m "not soak" $($@)
+
+rest: compiled
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(foreach part,$(PARTS),$($(part))))
 
 soak: $(VENV)/.ready-test compiled  ## the rest, within half an hour: faults, installs, many examples
-	$(PYTEST) --dist=worksteal -m "soak or hypothesis" --hypothesis-profile=soak
+	$(PYTEST) --numprocesses=3 --dist=worksteal -m "soak or hypothesis" --hypothesis-profile=soak
 
 # What most changes break first: the algorithm, the frames, both simulators, and their examples.
 QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine.py \
@@ -32,15 +44,12 @@ QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine.py
 	--ignore=tests/wire/test_hostile.py
 
 quick: check  ## an answer within about a minute: format, lint, types and the tests of the core
-	$(PYTEST) --dist=worksteal -m "not soak" -q $(QUICK)
+	$(PYTEST) --numprocesses=2 --dist=worksteal -m "not soak" $(QUICK)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
-
-tested: compiled
-	$(PYTEST) --dist=loadfile --no-loadscope-reorder -m "not soak"
 
 compiled: $(VENV)/.ready-test  # else each of the processes that run tests would compile the same
 	$(BIN)/python -c 'from aqg.warmup import warm_up; warm_up()'

@@ -12,7 +12,6 @@ navigation until every plot and table is there, the best of three.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from aqg.report.write import Outputs, write_report
 from aqg.runs.config import RunConfig
 from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import SUMMARY, Line, rewrite_lines
-from aqg.runs.files import write_atomically
+from aqg.runs.files import to_json, write_atomically
 from aqg.runs.loop import create_run, slug
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
@@ -94,7 +93,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             for line in lines:
                 client_bytes.add(line.record)
             row = summary.to_json() | client_bytes.to_json()
-            write_atomically(directory / SUMMARY, json.dumps(row).encode())
+            write_atomically(directory / SUMMARY, to_json(row).encode())
 
 
 def open_report(path: Path, chromium: str) -> tuple[float, int]:

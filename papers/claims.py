@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from aqg.runs.table import Table
 from aqg.studies.paper.outcomes import (
     CONVERGED,
-    arrival_of_both,
     cost_of,
     cost_to_the_end,
     main_reading,
     of_setting,
     paired_ratios,
-    savings,
 )
 from aqg.studies.paper.plan import (
     ALWAYS_SEND,
@@ -30,16 +28,9 @@ from aqg.studies.paper.plan import (
     TABLE_2,
     TABLE_RECIPES,
 )
-from aqg.studies.paper.tables import (
-    LABELS,
-    SPLITS,
-    STRICT,
-    out_of,
-    percent,
-    reading_text,
-    span,
-    with_dropouts,
-)
+from aqg.studies.paper.tables import LABELS, SPLITS, out_of, percent, span
+
+from papers.tables import STRICT, arrival_of_both, reading_text, savings, with_dropouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -24,15 +24,13 @@ from aqg.studies.paper.outcomes import (
     ROUNDING,
     cost_of,
     cost_to_the_end,
-    costs_to,
     main_reading,
     of_setting,
     paired_ratios,
     read_results,
 )
 from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES, PAPER_RESIDUAL, TABLE_2
-from aqg.studies.paper.tables import LABELS, SPLITS, cells_of, out_of, span, with_dropouts
-from aqg.studies.paper.tables import all_tables as packaged_tables
+from aqg.studies.paper.tables import LABELS, SPLITS, out_of, span
 
 from papers.claims import (
     DOES_NOT,
@@ -44,6 +42,8 @@ from papers.claims import (
     machine_table,
 )
 from papers.merge import keep_beside
+from papers.tables import all_tables as plain_tables
+from papers.tables import cells_of, costs_to, with_dropouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def all_tables(results: Results) -> list[Table]:
-    """Return the package's tables, and those that say more than numbers."""
+    """Return all tables, those that say more than numbers last."""
     added = (differences_table(results), machine_table(results))
-    return [*packaged_tables(results), *(table for table in added if table.rows)]
+    return [*plain_tables(results), *(table for table in added if table.rows)]
 
 
 def all_passages(results: Results) -> list[Passage]:

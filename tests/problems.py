@@ -1,20 +1,51 @@
 """Small problems that tests train on."""
 
-from __future__ import annotations
+from itertools import cycle, product
 
 import numpy as np
+import pytest
 
+from aqg.core.recipes import RECIPES
 from aqg.objectives import make_objective
-from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.reference import ReferenceSimulation
 
-Simulation = FastSimulation | ReferenceSimulation
+_FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]
+_FEW += ["lean", "onebit", "qsgd"]
+_OTHERS = [name for name in RECIPES if name not in _FEW]
 
 
-def tiny_problem(
-    dtype: str = "float64", num_clients: int = 4, l2: float = 0.1, unequal: bool = False
-) -> Problem:
+def soak(*values):
+    """Mark a case that a push does without."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def crossed(*axes):
+    """Give all combinations; those after the first in which each value occurs are for a soak."""
+    count = max(map(len, axes))
+    first = {tuple(k % len(axis) for axis in axes) for k in range(count)}
+    return [
+        (pytest.param if places in first else soak)(
+            *(a[p] for a, p in zip(axes, places, strict=True))
+        )
+        for places in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def some_recipes(*beside):
+    """Give recipes with every memory, rule, stage and kind of upload; the others are for a soak.
+
+    Each with one of the values beside it, in turn. What no recipe changes is tested so; that each
+    does what it did, bit for bit, is in `tests/sim/test_record.py`.
+    """
+    turn = cycle([(value,) for value in beside] or [()])
+    few = [pytest.param(name, *next(turn)) for name in _FEW]
+    return few + [soak(name, *next(turn)) for name in _OTHERS]
+
+
+SOME_RECIPES = some_recipes()
+
+
+def tiny_problem(dtype="float64", num_clients=4, l2=0.1, unequal=False):
     """Softmax on random data: 6 features, 3 classes, each client with its own bias."""
     rng = np.random.default_rng(11)
     objective = make_objective("softmax", 6, 3, l2, "mean")
@@ -29,7 +60,7 @@ def tiny_problem(
     return Problem(objective, tuple(clients), initial, test=clients[0])
 
 
-def assert_same(one: Simulation, other: Simulation, rounds: int = 0) -> None:
+def assert_same(one, other, rounds=0):
     """Both do the same in so many rounds, and come to the same state, to the last bit."""
     for _ in range(rounds):
         assert one.run_round() == other.run_round()

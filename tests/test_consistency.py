@@ -1,7 +1,5 @@
 """Facts that README, pages, results and code state more than once agree."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

@@ -1,7 +1,5 @@
 """The numbers of docs/explanation/downlink.md are those of the runs in results/downlinks."""
 
-from __future__ import annotations
-
 import csv
 import statistics
 from pathlib import Path
@@ -9,9 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def measured() -> dict[tuple[str, int, str], tuple[float, float]]:
+def measured():
     """Return megabytes and rounds, medians of the seeds, by task, clients and downlink."""
-    found: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
+    found = {}
     with (ROOT / "results/downlinks/runs.csv").open() as file:
         for row in csv.DictReader(file):
             assert row["reached"] == "1"
@@ -23,24 +21,24 @@ def measured() -> dict[tuple[str, int, str], tuple[float, float]]:
     }
 
 
-def rows_of(page: str, heading: str) -> list[list[str]]:
+def rows_of(page, heading):
     table = page[page.index(heading) :].split("\n\n")[0]
     lines = [line.strip("|").split("|") for line in table.splitlines()[2:]]
     return [[cell.strip().strip("*") for cell in line] for line in lines]
 
 
-def check(text: str, value: float) -> None:
+def check(text, value):
     """Compare a number with as many digits as the page has."""
     digits = len(text.partition(".")[2])
     assert text == f"{value:.{digits}f}"
 
 
-def test_the_tables_are_the_data() -> None:
+def test_the_tables_are_the_data():
     page = (ROOT / "docs/explanation/downlink.md").read_text()
     runs = measured()
     used = set()
 
-    def compare(key: tuple[str, int, str], total: str, rounds: str) -> None:
+    def compare(key, total, rounds):
         used.add(key)
         check(total, runs[key][0])
         check(rounds, runs[key][1])

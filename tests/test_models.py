@@ -1,7 +1,5 @@
 """The built-in modules: shapes in and out, and who sees what."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The stage of ``docs/how-to/own-recipe.md``, taken from the page, works everywhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,10 +8,10 @@ import pytest
 
 from aqg import make_recipe
 from aqg.cli.app import run_app
-from aqg.core.dropouts import BernoulliDropout
 from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
 from aqg.sim.state import SimulationState
+from aqg.sim.training import BernoulliDropout
 
 from tests.problems import assert_same, tiny_problem
 
@@ -21,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "own-recipe.md"
 
 
 @pytest.fixture
-def code() -> str:
+def code():
     found = re.search(
         r"<!-- file: clipped.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
     )

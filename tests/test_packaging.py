@@ -1,7 +1,5 @@
 """What is built from the sources, and whether it works without them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,14 +35,14 @@ print(aqg.__file__, server.parameters.round(2).tolist())
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """Build both archives, the wheel from the source archive."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT))
     return out
 
 
-def run(*command: str, fails: bool = False, **environment: str) -> str:
+def run(*command, fails=False, **environment):
     done = subprocess.run(
         command,
         cwd=environment.pop("cwd", "/"),
@@ -89,9 +87,9 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     }
 
 
-def needed(requirements: list[str], extra: str) -> set[str]:
+def needed(requirements, extra):
     """Return the names of all distributions that these requirements with an extra lead to."""
-    names: set[str] = set()
+    names = set()
     left = [(requirement, extra) for requirement in requirements]
     while left:
         text, extra = left.pop()
@@ -115,16 +113,14 @@ def needed(requirements: list[str], extra: str) -> set[str]:
 class Environment:
     """A virtual environment with the wheel; nothing of this one is visible in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         run(sys.executable, "-m", "venv", "--without-pip", str(folder))
         self.bin = folder / "bin"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self.packages = folder / "lib" / version / "site-packages"
         self.settings = {"MPLCONFIGDIR": str(folder), "cwd": str(folder)}
 
-    def install(
-        self, *arguments: str, constraints: str = "constraints.txt"
-    ) -> subprocess.CompletedProcess[str]:
+    def install(self, *arguments, constraints="constraints.txt"):
         """Install packages, of the tested versions; without constraints, whatever pip chooses."""
         command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
         tested = {"PIP_CONSTRAINT": str(ROOT / constraints) if constraints else ""}
@@ -136,7 +132,7 @@ class Environment:
             check=False,
         )
 
-    def link(self, extra: str) -> None:
+    def link(self, extra):
         """Link from this environment what the wheel asks for with an extra, and nothing else.
 
         What its metadata forget is missing, just as in an environment made by pip.
@@ -149,10 +145,10 @@ class Environment:
                 if not link.exists() and target.exists():
                     link.symlink_to(target)
 
-    def python(self, code: str) -> str:
+    def python(self, code):
         return run(str(self.bin / "python"), "-c", code, **self.settings)
 
-    def aqg(self, *arguments: str, fails: bool = False) -> str:
+    def aqg(self, *arguments, fails=False):
         return run(str(self.bin / "aqg"), *arguments, fails=fails, **self.settings)
 
 
@@ -172,7 +168,7 @@ def test_the_plain_library_installs_and_works(built, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(built, tmp_path_factory):
     """Return an environment to which the tests that follow add packages."""
     made = Environment(tmp_path_factory.mktemp("installed") / "env")
     done = made.install("--no-deps", "--no-index", str(built / WHEEL))
@@ -180,9 +176,7 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     return made
 
 
-def installed(
-    built: Path, folder: Path, *requirements: str, constraints: str = "constraints.txt"
-) -> Environment:
+def installed(built, folder, *requirements, constraints="constraints.txt"):
     """Return a fresh environment with the wheel and more from the package index, or skip."""
     made = Environment(folder)
     wheel, *more = requirements
@@ -245,7 +239,7 @@ def test_in_flares_simulator_the_example_is_small(built, tmp_path):
     assert small["accuracy"] > plain["accuracy"] - 0.05 > 0.8
 
 
-def first_commands() -> list[list[str]]:
+def first_commands():
     """Return ``aqg run``, which ``make run`` is, and what else the README runs without any file."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]

@@ -1,7 +1,5 @@
 """The names users may rely on, and what the library needs to be imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The documentation site: it builds without a warning, and takes nothing from the network."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

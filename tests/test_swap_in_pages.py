@@ -1,7 +1,5 @@
 """The tables of README and of the pages on swapping in are those of the stored runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -10,9 +8,11 @@ import pytest
 from aqg.errors import DataError
 from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.plan import Outcome, Trial, read_outcomes, run_trial
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
+
+from tests.studies.contest.trials import run_trial
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,13 +23,13 @@ FORMER_DEFAULT = ROOT / "results/former-default.jsonl"
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
-def test_tables_are_those_of_the_runs(page: Path) -> None:
+def test_tables_are_those_of_the_runs(page):
     text = page.read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert readme.refreshed(page) == text
 
 
-def test_the_readme_has_one_table_with_every_task_that_was_run() -> None:
+def test_the_readme_has_one_table_with_every_task_that_was_run():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- table: ") == 1
     names = [row[0].partition(":")[0] for row in readme.field_table().rows]
@@ -38,7 +38,7 @@ def test_the_readme_has_one_table_with_every_task_that_was_run() -> None:
     assert set(readme.NUM_PARAMS) == {task.name for task in measured}
 
 
-def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show() -> None:
+def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show():
     from tests.studies.contest.test_plan import averaging, cells_of, outcome
 
     found = averaging()
@@ -51,7 +51,7 @@ def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show() -> None
 
 
 @pytest.mark.parametrize("name", ["digits-local", "heart", "watch", "unseen-synthetic"])
-def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> None:
+def test_the_readme_counts_parameters_as_they_are(name, data_dir):
     try:
         problem = build_problem(TASKS[name].config, data_dir)
     except DataError as error:
@@ -59,14 +59,14 @@ def test_the_readme_counts_parameters_as_they_are(name: str, data_dir: Path) -> 
     assert len(problem.initial_params) == readme.NUM_PARAMS[name]
 
 
-def test_stored_bytes_are_those_of_a_run_today() -> None:
+def test_stored_bytes_are_those_of_a_run_today():
     stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
     fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
     assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=0.01)
 
 
 @pytest.mark.soak
-def test_a_stored_result_comes_out_again() -> None:
+def test_a_stored_result_comes_out_again():
     """The whole run, as stored: what it learns and what it sends, on another processor as well."""
     trial = Trial("digits-local", "auto", Setting("auto", multiplier=SELF_SETTING), 0)
     stored = read_outcomes(readme.SMALL)[trial].curve
@@ -75,7 +75,7 @@ def test_a_stored_result_comes_out_again() -> None:
     assert fresh.values == pytest.approx(stored.values, abs=0.02)
 
 
-def test_runs_of_the_former_default_are_kept_apart() -> None:
+def test_runs_of_the_former_default_are_kept_apart():
     former = [Outcome.from_json(row) for row in Records(FORMER_DEFAULT).read()]
     assert {one.trial.recipe for one in former} == {"auto"}
     assert len({(one.trial.task, one.trial.seed) for one in former}) == len(former) == 65

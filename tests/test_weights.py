@@ -1,7 +1,5 @@
 """Models as files: written with their own names, read back, refused where they do not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -42,19 +42,14 @@ def make_named(
 ) -> Any:
     """Make what a spec names.
 
-    Args:
-        kind: what it is, for messages.
-        spec: a name and options.
-        makers: by name, what takes the options.
-        given: the first arguments of every maker; no options.
-        also: further names that the setting can have, for messages.
+    ``makers`` are, by name, what takes the options after the ``given`` arguments; ``kind`` and
+    ``also``, further names that the setting can have, are for messages.
 
     >>> make_named("fraction", "over:divisor=4", {"over": lambda *, divisor=1: 1 / divisor})
     0.25
     >>> make_named("fraction", "over:4", {"over": lambda *, divisor=1: 1 / divisor})
     Traceback (most recent call last):
     aqg.errors.ConfigError: fraction 'over' has no option '4'; it has: divisor
-
     """
     name, *items = spec.split(":")
     if name not in makers:
@@ -96,7 +91,7 @@ def _type(parameter: inspect.Parameter) -> type:
     if parameter.annotation in named:
         return named[parameter.annotation]
     if parameter.annotation in named.values():
-        return parameter.annotation  # type: ignore[no-any-return]
+        return parameter.annotation
     return float if parameter.default is parameter.empty else type(parameter.default)
 
 
@@ -164,19 +159,16 @@ class Code:
 
     @property
     def short(self) -> str:
-        """The name without the folder, for titles."""
         return str(replace(self, path=Path(self.path.name)))
 
     def located(self) -> Code:
-        """Return the same with an absolute path."""
         return replace(self, path=self.path.expanduser().resolve())
 
     def load(self) -> Callable[..., Any]:
-        """Run the file and return the function."""
         function = getattr(load_file(self.path), self.function, None)
         if not callable(function):
             raise ConfigError(f"{str(self.path)!r} has no function {self.function!r}")
-        return function  # type: ignore[no-any-return]
+        return function
 
     def call(self, **offered: Any) -> Any:
         """Call the function with its options and those of the arguments offered that it takes."""
@@ -263,7 +255,6 @@ def in_words(error: Exception) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex."""
     try:
         status = path.expanduser().stat()
         return _digest(path.expanduser().resolve(), status.st_mtime_ns, status.st_size)

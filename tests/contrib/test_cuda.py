@@ -4,20 +4,17 @@ A GPU does what it is told in order, and so does this; only no one waits. The sa
 GPU is in `tests/sim/test_engine.py`, where there is one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import Momentum
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout, Training
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import assert_same, some_recipes, tiny_problem
 
 torch = pytest.importorskip("torch")
 from aqg.contrib import cuda  # noqa: E402
@@ -78,8 +75,7 @@ def simulate(monkeypatch):
 AWAY = ScriptedDropout((Absence(1, 3, 12), Absence(3, 15, 22)), BernoulliDropout(0.05, seed=8))
 
 
-@pytest.mark.parametrize("dropout", [None, AWAY], ids=["none", "some"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "dropout"), some_recipes(None, AWAY))
 def test_equals_the_plain_backend_bit_for_bit(name, dropout, simulate):
     problem = tiny_problem(num_clients=6)
     recipe = make_recipe(name, max_staleness=8)

@@ -1,7 +1,5 @@
 """Sweeps on a real Ray cluster of several nodes on this machine, one of which is killed."""
 
-from __future__ import annotations
-
 import operator
 import os
 import shutil

@@ -1,7 +1,5 @@
 """L and μ against dense Hessians, Lemma 1 against a search, V along runs, and ``aqg theory``."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -21,6 +19,7 @@ from aqg.objectives.optimum import find_optimum
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 
+from papers import lemmas
 from tests.problems import tiny_problem
 
 RHOS1 = np.geomspace(1e-6, 0.9, 12)
@@ -29,7 +28,7 @@ RHOS2 = np.concatenate([np.geomspace(1e-2, 1e2, 100), np.linspace(0.45, 0.55, 10
 
 def found_by_search(alpha, weights, smoothness):
     pairs = itertools.product(RHOS1, RHOS2)
-    return any(theory.inequalities_hold(alpha, weights, smoothness, *pair) for pair in pairs)
+    return any(lemmas.inequalities_hold(alpha, weights, smoothness, *pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("weight_sum", [0.02, 0.1, 0.16])
@@ -50,16 +49,12 @@ def test_no_step_size_fits_the_papers_weights():
 
 @pytest.mark.parametrize("rho1", [0.0, 0.1, 0.7])
 def test_the_best_rho2_is_the_best(rho1):
-    best = theory.capacity(rho1, theory.best_rho2(rho1))
-    assert best >= max(theory.capacity(rho1, rho2) for rho2 in RHOS2)
+    best = lemmas.capacity(rho1, lemmas.best_rho2(rho1))
+    assert best >= max(lemmas.capacity(rho1, rho2) for rho2 in RHOS2)
     assert best == pytest.approx((1 - rho1) / (6 - 2 * rho1))
 
 
-@given(
-    weight_sum=st.floats(0.001, 0.15),
-    part=st.floats(0.05, 0.95),
-    condition=st.floats(1.0, 1e4),
-)
+@given(weight_sum=st.floats(0.001, 0.15), part=st.floats(0.05, 0.95), condition=st.floats(1.0, 1e4))
 @settings(max_examples=50, deadline=None)
 def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
     weights = (weight_sum / 5,) * 5
@@ -392,7 +387,7 @@ def test_theorem_1_asks_for_finer_uploads_than_the_papers():
 
     def holds(widths, max_width):
         tried = (
-            theory.theorem_1(
+            lemmas.theorem_1(
                 0.05,
                 weights,
                 *(smoothness, convexity, clients, widths, max_width),
@@ -415,5 +410,5 @@ def test_theorem_1_has_a_step_that_is_too_short():
     numbers = {**NUMBERS, "constant": 1.0, "rate": 0.9}
     shortest = 0.5 / (4 * 2.0**2 * 3**2)
     for alpha in (0.99 * shortest, 1.01 * shortest):
-        found = theory.theorem_1(alpha, (0.01,), 2.0, 0.5, 3, (1,), 8, **numbers)
+        found = lemmas.theorem_1(alpha, (0.01,), 2.0, 0.5, 3, (1,), 8, **numbers)
         assert found.step_is_long == (alpha > shortest)

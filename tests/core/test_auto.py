@@ -1,7 +1,5 @@
 """The default's rounding and its noise budget: unbiased, as noisy as allowed, without memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -11,20 +9,18 @@ from hypothesis import strategies as st
 
 from aqg.core.auto import Draws
 from aqg.core.budget import Budget, first_budget
-from aqg.core.client import init_client, respond
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.messages import Skip, energy_of
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
-from aqg.core.round import init_clients
+from aqg.core.round import init_client, init_clients, respond
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 from aqg.wire import encode
 
-from tests.problems import tiny_problem
+from tests.problems import crossed, tiny_problem
 
 RNG = np.random.default_rng(7)
 VECTORS = {
@@ -41,8 +37,7 @@ def draw(vector, noise=1.0, number=1):
     return Draws().quantize(vector, request)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize("shape", VECTORS)
+@pytest.mark.parametrize(("shape", "noise"), crossed(list(VECTORS), [0.0, 1.0, 10.0]))
 def test_the_mean_over_many_keys_is_the_vector(shape, noise):
     vector, count = VECTORS[shape][:300], 3000
     uploads = [draw(vector, noise, k) for k in range(count)]

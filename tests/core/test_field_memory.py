@@ -1,23 +1,19 @@
 """What clients of the field remember: any combination, in both engines, saved and restored."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.core.space import NumpySpace
 from aqg.core.stages import OwnMovement, RunningAverage
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import assert_same, crossed, tiny_problem
 
 
 def after(*stages, name):
@@ -36,8 +32,7 @@ COMBINATIONS = {
 TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(("name", "dtype"), crossed(list(COMBINATIONS), ["float32", "float64"]))
 def test_engines_agree_and_resume(name, dtype):
     problem = tiny_problem(dtype, num_clients=5, unequal=True)
     arguments = (problem, COMBINATIONS[name], 0.05, BernoulliDropout(0.2, seed=2), 3)

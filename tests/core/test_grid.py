@@ -1,7 +1,5 @@
 """The exact grid of the model that clients hold: every sum of entries is exact."""
 
-from __future__ import annotations
-
 import contextlib
 from fractions import Fraction
 
@@ -11,16 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.downlink import Condensed
-from aqg.core.grids import (
-    Grid,
-    choose_quantum,
-    largest_multiple,
-    nearest_power_of_two,
-    snap,
-)
-from aqg.core.linear import PRIME, linear_digest
+from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Public, advance, init_public, public_track
+from aqg.core.public import PRIME, Entry, Public, advance, init_public, linear_digest, public_track
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
@@ -46,11 +37,11 @@ RECIPE = make_recipe("qsgd")
 STEP = Step(1.0, downlink=Condensed(keep=0.25))
 
 
-def upload(rng: np.random.Generator, step: float) -> Upload:
+def upload(rng, step):
     return Upload(rng.integers(0, 15, LENGTH).astype(np.uint8), step, 4, Grid.MIDTREAD)
 
 
-def play(start: np.ndarray, steps: list[float], seed: int = 0):
+def play(start, steps, seed=0):
     """Publish rounds in which uploads have these steps; return what clients held, and entries."""
     state = init_server(RECIPE, start, 1, STEP)
     public, rng = init_public(RECIPE, start), np.random.default_rng(seed)
@@ -74,7 +65,7 @@ powers = st.integers(-30, 8).map(lambda k: 2.0**k)
 
 
 @given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
-def test_positions_are_multiples_of_a_quantum(steps, dtype: str, radius: float) -> None:
+def test_positions_are_multiples_of_a_quantum(steps, dtype, radius):
     """However long steps are, and however far they lead: a coarser quantum answers overflow."""
     start = (radius * np.random.default_rng(1).normal(size=LENGTH)).astype(dtype)
     held, entries = play(start, steps)
@@ -97,7 +88,7 @@ def test_positions_are_multiples_of_a_quantum(steps, dtype: str, radius: float) 
                 assert Fraction(old) + Fraction(value) == Fraction(new)
 
 
-def test_overflow_makes_the_quantum_coarser() -> None:
+def test_overflow_makes_the_quantum_coarser():
     start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
     held, entries = play(start, [2.0**-9] * 3 + [2.0**3] * 4)
     quanta = [entry.quantum for entry in entries]
@@ -107,7 +98,7 @@ def test_overflow_makes_the_quantum_coarser() -> None:
     assert quanta.count(None) >= 4
 
 
-def test_steps_below_the_quantum_wait() -> None:
+def test_steps_below_the_quantum_wait():
     """What is less than half a quantum is said when there is more of it."""
     start = np.full(LENGTH, 2.0**12, np.float32)
     _, entries = play(start, [2.0**-14] * 40)
@@ -115,7 +106,7 @@ def test_steps_below_the_quantum_wait() -> None:
     assert 0 < len(said) < len(entries)
 
 
-def test_rounding_is_the_same_everywhere() -> None:
+def test_rounding_is_the_same_everywhere():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(3)
     for dtype in (np.float32, np.float64):
@@ -126,33 +117,33 @@ def test_rounding_is_the_same_everywhere() -> None:
             assert not np.signbit(expected[expected == 0]).any()
 
 
-def test_the_first_steps_name_the_quantum_of_a_model_of_zeros() -> None:
+def test_the_first_steps_name_the_quantum_of_a_model_of_zeros():
     assert choose_quantum(0.0, 2.0**-6, np.dtype("float32")) == 2.0**-22
     assert choose_quantum(0.0, 2.0**-6, np.dtype("float64")) == 2.0**-51
 
 
-def written(held, entries) -> list[bytes]:
+def written(held, entries):
     return [
         encode_entry(entry, known_velocity(public))
         for public, entry in zip(held[:-1], entries, strict=True)
     ]
 
 
-def merged(held, data: list[bytes], first: int) -> bytes | None:
+def merged(held, data, first):
     """Return the frame of all entries from the one of this place on."""
     merger = Merger(held[-1])
     is_whole = all(merger.add(entry) for entry in reversed(data[first:]))
     return merger.frame() if is_whole else None
 
 
-def same(one: Public, other: Public) -> bool:
+def same(one, other):
     return one.parameters.tobytes() == other.parameters.tobytes() and (
         (one.round, one.history, one.quantum) == (other.round, other.history, other.quantum)
     )
 
 
 @given(st.lists(powers, min_size=2, max_size=12), st.sampled_from(["float32", "float64"]), powers)
-def test_merged_entries_lead_where_each_of_them_does(steps, dtype: str, radius: float) -> None:
+def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius):
     """From wherever a client left off; not across a round that names another quantum."""
     start = (radius * np.random.default_rng(2).normal(size=LENGTH)).astype(dtype)
     held, entries = play(start, steps)
@@ -174,7 +165,7 @@ def test_merged_entries_lead_where_each_of_them_does(steps, dtype: str, radius: 
             follow_log(frame, held[first + 1], RECIPE.movement)
 
 
-def test_a_client_gets_what_is_shorter() -> None:
+def test_a_client_gets_what_is_shorter():
     """Many entries of the same coordinates make a sum that is shorter than they are."""
     start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
     held, entries = play(start, [2.0**-6] * 20)
@@ -189,12 +180,12 @@ def test_a_client_gets_what_is_shorter() -> None:
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
 
 
-def never() -> bytes:
+def never():
     raise AssertionError("no snapshot is wanted here")
 
 
 @pytest.mark.parametrize("cut", range(0, 50, 5))
-def test_damaged_merged_entries_are_refused(cut: int) -> None:
+def test_damaged_merged_entries_are_refused(cut):
     start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
     held, entries = play(start, [2.0**-6] * 6)
     frame = merged(held, written(held, entries), 0)
@@ -210,7 +201,7 @@ def test_damaged_merged_entries_are_refused(cut: int) -> None:
         follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
 
 
-def coefficient(place: int) -> int:
+def coefficient(place):
     """Return SplitMix64 of a place, by plain integers."""
     whole = (1 << 64) - 1
     bits = (place + 1) * 0x9E3779B97F4A7C15 & whole
@@ -220,14 +211,14 @@ def coefficient(place: int) -> int:
 
 
 @given(st.lists(st.integers(-(2**54) + 1, 2**54 - 1), max_size=30), st.integers(0, 2**40))
-def test_the_linear_digest_is_what_plain_integers_make(numbers: list[int], first: int) -> None:
+def test_the_linear_digest_is_what_plain_integers_make(numbers, first):
     places = np.arange(len(numbers)) * 7 + first
     expected = sum(coefficient(p) * k for p, k in zip(places.tolist(), numbers, strict=True))
     assert linear_digest(np.array(numbers, np.int64), places) == expected % PRIME
 
 
 @given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
-def test_marks_follow_entries(steps, dtype: str, radius: float) -> None:
+def test_marks_follow_entries(steps, dtype, radius):
     """What an entry makes of the mark is that of all coordinates; any other bit has another one."""
     start = (radius * np.random.default_rng(4).normal(size=LENGTH)).astype(dtype)
     held, entries = play(start, steps)
@@ -248,7 +239,7 @@ def test_marks_follow_entries(steps, dtype: str, radius: float) -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(["float32", "float64"]), st.integers(1, 9))
-def test_no_order_of_sums_parts_two_copies(seed: int, dtype: str, num_batches: int) -> None:
+def test_no_order_of_sums_parts_two_copies(seed, dtype, num_batches):
     """Corrections on a grid: one after the other, shuffled, in batches, by torch: the same bits."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)

@@ -1,7 +1,5 @@
 """The grids: exact steps, errors within half a step, contraction."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +23,7 @@ settings.load_profile("jit")
 WIDTHS = st.integers(1, 16)
 
 
-def vectors(dtype: type) -> st.SearchStrategy[np.ndarray]:
+def vectors(dtype):
     """Any finite vector within the grids' range, subnormals and zeros included."""
     bits = 32 if dtype is np.float32 else 64
     values = st.floats(-MAX_RADIUS, MAX_RADIUS, width=bits, allow_nan=False)
@@ -35,7 +33,7 @@ def vectors(dtype: type) -> st.SearchStrategy[np.ndarray]:
 ANY_VECTOR = st.one_of(vectors(np.float32), vectors(np.float64))
 
 
-def as_bfloat16_bits(value: float) -> int:
+def as_bfloat16_bits(value):
     bits = int(np.float32(value).view(np.uint32))
     assert bits & 0xFFFF == 0
     return bits >> 16

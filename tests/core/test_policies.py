@@ -1,7 +1,5 @@
 """The rules against the paper's text, on numbers small enough to check by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

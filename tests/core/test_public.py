@@ -1,23 +1,21 @@
 """The public model: only sums leave the server, and everyone follows to the bit."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
 import pytest
 
-from aqg.core.downlink import Condensed, Downlink, Exact, Full, resolve_downlink
+from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
-    ServerState,
     Step,
     init_model,
     init_server,
+    model_from_arrays,
+    model_to_arrays,
     publish_round,
     take_message,
     take_step,
@@ -26,18 +24,16 @@ from aqg.core.space import NumpySpace
 from aqg.wire.entry import encode_entry, known_velocity
 
 LENGTH = 300
-DOWNLINKS: list[Downlink] = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
+DOWNLINKS = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
 
 
-def upload(seed: int, sign: int = 1) -> Upload:
+def upload(seed, sign=1):
     levels = np.random.default_rng(seed).integers(0, 3, LENGTH)
     levels = levels if sign > 0 else 2 - levels
     return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD)
 
 
-def publish(
-    recipe_name: str, downlink: Downlink, rounds: list[dict[int, Upload]]
-) -> tuple[list[bytes], ServerState]:
+def publish(recipe_name, downlink, rounds):
     """Return the entries of rounds in which clients sent these uploads."""
     recipe = make_recipe(recipe_name)
     step = Step(0.1, downlink=downlink)
@@ -54,7 +50,7 @@ def publish(
 
 @pytest.mark.parametrize("downlink", DOWNLINKS)
 @pytest.mark.parametrize("recipe", ["lean", "auto", "qsgd"])
-def test_equal_sums_make_equal_entries(recipe: str, downlink: Downlink) -> None:
+def test_equal_sums_make_equal_entries(recipe, downlink):
     one, two, three, back = upload(1), upload(2), upload(3), upload(3, sign=-1)
     sent = [{0: one, 1: two}, {2: one}, {}, {0: two}, {}]
     swapped = [{0: two, 2: one}, {1: one}, {0: three, 1: back}, {2: two}, {}]
@@ -67,13 +63,13 @@ def test_equal_sums_make_equal_entries(recipe: str, downlink: Downlink) -> None:
     assert len(set(expected)) > 1
 
 
-def test_a_silent_round_is_one_byte() -> None:
+def test_a_silent_round_is_one_byte():
     for downlink in (Exact(), Condensed()):
         written, _ = publish("lean", downlink, [{0: upload(1)}, {}, {}])
         assert [len(entry) for entry in written[1:]] == [1, 1]
 
 
-def test_the_state_given_is_left_as_it_was() -> None:
+def test_the_state_given_is_left_as_it_was():
     for name, downlink in product(("lean", "auto"), DOWNLINKS):
         recipe = make_recipe(name)
         step = Step(0.1, optimizer=Adam(), downlink=downlink)
@@ -89,7 +85,7 @@ def test_the_state_given_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("optimizer", [SGD(), Momentum(0.7), Adam()])
 @pytest.mark.parametrize("downlink", [Full(), Exact()])
 @pytest.mark.parametrize("recipe", ["lean", "auto"])
-def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype: str) -> None:
+def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype):
     torch = pytest.importorskip("torch")
     from aqg.sim.engine import _model_in
     from aqg.sim.torch_backend import TorchBackend
@@ -123,16 +119,14 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
         ("lean", Condensed()),
     ],
 )
-def test_the_default_is_the_recipes_own(recipe: str, expected: Downlink) -> None:
+def test_the_default_is_the_recipes_own(recipe, expected):
     assert resolve_downlink("auto", make_recipe(recipe)) == expected
     assert resolve_downlink("exact", make_recipe(recipe)) == Exact()
 
 
 @pytest.mark.parametrize("shared", [0, 100, 200])
 @pytest.mark.parametrize(("num_sent", "expected"), [(200, 100), (40, 32)])
-def test_entries_are_half_as_long_as_what_clients_send(
-    num_sent: int, expected: int, shared: int
-) -> None:
+def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, shared):
     """However much two clients have in common; the state is written and read in between."""
     recipe, length, downlink = make_recipe("auto"), 2_000, Condensed(ratio=0.5)
     step = Step(0.1, downlink=downlink)
@@ -150,7 +144,7 @@ def test_entries_are_half_as_long_as_what_clients_send(
     assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
 
 
-def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> None:
+def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
     """One magnitude for all would say little of each; what is rounded off is sent later."""
     recipe, levels = make_recipe("auto"), np.array([0, 5, 14, 16, 23, 30], np.uint8)
     message = Upload(levels, 0.125, 5, Grid.MIDTREAD)
@@ -165,7 +159,7 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each() -> N
         assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
 
 
-def test_what_a_condensing_server_leaves_out_is_sent_later() -> None:
+def test_what_a_condensing_server_leaves_out_is_sent_later():
     recipe = make_recipe("qsgd")
     step = Step(1.0, downlink=Condensed(ratio=0.2))
     state = init_server(recipe, np.zeros(LENGTH), 1, step)

@@ -1,7 +1,5 @@
 """Steps that set themselves: the formula, its start, noise, and what is stored of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -11,34 +9,33 @@ import pytest
 from aqg.core.downlink import make_downlink
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD, Momentum
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
-from aqg.core.server import ServerState, Step, init_server, publish_round, take_message
-from aqg.core.space import NumpySpace
-from aqg.core.step_sizes import (
-    DistanceOverGradients,
-    Fixed,
-    StepState,
-    make_step,
-    resolve_step,
+from aqg.core.server import (
+    Step,
+    init_server,
+    model_from_arrays,
+    model_to_arrays,
+    publish_round,
+    take_message,
 )
-from aqg.core.types import FloatArray
+from aqg.core.space import NumpySpace
+from aqg.core.step_sizes import DistanceOverGradients, Fixed, make_step, resolve_step
 from aqg.errors import ConfigError
 
 SPACE = NumpySpace()
 SIZE = 100
 
 
-def fits_bfloat16(number: float) -> bool:
+def fits_bfloat16(number):
     return 0 < number < math.inf and round_up_to_bfloat16(number) == number
 
 
 REQUEST = Request(width=2, step=0.0, squared_norm=0.0, key=(0, 0, 0))
 
 
-def steps_of(rule: DistanceOverGradients, start: FloatArray, updates, natural: float = 0.01):
+def steps_of(rule, start, updates, natural=0.01):
     """Return the lengths of the steps that a rule takes with given updates, and its last state."""
     params, state, steps = start, rule.init(start), []
     for update in updates:
@@ -49,10 +46,10 @@ def steps_of(rule: DistanceOverGradients, start: FloatArray, updates, natural: f
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 1e4])
-def test_the_formula_is_that_of_distance_over_gradients(scale: float) -> None:
+def test_the_formula_is_that_of_distance_over_gradients(scale):
     rule, rng = DistanceOverGradients(first=0.3, widest=5.0), np.random.default_rng(5)
     params = start = scale * rng.normal(size=SIZE)
-    state: StepState | None = rule.init(params)
+    state = rule.init(params)
     energy, reach = 0.0, None
     for _ in range(20):
         update = rng.normal(size=SIZE) - 1.0
@@ -73,14 +70,12 @@ def test_the_formula_is_that_of_distance_over_gradients(scale: float) -> None:
     [(0.0, 0.01), (0.1, 0.2 * 0.1), (0.3, 0.2 * 0.3), (1e3, 8 * 0.01)],
     ids=["no length", "short", "longer", "pretrained"],
 )
-def test_the_first_step_is_a_part_of_the_model_or_some_natural_ones(
-    size: float, expected: float
-) -> None:
+def test_the_first_step_is_a_part_of_the_model_or_some_natural_ones(size, expected):
     (found,), _ = steps_of(DistanceOverGradients(), np.full(SIZE, size), [np.ones(SIZE)])
     assert expected <= found * (1 + 1e-12) <= expected * (1 + 2**-6)
 
 
-def test_swings_shrink_steps_noise_does_not_and_agreement_makes_them_grow() -> None:
+def test_swings_shrink_steps_noise_does_not_and_agreement_makes_them_grow():
     """What is taken back gets the model nowhere; a walk at random comes as far as it is long."""
     rng, start, count = np.random.default_rng(3), np.full(5000, 10.0), 64
     rule, by_number = DistanceOverGradients(), np.arange(1, count + 1) ** -0.5
@@ -93,10 +88,10 @@ def test_swings_shrink_steps_noise_does_not_and_agreement_makes_them_grow() -> N
 
 
 @pytest.mark.parametrize("natural", [0.001, 0.1, 3.0, 30.0, 1e4])
-def test_any_natural_step_is_trained_with(natural: float) -> None:
+def test_any_natural_step_is_trained_with(natural):
     """Also beyond 2/L, where fixed steps run away."""
     rule, params = DistanceOverGradients(), np.random.default_rng(1).normal(size=SIZE)
-    state: StepState | None = rule.init(params)
+    state = rule.init(params)
     first = np.linalg.norm(params - 1)
     for _ in range(300):
         state, step_size = rule.next(SPACE, state, params, params - 1.0, natural)
@@ -104,7 +99,7 @@ def test_any_natural_step_is_trained_with(natural: float) -> None:
     assert np.linalg.norm(params - 1) < 0.1 * first
 
 
-def test_rounds_without_an_update_change_nothing() -> None:
+def test_rounds_without_an_update_change_nothing():
     rule, zeros = DistanceOverGradients(), np.zeros(SIZE)
     before = rule.init(zeros)
     after, step_size = rule.next(SPACE, before, zeros, zeros, 0.1)
@@ -112,9 +107,9 @@ def test_rounds_without_an_update_change_nothing() -> None:
     assert 0.1 <= step_size <= 0.1 * (1 + 2**-7)
 
 
-def test_values_beyond_all_numbers_leave_the_state_finite() -> None:
+def test_values_beyond_all_numbers_leave_the_state_finite():
     rule, zeros = DistanceOverGradients(), np.zeros(SIZE)
-    state: StepState | None = rule.init(zeros)
+    state = rule.init(zeros)
     with np.errstate(over="ignore", invalid="ignore"):
         for length in (1.0, 1e200, math.nan, math.inf, 1e-200, 1.0):
             state, step_size = rule.next(SPACE, state, zeros, zeros + length, 0.1)
@@ -128,7 +123,7 @@ def test_values_beyond_all_numbers_leave_the_state_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_torch_finds_the_same_steps(dtype: str) -> None:
+def test_torch_finds_the_same_steps(dtype):
     pytest.importorskip("torch")
     from aqg.sim.torch_backend import TorchBackend
 
@@ -138,7 +133,7 @@ def test_torch_finds_the_same_steps(dtype: str) -> None:
     start, updates = rng.normal(size=SIZE).astype(dtype), rng.normal(size=(15, SIZE)) + 0.3
     space = TorchBackend(tiny_problem(dtype), "cpu")
     params = space.put(start)
-    state: StepState | None = rule.init(start)._replace(start=params, mean=space.put(start))
+    state = rule.init(start)._replace(start=params, mean=space.put(start))
     found = []
     for update in updates:
         state, step_size = rule.next(space, state, params, space.put(update), 0.01)
@@ -147,15 +142,15 @@ def test_torch_finds_the_same_steps(dtype: str) -> None:
     assert found == pytest.approx(steps_of(rule, start, updates)[0], rel=2**-7)
 
 
-def test_the_mean_is_that_of_the_last_ninth_of_the_models() -> None:
+def test_the_mean_is_that_of_the_last_ninth_of_the_models():
     """Weights of the formula, a mean that no step begins with, and none where none is asked for."""
     recipe, rng = make_recipe("stc:keep=0.1"), np.random.default_rng(9)
     for rule, gamma in ((DistanceOverGradients(), 8.0), (Fixed(average=3.0), 3.0), (Fixed(), 0.0)):
         step = Step(0.1, rule=rule)
         without = step._replace(rule=replace(rule, average=0.0))
-        state: ServerState = init_server(recipe, rng.normal(size=SIZE), 1, step)
-        plain: ServerState = init_server(recipe, state.parameters, 1, without)
-        models: list[FloatArray] = []
+        state = init_server(recipe, rng.normal(size=SIZE), 1, step)
+        plain = init_server(recipe, state.parameters, 1, without)
+        models = []
         for _ in range(30):
             upload = recipe.quantizer.quantize(rng.normal(size=SIZE), REQUEST)
             state, plain = (take_message(recipe, one, 0, upload) for one in (state, plain))
@@ -176,11 +171,11 @@ def test_the_mean_is_that_of_the_last_ninth_of_the_models() -> None:
 
 
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])
-def test_followers_reach_the_servers_model(downlink: str) -> None:
+def test_followers_reach_the_servers_model(downlink):
     recipe, rule = make_recipe("stc:keep=0.1"), DistanceOverGradients()
     kind, rng = make_downlink(downlink), np.random.default_rng(8)
     step = Step(0.1, rule=rule, downlink=kind)
-    state: ServerState = init_server(recipe, rng.normal(size=SIZE), 3, step)
+    state = init_server(recipe, rng.normal(size=SIZE), 3, step)
     public = init_public(recipe, state.parameters)
     for _ in range(12):
         for client in range(3):
@@ -192,7 +187,7 @@ def test_followers_reach_the_servers_model(downlink: str) -> None:
         assert public.history == state.model.history
 
 
-def test_a_state_for_another_rule_is_refused() -> None:
+def test_a_state_for_another_rule_is_refused():
     recipe = make_recipe("stc")
     state = init_server(recipe, np.zeros(SIZE), 1)
     with pytest.raises(ConfigError, match="not made for the step 'dog'"):
@@ -210,7 +205,7 @@ def test_a_state_for_another_rule_is_refused() -> None:
         ("laq", False, Fixed()),
     ],
 )
-def test_auto_is_the_recipes_own(recipe: str, are_exact: bool, rule: object) -> None:
+def test_auto_is_the_recipes_own(recipe, are_exact, rule):
     assert resolve_step("auto", make_recipe(recipe), are_exact, SGD()) == rule
     assert resolve_step("auto", make_recipe(recipe), are_exact, Momentum()) == Fixed()
     assert resolve_step("fixed", make_recipe(recipe), are_exact, SGD()) == Fixed()
@@ -229,6 +224,6 @@ def test_auto_is_the_recipes_own(recipe: str, are_exact: bool, rule: object) -> 
         ("fixed:average=-1", "average is -1.0; it must be at least 0 and finite"),
     ],
 )
-def test_bad_settings_are_named(spec: str, message: str) -> None:
+def test_bad_settings_are_named(spec, message):
     with pytest.raises(ConfigError, match=message):
         make_step(spec)

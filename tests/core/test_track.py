@@ -1,7 +1,5 @@
 """Tracks: whatever is said, in whatever batches, both ends hold the same bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,24 +11,14 @@ from aqg.core.policies import Tolerance
 from aqg.core.quantizers import GridQuantizer
 from aqg.core.recipe import Recipe
 from aqg.core.space import NumpySpace
-from aqg.core.track import (
-    Change,
-    Correction,
-    Memory,
-    Terms,
-    Track,
-    correct,
-    follow,
-    init_track,
-    who_sends,
-)
+from aqg.core.track import Change, Correction, Memory, Terms, correct, follow, init_track, who_sends
 
 NUM_TRACKS, LENGTH = 4, 9
 SPACE = NumpySpace()
 CODER = Recipe(policy=Tolerance(), quantizer=GridQuantizer(Grid.MIDTREAD, 4), max_staleness=5)
 
 
-def part(rng: np.random.Generator, dtype: str):
+def part(rng, dtype):
     """Draw a correction of any kind and of any size."""
     scale = float(10.0 ** rng.integers(-12, 12))
     kind = rng.integers(4)
@@ -45,7 +33,7 @@ def part(rng: np.random.Generator, dtype: str):
     return Upload(levels, round_up_to_bfloat16(scale), width, grid)
 
 
-def corrections(seed: int, dtype: str, has_velocity: bool) -> list[Correction]:
+def corrections(seed, dtype, has_velocity):
     """Draw what is said in some rounds, of some tracks each."""
     rng = np.random.default_rng(seed)
     rounds = []
@@ -58,11 +46,11 @@ def corrections(seed: int, dtype: str, has_velocity: bool) -> list[Correction]:
     return rounds
 
 
-def bits(track: Track) -> list[bytes]:
+def bits(track):
     return [np.ascontiguousarray(field).tobytes() for field in track]
 
 
-def alone(correction: Correction, row: int) -> Correction:
+def alone(correction, row):
     """Return what is said of one track."""
     places = np.flatnonzero(correction.rows == row).tolist()
     parts = ([side[p] for p in places] if side else [] for side in correction[1:])
@@ -73,9 +61,7 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-def test_both_ends_hold_the_same_bits(
-    seed: int, dtype: str, has_velocity: bool, memory: Memory
-) -> None:
+def test_both_ends_hold_the_same_bits(seed, dtype, has_velocity, memory):
     """One end moves all tracks at once; the other ones follow a track each, and the first again."""
     tracks = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS, has_velocity)
     followers = [tracks.row(row) for row in range(NUM_TRACKS)]
@@ -91,9 +77,7 @@ def test_both_ends_hold_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-def test_torch_follows_to_the_same_bits(
-    seed: int, dtype: str, has_velocity: bool, memory: Memory
-) -> None:
+def test_torch_follows_to_the_same_bits(seed, dtype, has_velocity, memory):
     pytest.importorskip("torch")
     from aqg.sim.torch_backend import TorchBackend
 
@@ -114,9 +98,7 @@ def test_torch_follows_to_the_same_bits(
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
-def test_corrections_bring_a_track_within_its_tolerance(
-    seed: int, dtype: str, tolerance: float
-) -> None:
+def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
     """Of one that is near enough nothing is said, unless for long; blocks do not matter."""
     rng = np.random.default_rng(seed)
     truths = (10.0 ** rng.integers(-3, 3) * rng.normal(size=(NUM_TRACKS, LENGTH))).astype(dtype)
@@ -141,7 +123,7 @@ def test_corrections_bring_a_track_within_its_tolerance(
     assert (after[squares > tolerance] < squares[squares > tolerance]).all()
 
 
-def test_what_no_grid_holds_is_not_sent() -> None:
+def test_what_no_grid_holds_is_not_sent():
     truths = np.array([[1.0, 2.0], [np.nan, 1.0], [1e31, 0.0]])
     terms = Terms(0.0, np.zeros(3, np.int64))
     uploads, gaps = correct(SPACE, CODER, None, np.arange(3), truths, terms)

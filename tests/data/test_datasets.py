@@ -1,21 +1,18 @@
-from __future__ import annotations
-
 import gzip
 import hashlib
 import struct
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.cache import RemoteFile
 from aqg.data.datasets import (
     DATASETS,
     HETEROGENEOUS_SOURCES,
     MNIST_FILES,
     Dataset,
     MnistFiles,
+    RemoteFile,
     SourceFiles,
     load_dataset,
     load_heterogeneous,
@@ -23,9 +20,6 @@ from aqg.data.datasets import (
     parse_idx,
 )
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
 
 
 def local_file(directory, name, content):
@@ -218,4 +212,4 @@ LABELS = np.array([0, 1, 1])
 def test_inconsistent_dataset_is_refused(changes, message):
     fields = {"name": "set", "features": FEATURES, "labels": LABELS, "num_classes": 2}
     with pytest.raises(DataError, match=message):
-        Dataset(**(fields | changes))  # type: ignore[arg-type]
+        Dataset(**(fields | changes))

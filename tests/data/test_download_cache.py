@@ -8,15 +8,12 @@ import stat
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from aqg.data.cache import RemoteFile, data_directory, read_content
+from aqg.data.datasets import RemoteFile, data_directory, read_content
 from aqg.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CONTENT = b"forty-two samples\n" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -47,8 +44,8 @@ REPLIES = {
 class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.requested: list[str] = []
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.requested = []
+        self.meanwhile = lambda: None
 
     def url(self, path):
         return f"http://127.0.0.1:{self.server_port}{path}"
@@ -68,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(reply.body[: len(reply.body) - reply.missing_bytes])
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format, *args):  # noqa: A002
         pass
 
 

@@ -1,7 +1,5 @@
 """The examples with data of their own: each is one command, here on a tenth of the data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,8 +31,7 @@ def need(name, data_dir):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["heart", *(pytest.param(n, marks=pytest.mark.soak) for n in FILES if n != "heart")],
+    "name", ["heart", *(pytest.param(n, marks=pytest.mark.soak) for n in FILES if n != "heart")]
 )
 def test_an_example_is_one_command(name, data_dir, tmp_path):
     need(name, data_dir)
@@ -77,6 +74,7 @@ def test_shakespeare_has_a_client_per_role(data_dir):
     assert [metric.name for metric in problem.metrics] == ["accuracy", "perplexity"]
 
 
+@pytest.mark.soak
 def test_lora_sends_its_thin_matrices_alone(data_dir):
     problem = make("lora", data_dir, fraction=0.01)
     names = [spec.name for spec in problem.objective.model_layout.parameters]

@@ -1,7 +1,5 @@
 """The apps for Flower before and after: two lines more, and many bytes less."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import gzip
@@ -23,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def changes(example: str) -> list[str]:
+def changes(example):
     """Return all lines of Python that differ."""
     found = []
     for before in sorted((EXAMPLES / example / "before").rglob("*.py")):
@@ -76,6 +74,7 @@ def test_the_app_is_one_that_flowers_hub_takes():
             assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
+@pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
     from benchmarks.dropin import run_in_process

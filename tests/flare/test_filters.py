@@ -1,7 +1,5 @@
 """FLARE's filters with FLARE's own contexts and messages; its simulator is in `test_install`."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace
@@ -160,7 +158,8 @@ def test_a_client_that_lost_its_copy_is_sent_the_whole_model(tmp_path):
     model = job.play(2)
     for index in tmp_path.rglob("state.json"):
         index.unlink()
-    with pytest.raises(MessageError, match="no model is held here; the next task brings the whole"):
+    why = "terms of the run are not known here; the next task brings"
+    with pytest.raises(MessageError, match=why):
         job.play(1, model)
     job.play(1, model)
     assert job.down[-1] > 3000 * 4

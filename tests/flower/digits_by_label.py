@@ -35,18 +35,16 @@ STRATEGIES = {
 
 
 class _Grid(MemoryGrid):
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+    def send_and_receive(self, messages, *, timeout=None):
         return self.pull_messages(set(self.push_messages(messages)))
 
 
-def make_net(seed: int) -> nn.Module:
+def make_net(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train(
-    name: str, compressed: bool, seed: int, rounds: int, recipe: str | None = None
-) -> tuple[float, np.ndarray]:
+def train(name, compressed, seed, rounds, recipe=None):
     """Return the mean accuracy of the last five rounds, and the shares of bytes up and down."""
     torch.set_num_threads(1)
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
@@ -78,7 +76,7 @@ def train(
 
     accuracies = []
 
-    def evaluate(_number: int, arrays: ArrayRecord) -> None:
+    def evaluate(_number, arrays):
         net = make_net(seed)
         net.load_state_dict(arrays.to_torch_state_dict())
         with torch.no_grad():

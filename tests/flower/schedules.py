@@ -8,28 +8,24 @@ at every event: no client trains on another model than the server's, and no mirr
 server's without being noticed.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import Downlink, Exact
+from aqg.core.downlink import Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import Public
-from aqg.core.recipe import Recipe
-from aqg.core.step_sizes import Fixed, StepRule
+from aqg.core.step_sizes import Fixed
+from aqg.core.types import FloatArray
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
 from aqg.protocol.log import Publisher
-from aqg.protocol.messages import Order, Reply
+from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import (
-    Base,
     ClientMirror,
     answer,
     find_base,
@@ -38,12 +34,6 @@ from aqg.protocol.mirrors import (
     stale_reply,
 )
 from aqg.wire.entry import encode_log
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
-
-FindBase = Callable[[Recipe, ClientMirror, Order, int], Base | None]
-Follow = Callable[[Terms, Parcel, Public | None, Start], Public]
 
 ROUND_SECONDS = 10.0
 NUM_PARAMS = 6
@@ -95,7 +85,7 @@ class Truth(NamedTuple):
     public: Public | None
 
 
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def same(one, other):
     """Whether two states are made of the very same objects."""
     return all(
         a is b or (isinstance(a, tuple) and same(a, b)) or (isinstance(a, int) and a == b)
@@ -108,18 +98,18 @@ class World:
 
     def __init__(
         self,
-        seed: int,
-        recipe: Recipe,
-        num_clients: int = 2,
-        find: FindBase = find_base,
-        book_type: type[MirrorBook] = MirrorBook,
-        rates: Rates | None = None,
-        downlink: Downlink = EXACT,
-        optimizer: str = "sgd",
-        follow_with: Follow = follow,
-        publisher_type: type[Publisher] = Publisher,
-        rule: StepRule | None = None,
-    ) -> None:
+        seed,
+        recipe,
+        num_clients=2,
+        find=find_base,
+        book_type=MirrorBook,
+        rates=None,
+        downlink=EXACT,
+        optimizer="sgd",
+        follow_with=follow,
+        publisher_type=Publisher,
+        rule=None,
+    ):
         self.rule = Fixed() if rule is None else rule
         self.rng = np.random.default_rng(seed)
         self.recipe, self.find, self.follow = recipe, find, follow_with
@@ -140,32 +130,32 @@ class World:
         self.blank = blank
         self.disks = [blank] * num_clients
         self.twins = [blank] * num_clients
-        self.copies: list[list[Disk]] = [[disk] for disk in self.disks]
+        self.copies = [[disk] for disk in self.disks]
         self.away_until = [0] * num_clients
         # Some have the starting model, some another one, some none.
         starts = [start, start, None, start + 1.0]
         self.starts = [starts[int(self.rng.integers(len(starts)))] for _ in range(num_clients)]
-        self.old_replies: list[list[Reply]] = [[] for _ in range(num_clients)]
-        self.old_orders: list[Order] = []
+        self.old_replies = [[] for _ in range(num_clients)]
+        self.old_orders = []
         self.targets = self.rng.standard_normal((num_clients, NUM_PARAMS))
-        self.pending: dict[int, tuple[int, int]] = {}
-        self.repeats: Counter[int] = Counter()
-        self.arrived: dict[int, tuple[Reply, FloatArray, bool]] = {}
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.pending = {}
+        self.repeats = Counter()
+        self.arrived = {}
+        self.events = []
         self.now = 0.0
         self.serials = count()
         self.num_additions, self.largest = 1, 1.0
-        self.seen: Counter[str] = Counter()
+        self.seen = Counter()
 
     # The network.
 
-    def happens(self, rate: float) -> bool:
+    def happens(self, rate):
         return bool(self.rng.random() < rate)
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(self, seconds, action):
         heapq.heappush(self.events, (self.now + seconds, next(self.serials), action))
 
-    def carry(self, action: Callable[[], None]) -> None:
+    def carry(self, action):
         """Deliver something: never, now, much later, or twice."""
         if self.happens(self.rates.lose):
             self.seen["lost"] += 1
@@ -177,7 +167,7 @@ class World:
 
     # The server.
 
-    def run(self, num_rounds: int) -> None:
+    def run(self, num_rounds):
         """Run rounds with trouble, then two calm ones after which all must agree again."""
         for _ in range(num_rounds):
             self.round()
@@ -188,7 +178,7 @@ class World:
             self.round()
             self.check_agreement()
 
-    def round(self) -> None:
+    def round(self):
         self.pending, self.arrived, self.repeats = {}, {}, Counter()
         if self.happens(self.rates.reweigh):
             self.book.reweigh(0.5 + self.rng.random(len(self.disks)))
@@ -224,7 +214,7 @@ class World:
         for client in range(len(self.disks)):
             self.trouble_disk(client)
 
-    def crash_server(self) -> None:
+    def crash_server(self):
         self.seen["server crash"] += 1
         if self.happens(0.5):
             self.take_in()  # crashed after the replies were taken, before the checkpoint
@@ -236,17 +226,17 @@ class World:
         self.checkpoints = self.checkpoints or [self.first_checkpoint]
         self.book = self.make_book(*self.checkpoints[-1])
 
-    def make_book(self, state: Any, entries: Any, weights: Any, log: Any) -> MirrorBook:
+    def make_book(self, state, entries, weights, log):
         publisher = None if log is None else self.publisher_type(self.start, log)
         return self.book_type(
             self.recipe, state, entries, weights, self.downlink, publisher, self.rule
         )
 
-    def checkpoint(self) -> tuple[Any, Any, Any, Any]:
+    def checkpoint(self):
         book, publisher = self.book, self.book.publisher
         return book.state, book.entries, book.weights, publisher and publisher.state()
 
-    def give_order(self, client: int) -> None:
+    def give_order(self, client):
         stamp, state = self.book.entries[client].stamp, self.book.state
         parcel = self.book.parcel(client)
         order = Order(
@@ -269,12 +259,7 @@ class World:
         )
         public = None
         if parcel is not None:
-            order = replace(
-                order,
-                public=parcel.digest,
-                log=parcel.log,
-                snapshot=parcel.snapshot,
-            )
+            order = replace(order, public=parcel.digest, log=parcel.log, snapshot=parcel.snapshot)
             public = state.public
             self.seen["snapshot"] += bool(parcel.snapshot)
             self.seen["entries"] += len(parcel.log) > len(EMPTY_LOG)
@@ -286,7 +271,7 @@ class World:
         self.pending[identifier] = (client, state.round)
         self.carry(lambda: self.obey(identifier, client, order, truth))
 
-    def damage(self, order: Order) -> Order:
+    def damage(self, order):
         """Return the order with entries that are damaged, or not those of its round."""
         self.seen["damaged"] += 1
         other = (
@@ -304,7 +289,7 @@ class World:
             case _:
                 return replace(order, log=other.log, snapshot=other.snapshot)
 
-    def damage_log(self) -> None:
+    def damage_log(self):
         """Change a bit of an entry in the server's own memory."""
         entries = [] if self.book.publisher is None else self.book.publisher._log.entries
         if entries:
@@ -312,12 +297,12 @@ class World:
             entries[place] = self.flipped(entries[place])
             self.seen["rotten log"] += 1
 
-    def flipped(self, data: bytes) -> bytes:
+    def flipped(self, data):
         changed = bytearray(data)
         changed[int(self.rng.integers(len(changed)))] ^= 1 << int(self.rng.integers(8))
         return bytes(changed)
 
-    def hear(self, identifier: int, client: int, reply: Reply, mirror: FloatArray) -> None:
+    def hear(self, identifier, client, reply, mirror):
         if self.pending.get(identifier) != (client, self.book.state.round):
             self.seen["late"] += 1
             return
@@ -337,7 +322,7 @@ class World:
         self.arrived[client] = (reply if bad is None else bad, mirror, bad is not None)
         self.old_replies[client].append(reply)
 
-    def tamper(self, client: int, reply: Reply) -> Reply | None:
+    def tamper(self, client, reply):
         """Return a reply that must not be taken; None where there is no such thing to do."""
         old = [r for r in self.old_replies[client] if r.round != reply.round]
         match int(self.rng.integers(5)):
@@ -358,7 +343,7 @@ class World:
                 return replace(reply, uploads=reply.uploads + 1)
         return None
 
-    def take_in(self) -> None:
+    def take_in(self):
         for client, (reply, mirror, is_bad) in sorted(self.arrived.items()):
             before = self.book.state
             entries = self.book.entries
@@ -382,7 +367,7 @@ class World:
 
     # The clients.
 
-    def obey(self, identifier: int, client: int, order: Order, truth: Truth) -> None:
+    def obey(self, identifier, client, order, truth):
         disk = self.disks[client]
         base = self.find(self.recipe, disk.mirror, order, int(self.rng.integers(1000)))
         if base is None:
@@ -397,7 +382,7 @@ class World:
         if order.parcel is not None:
             assert truth.public is not None
 
-            def start() -> FloatArray | None:
+            def start():
                 return self.starts[client]
 
             try:
@@ -424,7 +409,7 @@ class World:
         after = memory.current.state.track.position[0]
         self.carry(lambda: self.hear(identifier, client, reply, after))
 
-    def trouble_disk(self, client: int) -> None:
+    def trouble_disk(self, client):
         if self.happens(self.rates.restore):
             recent = self.copies[client][-3:]
             self.disks[client] = recent[int(self.rng.integers(len(recent)))]
@@ -440,7 +425,7 @@ class World:
             self.disks[client] = self.disks[client]._replace(public=self.rotten(public))
             self.seen["rotten"] += 1
 
-    def rotten(self, public: Public) -> Public:
+    def rotten(self, public):
         """Return a public model in which one number has changed, as it is read from disk."""
         names = [name for name in ("position", "velocity") if getattr(public.track, name).size]
         name = names[int(self.rng.integers(len(names)))]
@@ -451,7 +436,7 @@ class World:
 
     # What must hold.
 
-    def check_sum(self) -> None:
+    def check_sum(self):
         """The running sum is the sum of the mirrors, but for the rounding of each addition."""
         if not self.recipe.memory.keeps_mirror:
             return
@@ -465,7 +450,7 @@ class World:
         error = np.abs(state.model.total - weighted.sum(axis=0)).max()
         assert error <= allowed, "the sum is not the sum of the mirrors"
 
-    def check_agreement(self) -> None:
+    def check_agreement(self):
         publisher = self.book.publisher
         for client, (mirror, public) in enumerate(self.disks):
             assert mirror.current.stamp == self.book.entries[client].stamp, "no agreement"
@@ -477,7 +462,7 @@ class World:
                 assert publisher.positions[client] == public.round, "no agreement"
 
 
-def is_equal(one: Public, other: Public) -> bool:
+def is_equal(one, other):
     """Whether two public models are equal to the bit."""
     return (one.round, one.history) == (other.round, other.history) and all(
         mine.tobytes() == theirs.tobytes()

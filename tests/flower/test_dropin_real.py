@@ -1,7 +1,5 @@
 """The drop-in in Flower's own simulation."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.soak
-def test_every_strategy_in_flowers_simulation(tmp_path: Path) -> None:
+def test_every_strategy_in_flowers_simulation(tmp_path):
     pytest.importorskip("ray")
     out = tmp_path / "results.json"
     finished = subprocess.run(

@@ -1,7 +1,5 @@
 """Tensors of the drop-in: read and written as Flower does, with fewer copies of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from flwr.app import Array
 
 from aqg.channel.publishing import largest_of, measure_change
 from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
-from aqg.core.sparsifiers import largest
+from aqg.core.quantizers import largest
 from aqg.errors import MessageError
 from aqg.flower.arrays import array_of, tensor_of
 

@@ -1,7 +1,5 @@
 """Runs of our own server that end before their last round, and what is measured when."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Loops of users' own over the grid, and rounds that end before all replies are there."""
 
-from __future__ import annotations
-
 import logging
 import random
 
@@ -34,9 +32,9 @@ class SlowGrid(MemoryGrid):
     def __init__(self, app, looks, **options):
         super().__init__(app, {100 + m: {"partition-id": m} for m in range(len(looks))}, **options)
         self.looks = {100 + m: count for m, count in enumerate(looks)}
-        self.due: dict[str, int] = {}
+        self.due = {}
         self.now = 0
-        self.sent: list[tuple[int, str]] = []
+        self.sent = []
 
     def push_messages(self, messages):
         messages = list(messages)

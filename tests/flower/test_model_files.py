@@ -1,9 +1,5 @@
 """A deployment leaves its models on the server, with the module's own names."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,24 +12,19 @@ from aqg.weights import read_notes
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.problems import tiny_problem
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from flwr.app import Context
-
 PROBLEM = tiny_problem(num_clients=3, dtype="float32")
 
 
-def make_network() -> nn.Module:
+def make_network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def task_of(context: Context) -> FlowerTask:
+def task_of(context):
     samples = PROBLEM.clients[int(context.node_config["partition-id"])]
     features, labels = (torch.tensor(part) for part in samples)
 
-    def train(module: nn.Module) -> float:
+    def train(module):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module.train()
         for _ in range(3):
@@ -46,17 +37,15 @@ def task_of(context: Context) -> FlowerTask:
     return FlowerTask.from_training(make_network(), train, len(labels))
 
 
-def accuracy(module: nn.Module) -> float:
+def accuracy(module):
     assert PROBLEM.test is not None
     with torch.no_grad():
         outputs = module(torch.tensor(PROBLEM.test.features))
     return float((outputs.argmax(1).numpy() == PROBLEM.test.labels).mean())
 
 
-def run(
-    path: Path, rounds: int, start: Any = make_network, task: Any = task_of, **options: Any
-) -> list[Any]:
-    config: dict[str, Any] = {
+def run(path, rounds, start=make_network, task=task_of, **options):
+    config = {
         "num-clients": 3,
         "num-server-rounds": rounds,
         "alpha": 1 / 3,
@@ -68,16 +57,16 @@ def run(
         "client-state-dir": str(path / "nodes"),
     }
     nodes = {11 + 7 * index: {"partition-id": index} for index in range(3)}
-    finals: list[Any] = []
+    finals = []
     app = make_server_app(start(), on_finish=finals.append, **options)
     app(MemoryGrid(make_client_app(task), nodes, config), server_context(config))
     return finals
 
 
-def test_the_final_and_the_best_model_load_into_a_module(tmp_path: Path) -> None:
-    seen: list[float] = []
+def test_the_final_and_the_best_model_load_into_a_module(tmp_path):
+    seen = []
 
-    def evaluate(module: nn.Module) -> float:
+    def evaluate(module):
         seen.append(accuracy(module))
         return seen[-1]
 
@@ -92,13 +81,13 @@ def test_the_final_and_the_best_model_load_into_a_module(tmp_path: Path) -> None
     assert int(notes["rounds"]) == seen.index(max(seen))
 
 
-def test_without_a_test_the_loss_decides(tmp_path: Path) -> None:
+def test_without_a_test_the_loss_decides(tmp_path):
     run(tmp_path, 3)
     assert read_notes(tmp_path / "run" / "best.safetensors")["measure"] == "loss"
 
 
-def test_a_vector_has_one_name(tmp_path: Path) -> None:
-    def task(context: Context) -> FlowerTask:
+def test_a_vector_has_one_name(tmp_path):
+    def task(context):
         samples = PROBLEM.clients[int(context.node_config["partition-id"])]
         return FlowerTask.from_objective(PROBLEM.objective, samples.features, samples.labels)
 

@@ -1,9 +1,5 @@
 """Ordinary PyTorch models on Flower: what travels, what does not, and who refuses what."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,21 +11,15 @@ from aqg.errors import ConfigError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.memory_grid import server_context
 from tests.flower.own_messages import change_reply, flipped, reply_in
 from tests.flower.test_apps import PROBLEM, round_of
 from tests.flower.test_apps import Federation as QuickFederation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from flwr.app import Context, Message
+from tests.problems import soak
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
 LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]
@@ -39,11 +29,11 @@ SIZES = np.array([len(labels) for labels in LABELS])
 class Federation(QuickFederation):
     """Clients may take their time: torch is slow to start."""
 
-    def __init__(self, path: Path, **config: Any) -> None:
+    def __init__(self, path, **config):
         super().__init__(path, **{"round_timeout": 60.0, "start_timeout": 60.0, **config})
 
 
-def normalized() -> nn.Module:
+def normalized():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
 
@@ -51,7 +41,7 @@ def normalized() -> nn.Module:
 class Adapted(nn.Module):
     """A frozen base with a low-rank adapter."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.base = nn.Linear(6, 3).requires_grad_(False)
@@ -66,7 +56,7 @@ class Adapted(nn.Module):
 class Masked(nn.Module):
     """Tied weights, and a mask of -inf in the saved state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.first = nn.Linear(6, 6, bias=False)
@@ -79,21 +69,16 @@ class Masked(nn.Module):
         return self.head(self.second(self.first(inputs).tanh()))
 
 
-def own_training(
-    make: Callable[[], nn.Module],
-    steps: int = 3,
-    seen: dict[str, Any] | None = None,
-    **options: Any,
-) -> Callable[[Context], FlowerTask]:
+def own_training(make, steps=3, seen=None, **options):
     """Return a task factory as an app has it: its own loop, in place."""
 
-    def make_task(context: Context) -> FlowerTask:
+    def make_task(context):
         client = int(context.node_config["partition-id"])
         module = make()
         dtype = next(module.parameters()).dtype
         features = FEATURES[client].to(dtype)
 
-        def train(module: nn.Module) -> float:
+        def train(module):
             optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
             module.train()
             for _ in range(steps):
@@ -107,7 +92,7 @@ def own_training(
                 )
             return loss.item()
 
-        def evaluate(module: nn.Module) -> float:
+        def evaluate(module):
             module.eval()
             with torch.no_grad():
                 return float(nn.functional.cross_entropy(module(features), LABELS[client]))
@@ -117,20 +102,20 @@ def own_training(
     return make_task
 
 
-def run(federation: Federation, start: Any, make_task: Any, **options: Any) -> Any:
+def run(federation, start, make_task, **options):
     federation.grid.client_app = make_client_app(make_task)
     app = make_server_app(start, on_finish=federation.finals.append, **options)
     app(federation.grid, server_context(federation.config))
     return federation.finals[-1]
 
 
-def incident_texts(federation: Federation) -> set[str]:
+def incident_texts(federation):
     rows = [incident for row in federation.rows() for incident in row.get("incidents", [])]
     return {incident["text"] for incident in rows}
 
 
-def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Path) -> None:
-    seen: dict[int, list[dict[str, torch.Tensor]]] = {}
+def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path):
+    seen = {}
     federation = Federation(
         tmp_path, recipe="gd", rounds=1, alpha=0.0, weighting="samples", downlink="auto"
     )
@@ -150,8 +135,8 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path: Pa
     assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
 
 
-@pytest.mark.parametrize("recipe", ["auto", "lean", "signsgd", "stc", "qsgd"])
-def test_no_recipe_touches_the_statistics(tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["auto", "signsgd", *map(soak, ("lean", "stc", "qsgd"))])
+def test_no_recipe_touches_the_statistics(tmp_path, recipe):
     federation = Federation(tmp_path, recipe=recipe, rounds=6, alpha=0.02)
     final = run(federation, normalized(), own_training(normalized))
     assert (final[1].running_var > 0).all()
@@ -165,10 +150,10 @@ def test_no_recipe_touches_the_statistics(tmp_path: Path, recipe: str) -> None:
     ("statistics", "step"),
     [("average", "fixed"), ("average", "dog"), ("local", "fixed"), ("frozen", "fixed")],
 )
-def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str, step: str) -> None:
+def test_flower_ends_with_the_simulators_model(tmp_path, statistics, step):
     local = LocalTraining(batch_size=8, steps=3, rate=0.05)
 
-    def make_task(context: Context) -> FlowerTask:
+    def make_task(context):
         samples = PROBLEM.clients[int(context.node_config["partition-id"])]
         return FlowerTask.from_module(
             normalized().double(), *samples, local=local, statistics=statistics
@@ -194,18 +179,18 @@ def test_flower_ends_with_the_simulators_model(tmp_path: Path, statistics: str, 
         np.testing.assert_array_equal(found.counts, buffers.counts)
 
 
-def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_path: Path) -> None:
-    variances: list[np.ndarray] = []
+def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_path):
+    variances = []
 
-    def make_task(context: Context) -> FlowerTask:
+    def make_task(context):
         client = int(context.node_config["partition-id"])
         module, features = normalized(), FEATURES[client]
 
-        def train(module: nn.Module) -> float:
+        def train(module):
             module.train()(features)
             return 1.0
 
-        def evaluate(module: nn.Module) -> float:
+        def evaluate(module):
             variances.append(module[1].running_var.double().numpy().copy())
             return 1.0
 
@@ -218,8 +203,8 @@ def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_local_statistics_stay_with_each_client(tmp_path: Path, on_disk: bool) -> None:
-    seen: dict[int, list[dict[str, torch.Tensor]]] = {}
+def test_local_statistics_stay_with_each_client(tmp_path, on_disk):
+    seen = {}
     federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
     if not on_disk:
         federation.config["client-state-dir"] = "context"
@@ -233,7 +218,7 @@ def test_local_statistics_stay_with_each_client(tmp_path: Path, on_disk: bool) -
     assert not torch.equal(means[0], means[1])
 
 
-def test_frozen_statistics_are_the_same_in_every_round(tmp_path: Path) -> None:
+def test_frozen_statistics_are_the_same_in_every_round(tmp_path):
     federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
     make_task = own_training(normalized, statistics="frozen")
     final = run(federation, normalized(), make_task, statistics="frozen")
@@ -242,9 +227,7 @@ def test_frozen_statistics_are_the_same_in_every_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [pytest.param("fixed", marks=pytest.mark.soak), "dog"])
-def test_a_server_that_is_started_again_goes_on_with_its_statistics(
-    tmp_path: Path, step: str
-) -> None:
+def test_a_server_that_is_started_again_goes_on_with_its_statistics(tmp_path, step):
     whole = Federation(tmp_path / "whole", recipe="lean", rounds=6, step=step)
     expected = run(whole, normalized(), own_training(normalized)).state_dict()
     halved = Federation(tmp_path / "halved", recipe="lean", rounds=3, step=step)
@@ -255,7 +238,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_statistics(
         assert torch.equal(found[name], value), name
 
 
-def test_an_adapter_travels_and_its_base_does_not(tmp_path: Path) -> None:
+def test_an_adapter_travels_and_its_base_does_not(tmp_path):
     federation = Federation(tmp_path, recipe="signsgd", rounds=3, alpha=0.01)
     base = Adapted().base.weight.clone()
     final = run(federation, Adapted(), own_training(Adapted))
@@ -264,14 +247,14 @@ def test_an_adapter_travels_and_its_base_does_not(tmp_path: Path) -> None:
         assert len(saved["parameters"]) == 12 + 6
 
 
-def test_a_base_that_differs_is_refused(tmp_path: Path) -> None:
+def test_a_base_that_differs_is_refused(tmp_path):
     federation = Federation(tmp_path, recipe="gd", rounds=1)
     run(federation, Adapted(), own_training(lambda: Adapted(seed=5)))
     (text,) = incident_texts(federation)
     assert "'base.bias', differ from the server's" in text or "'base.weight'" in text
 
 
-def test_tied_weights_and_infinite_masks(tmp_path: Path) -> None:
+def test_tied_weights_and_infinite_masks(tmp_path):
     federation = Federation(tmp_path, recipe="lean", rounds=3)
     final = run(federation, Masked(), own_training(Masked))
     assert final.second.weight is final.first.weight
@@ -286,8 +269,8 @@ def test_tied_weights_and_infinite_masks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
-    def make() -> nn.Module:
+def test_other_precisions(tmp_path, dtype):
+    def make():
         torch.manual_seed(4)
         return nn.Linear(6, 3).to(dtype)
 
@@ -304,11 +287,11 @@ def test_other_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    def wide() -> nn.Module:
+def test_another_architecture_is_refused_by_name(tmp_path):
+    def wide():
         return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 3, bias=False))
 
-    def narrow() -> nn.Module:
+    def narrow():
         return nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(8, 3, bias=False))
 
     assert ModelLayout.of(wide()).num_params == ModelLayout.of(narrow()).num_params
@@ -324,7 +307,7 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     assert any("statistics are 'local' here" in text for text in incident_texts(policies))
 
 
-def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path: Path) -> None:
+def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path):
     federation = Federation(tmp_path, recipe="gd", rounds=1)
     layout = ModelLayout.of(normalized())
     run(federation, layout.flatten(normalized()), own_training(normalized))
@@ -336,7 +319,7 @@ def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path: Path)
 class Adaptive(nn.Module):
     """A buffer of its own that training changes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.linear = nn.Linear(6, 3)
@@ -348,7 +331,7 @@ class Adaptive(nn.Module):
         return self.linear(inputs / self.scale)
 
 
-def test_any_buffer_that_training_changes_is_averaged(tmp_path: Path) -> None:
+def test_any_buffer_that_training_changes_is_averaged(tmp_path):
     federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
     final = run(federation, Adaptive(), own_training(Adaptive))
     assert final.scale != 1
@@ -359,10 +342,10 @@ def test_any_buffer_that_training_changes_is_averaged(tmp_path: Path) -> None:
     assert "training changes buffers of the module" in text
 
 
-def test_damaged_statistics_cost_that_clients_reply_only(tmp_path: Path) -> None:
+def test_damaged_statistics_cost_that_clients_reply_only(tmp_path):
     federation = Federation(tmp_path, recipe="qgd", rounds=3)
 
-    def damage(node: int, message: Message) -> Message:
+    def damage(node, message):
         if node == 11 and round_of(message):
             change_reply(message, statistics=flipped(reply_in(message).statistics))
         return message
@@ -374,8 +357,8 @@ def test_damaged_statistics_cost_that_clients_reply_only(tmp_path: Path) -> None
     assert (final[1].running_var > 0).all()
 
 
-def test_metrics_by_name_are_measured_on_the_module(tmp_path: Path) -> None:
-    def evaluate(module: nn.Module) -> dict[str, float]:
+def test_metrics_by_name_are_measured_on_the_module(tmp_path):
+    def evaluate(module):
         assert not module.training
         with torch.no_grad():
             outputs = module(FEATURES[0])

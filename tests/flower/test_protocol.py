@@ -1,12 +1,9 @@
 """The mirror protocol alone, over thousands of schedules of trouble."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,21 +16,11 @@ from aqg.core.optimizers import SGD
 from aqg.core.server import Peer
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
-from aqg.protocol.book import MirrorBook, Verdict
-from aqg.protocol.follower import (
-    STATE_DIGEST_BYTES,
-    Holding,
-    LostError,
-    Parcel,
-    Start,
-    Terms,
-    first_held,
-    follow,
-)
+from aqg.protocol.book import MirrorBook
+from aqg.protocol.follower import STATE_DIGEST_BYTES, LostError, first_held, follow
 from aqg.protocol.log import Publisher
 from aqg.protocol.messages import Order, Reply
 from aqg.protocol.mirrors import (
-    Base,
     ClientMirror,
     answer,
     find_base,
@@ -41,14 +28,9 @@ from aqg.protocol.mirrors import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.wire.entry import follow_log, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
 from tests.flower.schedules import Rates, World, same
-
-if TYPE_CHECKING:
-    from aqg.core.public import Public
-    from aqg.core.recipe import Recipe
 
 SIZE = 8
 
@@ -59,11 +41,11 @@ RULES = {"auto": DistanceOverGradients()}
 """Of recipes whose steps set themselves."""
 
 
-def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str]:
+def play(num_schedules, recipe="laq", **options):
     """Play schedules, with all downlinks and optimizers in turn; return what happened in them."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for seed in range(num_schedules):
-        ways: dict[str, Any] = {"downlink": DOWNLINKS[seed % 3]}
+        ways = {"downlink": DOWNLINKS[seed % 3]}
         ways["optimizer"] = OPTIMIZERS[seed // 3 % 4]
         ways["rule"] = RULES.get(recipe)
         world = World(seed, make_recipe(recipe), **(ways | options))
@@ -74,18 +56,9 @@ def play(num_schedules: int, recipe: str = "laq", **options: Any) -> Counter[str
 
 @pytest.mark.parametrize("schedules", [100, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    ("recipe", "share"),
-    [
-        ("laq", 0.3),
-        ("lean", 0.3),
-        ("gd", 0.05),
-        ("onebit", 0.1),
-        ("auto", 0.2),
-    ],
+    ("recipe", "share"), [("laq", 0.3), ("lean", 0.3), ("gd", 0.05), ("onebit", 0.1), ("auto", 0.2)]
 )
-def test_no_schedule_makes_a_mismatch_go_unnoticed(
-    recipe: str, share: float, schedules: int
-) -> None:
+def test_no_schedule_makes_a_mismatch_go_unnoticed(recipe, share, schedules):
     seen = play(max(25, int(schedules * share)), recipe)
     # The schedules are worth something only if all of this happened in them.
     kinds = "lost delayed late stale restarted tampered rejected crash restored wiped taken"
@@ -95,10 +68,8 @@ def test_no_schedule_makes_a_mismatch_go_unnoticed(
     assert all(seen[kind] for kind in [*kinds.split(), *more]), seen
 
 
-def test_schedules_find_a_protocol_without_digests() -> None:
-    def by_number_alone(
-        recipe: Recipe, mirror: ClientMirror, order: Order, draw: int
-    ) -> Base | None:
+def test_schedules_find_a_protocol_without_digests():
+    def by_number_alone(recipe, mirror, order, draw):
         """Look for the server's state by epoch and number of uploads, as if these sufficed."""
         for snapshot in (mirror.current, mirror.before):
             if snapshot is not None and snapshot.stamp[:2] == order.stamp[:2]:
@@ -109,9 +80,9 @@ def test_schedules_find_a_protocol_without_digests() -> None:
         play(200, find=by_number_alone)
 
 
-def test_schedules_find_a_server_that_leaves_old_mirrors_in_its_sum() -> None:
+def test_schedules_find_a_server_that_leaves_old_mirrors_in_its_sum():
     class Leaky(MirrorBook):
-        def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
+        def accept(self, client, reply, incarnation):
             old = self.state.mirror(client)
             verdict = super().accept(client, reply, incarnation)
             if verdict.message is not None and reply.restarted:
@@ -124,9 +95,9 @@ def test_schedules_find_a_server_that_leaves_old_mirrors_in_its_sum() -> None:
         play(50, book_type=Leaky)
 
 
-def test_schedules_find_a_server_that_takes_any_reply() -> None:
+def test_schedules_find_a_server_that_takes_any_reply():
     class Gullible(MirrorBook):
-        def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
+        def accept(self, client, reply, incarnation):
             stamp = self.entries[client].stamp
             believed = replace(reply, round=self.state.round, incarnation=incarnation)
             if not reply.restarted:
@@ -139,8 +110,8 @@ def test_schedules_find_a_server_that_takes_any_reply() -> None:
         play(100, book_type=Gullible)
 
 
-def test_schedules_find_a_client_that_compares_no_digests() -> None:
-    def trusting(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+def test_schedules_find_a_client_that_compares_no_digests():
+    def trusting(terms, parcel, held, start):
         public = held or first_held(terms, start)
         try:
             if parcel.snapshot:
@@ -156,8 +127,8 @@ def test_schedules_find_a_client_that_compares_no_digests() -> None:
         play(100, follow_with=trusting)
 
 
-def test_schedules_find_a_client_that_compares_digests_after_a_pause_only() -> None:
-    def hasty(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
+def test_schedules_find_a_client_that_compares_digests_after_a_pause_only():
+    def hasty(terms, parcel, held, start):
         if held is None or parcel.round != held.round + 1 or parcel.snapshot:
             return follow(terms, parcel, held, start)
         try:  # one entry further: what could go wrong
@@ -169,9 +140,9 @@ def test_schedules_find_a_client_that_compares_digests_after_a_pause_only() -> N
         play(100, follow_with=hasty)
 
 
-def test_schedules_find_a_server_that_believes_any_round() -> None:
+def test_schedules_find_a_server_that_believes_any_round():
     class Believing(Publisher):
-        def lost(self, client: int, holding: Holding) -> None:
+        def lost(self, client, holding):
             super().lost(client, holding)
             if self._log.first <= holding.round <= self.round:
                 self.positions[client] = holding.round
@@ -180,9 +151,9 @@ def test_schedules_find_a_server_that_believes_any_round() -> None:
         play(100, publisher_type=Believing)
 
 
-def test_schedules_find_a_server_that_sends_what_was_no_help() -> None:
+def test_schedules_find_a_server_that_sends_what_was_no_help():
     class Stubborn(Publisher):
-        def lost(self, client: int, holding: Holding) -> None:
+        def lost(self, client, holding):
             position = self.positions[client]
             super().lost(client, holding)
             place = holding.round - self._log.first
@@ -195,9 +166,9 @@ def test_schedules_find_a_server_that_sends_what_was_no_help() -> None:
         play(100, publisher_type=Stubborn, rates=rates)
 
 
-def test_schedules_find_a_server_that_forgets_rounds_without_a_step() -> None:
+def test_schedules_find_a_server_that_forgets_rounds_without_a_step():
     class Forgetful(MirrorBook):
-        def skip_step(self) -> None:
+        def skip_step(self):
             publisher, self.publisher = self.publisher, None
             super().skip_step()
             self.publisher = publisher
@@ -206,10 +177,10 @@ def test_schedules_find_a_server_that_forgets_rounds_without_a_step() -> None:
         play(100, book_type=Forgetful)
 
 
-def test_schedules_find_a_checkpoint_without_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_find_a_checkpoint_without_the_log(monkeypatch):
     make_book = World.make_book
 
-    def keeping_the_log(self: World, state: Any, entries: Any, weights: Any, log: Any) -> Any:
+    def keeping_the_log(self, state, entries, weights, log):
         book = make_book(self, state, entries, weights, log)
         if hasattr(self, "book"):
             book.publisher = self.book.publisher
@@ -223,13 +194,13 @@ def test_schedules_find_a_checkpoint_without_the_log(monkeypatch: pytest.MonkeyP
 class Pair:
     """One server and one client, in lockstep."""
 
-    def __init__(self, recipe: str = "laq") -> None:
+    def __init__(self, recipe="laq"):
         self.recipe = make_recipe(recipe)
         self.book = MirrorBook.first(self.recipe, np.zeros(SIZE), np.ones(1), SGD())
         self.client = ClientMirror.first(self.recipe, SIZE, "float64")
         self.rng = np.random.default_rng(5)
 
-    def order(self, incarnation: int = 1, round_number: int | None = None) -> Order:
+    def order(self, incarnation=1, round_number=None):
         stamp = self.book.entries[0].stamp
         return Order(
             run="r",
@@ -250,7 +221,7 @@ class Pair:
             evaluate=False,
         )
 
-    def answer(self, order: Order, gradient: np.ndarray | None = None) -> Reply:
+    def answer(self, order, gradient=None):
         base = find_base(self.recipe, self.client, order, draw=98)
         assert base is not None
         if gradient is None:
@@ -258,21 +229,21 @@ class Pair:
         self.client, reply = answer(self.recipe, base, order, gradient)
         return reply
 
-    def round(self) -> Reply:
+    def round(self):
         reply = self.answer(self.order())
         assert self.book.accept(0, reply, 1).message is not None
         self.book.step(0.1, 0.0, 1.0, SGD())
         return reply
 
     @property
-    def agrees(self) -> bool:
+    def agrees(self):
         entry = self.book.entries[0]
         return self.client.current.stamp == entry.stamp and np.array_equal(
             self.client.current.state.track.position[0], self.book.state.mirror(0)
         )
 
 
-def test_a_lost_upload_is_rolled_back_with_all_that_belongs_to_it() -> None:
+def test_a_lost_upload_is_rolled_back_with_all_that_belongs_to_it():
     pair = Pair("onebit")
     pair.round()
     kept = pair.client.current
@@ -287,7 +258,7 @@ def test_a_lost_upload_is_rolled_back_with_all_that_belongs_to_it() -> None:
     assert base.snapshot.state.stages["feedback"]["residual"] is residual
 
 
-def test_a_restarted_server_gets_the_same_answer_again() -> None:
+def test_a_restarted_server_gets_the_same_answer_again():
     pair = Pair()
     pair.round()
     gradient = np.arange(SIZE) - 3.0
@@ -298,7 +269,7 @@ def test_a_restarted_server_gets_the_same_answer_again() -> None:
     assert again.rolled_back
 
 
-def test_a_repeated_round_undoes_a_silent_answer_too() -> None:
+def test_a_repeated_round_undoes_a_silent_answer_too():
     pair = Pair()
     pair.round()
     known = pair.client.current.state.track.position[0]
@@ -308,7 +279,7 @@ def test_a_repeated_round_undoes_a_silent_answer_too() -> None:
     assert pair.client.current.state.skipped_rounds == 1
 
 
-def test_an_old_order_changes_nothing() -> None:
+def test_an_old_order_changes_nothing():
     pair = Pair()
     old = pair.order()
     pair.round()
@@ -320,7 +291,7 @@ def test_an_old_order_changes_nothing() -> None:
     assert reply.frame == b""
 
 
-def test_equal_numbers_with_different_content_are_told_apart() -> None:
+def test_equal_numbers_with_different_content_are_told_apart():
     pair = Pair()
     pair.round()
     pair.answer(pair.order())  # lost
@@ -338,7 +309,7 @@ def test_equal_numbers_with_different_content_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["laq", "onebit"])
-def test_a_wiped_client_starts_again_from_zero(recipe: str) -> None:
+def test_a_wiped_client_starts_again_from_zero(recipe):
     pair = Pair(recipe)
     for _ in range(3):
         pair.round()
@@ -349,7 +320,7 @@ def test_a_wiped_client_starts_again_from_zero(recipe: str) -> None:
     assert pair.agrees
 
 
-def test_a_changed_bit_in_storage_is_found() -> None:
+def test_a_changed_bit_in_storage_is_found():
     pair = Pair()
     pair.round()
     snapshot = pair.client.current
@@ -385,7 +356,7 @@ def test_a_changed_bit_in_storage_is_found() -> None:
         ({"restarted": True, "uploads": 0, "epoch": 2**63 - 1}, "4294967296 at the most"),
     ],
 )
-def test_a_bad_reply_changes_nothing(change: dict[str, object], complaint: str) -> None:
+def test_a_bad_reply_changes_nothing(change, complaint):
     pair = Pair()
     pair.round()
     good = pair.answer(pair.order())
@@ -398,7 +369,7 @@ def test_a_bad_reply_changes_nothing(change: dict[str, object], complaint: str) 
     assert pair.book.accept(0, good, 1).message is not None
 
 
-def test_the_same_reply_is_not_taken_twice() -> None:
+def test_the_same_reply_is_not_taken_twice():
     pair = Pair()
     pair.round()
     reply = pair.answer(pair.order())
@@ -406,7 +377,7 @@ def test_the_same_reply_is_not_taken_twice() -> None:
     assert "the mirror is at 2" in pair.book.accept(0, reply, 1).problem
 
 
-def test_values_that_overflow_the_mirror_are_refused() -> None:
+def test_values_that_overflow_the_mirror_are_refused():
     recipe = make_recipe("lag")
     book = MirrorBook.first(recipe, np.zeros(SIZE, np.float32), np.ones(1), SGD())
     huge = np.full(SIZE, 3e38, np.float32)
@@ -432,10 +403,8 @@ names = st.sampled_from(["round", "stale", "epoch", "digest", "frame", "loss", "
 
 
 @given(st.dictionaries(names, values, max_size=3), st.sets(names, max_size=1))
-def test_fields_of_any_kind_are_read_or_refused(
-    changes: dict[str, object], dropped: set[str]
-) -> None:
-    fields: dict[str, object] = dict(stale_reply(Pair().order()).to_fields())
+def test_fields_of_any_kind_are_read_or_refused(changes, dropped):
+    fields = dict(stale_reply(Pair().order()).to_fields())
     fields |= changes
     for name in dropped:
         fields.pop(name, None)
@@ -448,7 +417,7 @@ def test_fields_of_any_kind_are_read_or_refused(
     assert len(reply.digest) == len(reply.base_digest) == STATE_DIGEST_BYTES
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_come_back_as_they_were():
     order = Pair().order()
     assert Order.from_fields(order.to_fields()) == order
     reply = replace(stale_reply(order), loss=0.5)
@@ -466,11 +435,11 @@ def test_messages_come_back_as_they_were() -> None:
         ({"evaluate": 1}, "evaluate is int, not bool"),
     ],
 )
-def test_a_bad_order_is_refused(change: dict[str, object], complaint: str) -> None:
+def test_a_bad_order_is_refused(change, complaint):
     with pytest.raises(MessageError, match=complaint):
         Order.from_fields(Pair().order().to_fields() | change)
 
 
-def test_the_protocol_needs_no_flower() -> None:
+def test_the_protocol_needs_no_flower():
     code = "import sys, aqg.protocol.mirrors; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

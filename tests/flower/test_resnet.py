@@ -1,11 +1,8 @@
 """A ResNet with batch normalization ends where plain federated averaging does."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,16 +13,13 @@ from tests.flower.resnet_app.resnet import client_app, server_app, task
 from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
 from tests.flower.resnet_simulation import accuracy, make_simulation
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ROUNDS = 10
 TWO_POINTS = 0.02
 THREE_POINTS = 0.03
 
 
 @cache
-def federated_averaging() -> float:
+def federated_averaging():
     """Return the accuracy of plain federated averaging, of parameters and statistics alike."""
     clients, _ = task.load()
     sizes = np.array([len(labels) for _, labels in clients])
@@ -45,7 +39,8 @@ def federated_averaging() -> float:
     return task.accuracy(net)
 
 
-def test_in_flower(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_in_flower(tmp_path):
     config = {
         "num-clients": task.NUM_CLIENTS,
         "num-server-rounds": ROUNDS,
@@ -65,7 +60,7 @@ def test_in_flower(tmp_path: Path) -> None:
 
 
 @cache
-def simulated(recipe: str) -> float:
+def simulated(recipe):
     """Return the accuracy of the same net in the simulator, on minibatches."""
     simulation = make_simulation(recipe, task.make_net())
     records = [simulation.run_round(evaluate=False) for _ in range(SIMULATED_ROUNDS)]
@@ -78,7 +73,7 @@ def simulated(recipe: str) -> float:
 
 
 @pytest.mark.soak
-def test_in_the_simulator() -> None:
+def test_in_the_simulator():
     accuracies = {recipe: simulated(recipe) for recipe in ("gd", "auto", "lean", "eden", "qsgd")}
     assert accuracies["gd"] > 0.9
     assert min(accuracies.values()) >= accuracies["gd"] - TWO_POINTS, accuracies

@@ -1,13 +1,21 @@
 """Who is who, and how messages are waited for."""
 
-from __future__ import annotations
+import time
 
 import numpy as np
+import pytest
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectUnavailableError,
+    pull_objects,
+)
+from flwr.superlink.grid import http_grid
 
+from aqg.flower.private import bounded_pulls
 from aqg.flower.roster import Roster
 
 
-def test_nodes_take_indices_in_order_and_keep_them() -> None:
+def test_nodes_take_indices_in_order_and_keep_them():
     roster = Roster(3, trust_partition_id=False)
     roster.update({30, 10, 20})
     assert roster.nodes == [10, 20, 30]
@@ -22,7 +30,7 @@ def test_nodes_take_indices_in_order_and_keep_them() -> None:
     assert roster.nodes == [10, 20, 30]
 
 
-def test_indices_survive_a_restart_of_the_server() -> None:
+def test_indices_survive_a_restart_of_the_server():
     roster = Roster(3, trust_partition_id=False)
     roster.restore([30, 0, 20], np.array([5.0, 0.0, 7.0]))
     assert roster.num_samples.tolist() == [5, 0, 7]
@@ -30,7 +38,7 @@ def test_indices_survive_a_restart_of_the_server() -> None:
     assert roster.nodes == [30, 10, 20]
 
 
-def test_a_partition_belongs_to_one_node_that_is_there_and_answers() -> None:
+def test_a_partition_belongs_to_one_node_that_is_there_and_answers():
     roster = Roster(2, trust_partition_id=True)
     roster.update({1, 2, 3})
     assert roster.strangers() == [1, 2, 3]
@@ -51,3 +59,18 @@ def test_a_partition_belongs_to_one_node_that_is_there_and_answers() -> None:
     assert roster.nodes == [2, 0]
     assert roster.num_samples.tolist() == [0, 0]  # another node's samples are not this one's
     assert roster.client_of(1) is None
+
+
+def test_a_reply_that_is_never_sent_ends_with_the_time_for_it():
+    def unavailable(name):
+        raise ObjectUnavailableError(name)
+
+    started = time.monotonic()
+    with bounded_pulls(0.4):
+        for _ in range(5):
+            with pytest.raises(ObjectPullError, match="timeout"):
+                http_grid.pull_objects(["a", "b"], unavailable)
+    assert 0.4 <= time.monotonic() - started < 5, "five replies share the time of one"
+    with bounded_pulls(60.0):
+        assert http_grid.pull_objects(["a"], lambda _: b"content") == {"a": b"content"}
+    assert http_grid.pull_objects is pull_objects

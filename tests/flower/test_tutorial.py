@@ -1,7 +1,5 @@
 """The app of ``docs/tutorials/first-flower-app.md``, taken from the page, on a grid in memory."""
 
-from __future__ import annotations
-
 import logging
 import re
 import tomllib
@@ -21,11 +19,9 @@ PLAIN = {"ClientApp(mods=[aqg_mod])": "ClientApp()", "= Compressed(FedAvg(": "= 
 NUM_CLIENTS = 5
 
 
-def run(
-    app: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> tuple[list[float], list[list[float]]]:
+def run(app, capsys, caplog):
     """Return the accuracies, and kilobytes up and down of every round that says them."""
-    module: dict = {"__name__": "app"}
+    module = {"__name__": "app"}
     exec(compile(app, "app.py", "exec", dont_inherit=True), module)
     nodes = {
         100 + m: {"partition-id": m, "num-partitions": NUM_CLIENTS} for m in range(NUM_CLIENTS)
@@ -39,12 +35,7 @@ def run(
 
 
 @pytest.mark.soak
-def test_the_app_is_compressed_and_as_good(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_app_is_compressed_and_as_good(tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level(logging.INFO, "flwr")
     monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
     accuracies, sizes = run(APP, capsys, caplog)
@@ -67,9 +58,9 @@ def test_the_app_is_compressed_and_as_good(
     assert plain_accuracies[-1] == pytest.approx(shown, abs=0.02)
 
 
-def test_the_project_names_the_app_and_what_it_needs() -> None:
+def test_the_project_names_the_app_and_what_it_needs():
     project = tomllib.loads(PROJECT)
-    module: dict = {"__name__": "app"}
+    module = {"__name__": "app"}
     exec(compile(APP, "app.py", "exec", dont_inherit=True), module)
     components = project["tool"]["flwr"]["app"]["components"]
     assert {place.partition(":")[0] for place in components.values()} == {"app"}

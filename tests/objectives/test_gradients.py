@@ -1,15 +1,11 @@
 """Closed-form gradients against finite differences and automatic differentiation."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from aqg.objectives import Objective, Scaling, make_objective
+from aqg.objectives import make_objective
 
 torch = pytest.importorskip("torch")
 
@@ -22,9 +18,7 @@ CASES = [
 CLIENT_AXES = [(), (1,), (3,), (2, 3)]
 
 
-def draw(
-    objective: Objective, client_axes: tuple[int, ...], num_classes: int, num_samples: int = 7
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+def draw(objective, client_axes, num_classes, num_samples=7):
     random = np.random.default_rng(12)
     params = random.normal(size=objective.num_params)
     features = random.normal(size=(*client_axes, num_samples, NUM_FEATURES))
@@ -32,9 +26,7 @@ def draw(
     return params, features, labels
 
 
-def textbook_losses(
-    model: str, params: Any, features: Any, labels: Any, l2: float, scaling: str, layout: Any
-) -> Any:
+def textbook_losses(model, params, features, labels, l2, scaling, layout):
     """The definition, with torch's own loss functions and a loop over clients."""
     tensors, start = [], 0
     for _, shape in layout:
@@ -63,14 +55,12 @@ def textbook_losses(
 
 @pytest.mark.parametrize("client_axes", CLIENT_AXES, ids=str)
 @pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
-def test_matches_automatic_differentiation(
-    model: str, num_classes: int, l2: float, scaling: Scaling, client_axes: tuple[int, ...]
-) -> None:
+def test_matches_automatic_differentiation(model, num_classes, l2, scaling, client_axes):
     objective = make_objective(model, NUM_FEATURES, num_classes, l2, scaling)
     arrays = draw(objective, client_axes, num_classes)
     tensors = [torch.from_numpy(array) for array in arrays]
 
-    def definition(params: Any) -> Any:
+    def definition(params):
         return textbook_losses(model, params, tensors[1], tensors[2], l2, scaling, objective.layout)
 
     expected_losses = definition(tensors[0]).numpy()
@@ -91,9 +81,7 @@ def test_matches_automatic_differentiation(
 
 
 @pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
-def test_matches_finite_differences(
-    model: str, num_classes: int, l2: float, scaling: Scaling
-) -> None:
+def test_matches_finite_differences(model, num_classes, l2, scaling):
     objective = make_objective(model, NUM_FEATURES, num_classes, l2, scaling)
     params, features, labels = draw(objective, (3,), num_classes)
     _, gradients = objective.losses_and_gradients(params, features, labels)
@@ -110,7 +98,7 @@ def test_matches_finite_differences(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
-def test_cuda_agrees_with_numpy(model: str, num_classes: int, l2: float, scaling: Scaling) -> None:
+def test_cuda_agrees_with_numpy(model, num_classes, l2, scaling):
     objective = make_objective(model, NUM_FEATURES, num_classes, l2, scaling)
     arrays = draw(objective, (3,), num_classes)
     tensors = [torch.from_numpy(array).cuda() for array in arrays]

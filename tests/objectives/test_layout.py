@@ -1,7 +1,5 @@
 """What travels of a module: each trainable parameter once, and nothing that is constant."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from aqg.objectives.layout import ModelLayout  # noqa: E402  (needs torch)
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 3)
         self.head = nn.Linear(3, 5, bias=False)
@@ -24,7 +22,7 @@ class Tied(nn.Module):
 class Masked(nn.Module):
     """A causal mask with -inf in its saved state, and a cache that is not saved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
@@ -32,12 +30,12 @@ class Masked(nn.Module):
         self.register_buffer("positions", torch.arange(4))
 
 
-def normalized() -> nn.Module:
+def normalized():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def test_names_shapes_dtypes_and_offsets_are_those_of_the_module() -> None:
+def test_names_shapes_dtypes_and_offsets_are_those_of_the_module():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
     layout = ModelLayout.of(module)
     assert [tuple(spec) for spec in layout.parameters] == [
@@ -50,7 +48,7 @@ def test_names_shapes_dtypes_and_offsets_are_those_of_the_module() -> None:
     assert not layout.carries_buffers
 
 
-def test_flat_vector_and_module_are_the_same_values_there_and_back() -> None:
+def test_flat_vector_and_module_are_the_same_values_there_and_back():
     module, other = normalized(), normalized()
     with torch.no_grad():
         for value in other.parameters():
@@ -65,7 +63,7 @@ def test_flat_vector_and_module_are_the_same_values_there_and_back() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_frozen_parameters_do_not_travel() -> None:
+def test_frozen_parameters_do_not_travel():
     module = normalized()
     module[0].requires_grad_(False)
     before = module[0].weight.clone()
@@ -75,7 +73,7 @@ def test_frozen_parameters_do_not_travel() -> None:
     assert torch.equal(module[0].weight, before)
 
 
-def test_tied_weights_travel_once_and_stay_tied() -> None:
+def test_tied_weights_travel_once_and_stay_tied():
     module = Tied()
     layout = ModelLayout.of(module)
     assert [spec.name for spec in layout.parameters] == ["embedding.weight"]
@@ -84,14 +82,14 @@ def test_tied_weights_travel_once_and_stay_tied() -> None:
     assert module.head.weight[4, 2] == 14
 
 
-def test_two_parameters_in_one_memory_are_refused() -> None:
+def test_two_parameters_in_one_memory_are_refused():
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     module[1].weight = nn.Parameter(module[0].weight.data)
     with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight' share their memory"):
         ModelLayout.of(module)
 
 
-def test_patterns_choose_parameters_by_name() -> None:
+def test_patterns_choose_parameters_by_name():
     module = normalized()
     assert ModelLayout.of(module, include="2.*").num_params == 8
     layout = ModelLayout.of(module, include=["0.*", "2.*"], exclude="*.bias")
@@ -106,7 +104,7 @@ def test_patterns_choose_parameters_by_name() -> None:
         ModelLayout.of(module, exclude="*")
 
 
-def test_buffers_of_the_saved_state_are_listed_apart_from_parameters() -> None:
+def test_buffers_of_the_saved_state_are_listed_apart_from_parameters():
     layout = ModelLayout.of(normalized())
     assert [spec.name for spec in layout.statistics] == ["1.running_mean", "1.running_var"]
     assert [spec.name for spec in layout.counters] == ["1.num_batches_tracked"]
@@ -117,7 +115,7 @@ def test_buffers_of_the_saved_state_are_listed_apart_from_parameters() -> None:
     assert masked.tracked == (False, False)
 
 
-def test_infinite_buffers_are_no_fault_and_infinite_parameters_are_named() -> None:
+def test_infinite_buffers_are_no_fault_and_infinite_parameters_are_named():
     module = Masked()
     layout = ModelLayout.of(module)
     assert np.isfinite(layout.flatten(module)).all()
@@ -129,7 +127,7 @@ def test_infinite_buffers_are_no_fault_and_infinite_parameters_are_named() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_has_float32_masters(dtype: torch.dtype) -> None:
+def test_half_precision_has_float32_masters(dtype):
     module = nn.Linear(4, 3).to(dtype)
     layout = ModelLayout.of(module)
     assert layout.dtype == np.float32
@@ -140,7 +138,7 @@ def test_half_precision_has_float32_masters(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(layout.flatten(module), rounded)
 
 
-def test_float64_is_not_narrowed() -> None:
+def test_float64_is_not_narrowed():
     module = nn.Linear(2, 1).double()
     with torch.no_grad():
         module.weight.fill_(1 + 2.0**-40)
@@ -149,7 +147,7 @@ def test_float64_is_not_narrowed() -> None:
     assert flat[0] == 1 + 2.0**-40
 
 
-def test_complex_and_missing_values_are_refused_by_name() -> None:
+def test_complex_and_missing_values_are_refused_by_name():
     module = nn.Linear(2, 1)
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ConfigError, match="parameter 'phase' is complex64"):
@@ -160,7 +158,7 @@ def test_complex_and_missing_values_are_refused_by_name() -> None:
         ModelLayout.of(nn.Linear(2, 1), statistics="mean")
 
 
-def test_another_architecture_with_equally_many_parameters_is_refused_by_name() -> None:
+def test_another_architecture_with_equally_many_parameters_is_refused_by_name():
     first = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
     second = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
     layout = ModelLayout.of(first)
@@ -174,7 +172,7 @@ def test_another_architecture_with_equally_many_parameters_is_refused_by_name() 
         layout.load(wider, layout.flatten(first))
 
 
-def test_buffers_there_and_back() -> None:
+def test_buffers_there_and_back():
     module = normalized()
     module(torch.randn(8, 4))
     layout = ModelLayout.of(module)

@@ -1,7 +1,5 @@
 """Metrics: the numbers of the textbooks, whatever shape outputs come in, and silence otherwise."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -22,11 +20,11 @@ torch = pytest.importorskip("torch")
 RANDOM = np.random.default_rng(0)
 
 
-def value(name: str, outputs, targets) -> float:
+def value(name, outputs, targets):
     return measure([METRICS[name]], [(outputs, targets)], required=True)[name]
 
 
-def test_accuracy_of_classes_sequences_labels_and_logits() -> None:
+def test_accuracy_of_classes_sequences_labels_and_logits():
     scores, labels = RANDOM.normal(size=(40, 3)), RANDOM.integers(0, 3, 40)
     expected = np.mean(scores.argmax(1) == labels)
     assert value("accuracy", scores, labels) == expected
@@ -43,7 +41,7 @@ def test_accuracy_of_classes_sequences_labels_and_logits() -> None:
     assert value("accuracy", several, np.array([[1.0, 1.0], [0.0, 1.0]])) == 0.75
 
 
-def test_targets_that_do_not_count_are_left_out() -> None:
+def test_targets_that_do_not_count_are_left_out():
     scores = np.eye(3)[[0, 1, 2, 0]]
     labels = np.array([0, 1, -100, 2])
     assert value("accuracy", scores, labels) == pytest.approx(2 / 3)
@@ -51,7 +49,7 @@ def test_targets_that_do_not_count_are_left_out() -> None:
     assert value("perplexity", scores, labels) == pytest.approx(math.exp(mean), rel=1e-12)
 
 
-def test_errors_of_numbers() -> None:
+def test_errors_of_numbers():
     outputs, targets = RANDOM.normal(size=(30, 2)), RANDOM.normal(size=(30, 2))
     assert value("mse", outputs, targets) == pytest.approx(np.mean((outputs - targets) ** 2))
     residual = ((targets - outputs) ** 2).sum(0)
@@ -61,7 +59,7 @@ def test_errors_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_batches_give_what_the_whole_gives(name: str) -> None:
+def test_batches_give_what_the_whole_gives(name):
     outputs = RANDOM.normal(size=(30, 4))
     targets = RANDOM.normal(size=(30, 4)) if name in ("mse", "r2") else RANDOM.integers(0, 4, 30)
     parts = [(outputs[i : i + 7], targets[i : i + 7]) for i in range(0, 30, 7)]
@@ -69,14 +67,14 @@ def test_batches_give_what_the_whole_gives(name: str) -> None:
     assert measure([METRICS[name]], parts, required=True)[name] == pytest.approx(whole, rel=1e-12)
 
 
-def test_shapes_that_would_broadcast_are_refused() -> None:
+def test_shapes_that_would_broadcast_are_refused():
     with pytest.raises(DoesNotApply, match=r"outputs have shape \(5, 1\) and targets \(5,\)"):
         value("mse", np.zeros((5, 1)), np.zeros(5))
     with pytest.raises(DoesNotApply, match="either axis 1 or the last may count classes"):
         value("accuracy", np.zeros((2, 3, 3)), np.zeros((2, 3), int))
 
 
-def test_what_makes_no_sense_is_left_out_unless_it_was_asked_for() -> None:
+def test_what_makes_no_sense_is_left_out_unless_it_was_asked_for():
     outputs, numbers = RANDOM.normal(size=8), RANDOM.normal(size=8)
     assert measure([METRICS["accuracy"]], [(outputs, numbers)], required=False) == {}
     with pytest.raises(DoesNotApply, match="stands for a label 0 or 1; a target is"):
@@ -89,8 +87,8 @@ def test_what_makes_no_sense_is_left_out_unless_it_was_asked_for() -> None:
         value("r2", outputs, np.ones(8))
 
 
-def test_defaults_follow_the_targets() -> None:
-    def names(targets) -> list[str]:
+def test_defaults_follow_the_targets():
+    def names(targets):
         return [metric.name for metric in default_metrics(targets)]
 
     assert names(np.array([3, 1])) == ["accuracy"]
@@ -98,7 +96,7 @@ def test_defaults_follow_the_targets() -> None:
     assert names(np.array([0.5, 1.0])) == ["mse", "r2"]
 
 
-def test_several_outputs() -> None:
+def test_several_outputs():
     logits, labels = RANDOM.normal(size=(6, 3)), RANDOM.integers(0, 3, 6)
     expected = value("accuracy", logits, labels)
     tensor = torch.from_numpy(logits)
@@ -107,7 +105,7 @@ def test_several_outputs() -> None:
     found = measure(default_metrics(labels), [({"boxes": tensor}, labels)], required=False)
     assert found == {}
 
-    def boxes(outputs, targets) -> float:
+    def boxes(outputs, targets):
         return float(outputs["boxes"].sum()) + len(targets)
 
     parts = [({"boxes": tensor[:4]}, labels[:4]), ({"boxes": tensor[4:]}, labels[4:])]
@@ -116,12 +114,12 @@ def test_several_outputs() -> None:
     )
 
 
-def test_half_precision_outputs() -> None:
+def test_half_precision_outputs():
     outputs = torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16)
     assert value("accuracy", outputs, torch.tensor([1])) == 1
 
 
-def test_bad_metrics_are_named() -> None:
+def test_bad_metrics_are_named():
     for given, message in (
         ("acuracy", "'acuracy' is not one of accuracy, mse, r2, perplexity"),
         ("accuracy,accuracy", "named twice"),

@@ -1,7 +1,5 @@
 """Torch modules as objectives: right gradients of any module, which is itself left alone."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -9,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import BernoulliDropout
 
-from tests.problems import assert_same
+from tests.problems import assert_same, crossed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -28,7 +26,7 @@ RELATIVE = {"float64": 1e-12, "float32": 1e-4}
 """How far stacked clients may be from single ones, against the largest entry."""
 
 
-def make_cnn() -> nn.Module:
+def make_cnn():
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, stride=2, padding=1),
@@ -40,19 +38,17 @@ def make_cnn() -> nn.Module:
     )
 
 
-def cnn_objective(l2: float = 0.0, scaling: str = "mean") -> Objective:
+def cnn_objective(l2=0.0, scaling="mean"):
     return Objective.from_module(make_cnn(), input_shape=IMAGE, l2=l2, scaling=scaling)
 
 
-def make_samples(
-    num_features: int, leading: tuple[int, ...] = (), dtype: str = "float64"
-) -> tuple[np.ndarray, np.ndarray]:
+def make_samples(num_features, leading=(), dtype="float64"):
     random = np.random.default_rng(1)
     features = random.normal(size=(*leading, 9, num_features)).astype(dtype)
     return features, random.integers(0, 3, (*leading, 9))
 
 
-def assert_close(found, expected, dtype: str) -> None:
+def assert_close(found, expected, dtype):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=RELATIVE[dtype] * scale)
 
@@ -60,7 +56,7 @@ def assert_close(found, expected, dtype: str) -> None:
 class Branching(nn.Module):
     """Asks for the value of a tensor, which vmap cannot give."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 3)
 
@@ -72,7 +68,7 @@ class Branching(nn.Module):
 class Counting(nn.Module):
     """Writes to its buffers, in place and by assignment, and uses one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -85,7 +81,7 @@ class Counting(nn.Module):
 
 
 class FunctionalDropout(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 3)
 
@@ -94,7 +90,7 @@ class FunctionalDropout(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, **options) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.cells = nn.LSTM(2, 4, batch_first=True, **options)
         self.head = nn.Linear(4, 3)
@@ -104,7 +100,7 @@ class Recurrent(nn.Module):
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 6, bias=False)
         self.second = nn.Linear(6, 6, bias=False)
@@ -114,7 +110,7 @@ class Tied(nn.Module):
         return self.second(self.first(inputs).tanh())
 
 
-def from_torch_layout(flat: np.ndarray, sizes: list[tuple[int, int]]) -> np.ndarray:
+def from_torch_layout(flat, sizes):
     """Turn weights of linear layers from ``(out, in)`` to ``(in, out)``."""
     pieces, start = [], 0
     for num_in, num_out in sizes:
@@ -130,7 +126,7 @@ def from_torch_layout(flat: np.ndarray, sizes: list[tuple[int, int]]) -> np.ndar
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
 @pytest.mark.parametrize("leading", [(), (4,), (2, 2)])
 @pytest.mark.parametrize("model", ["softmax", "mlp:5"])
-def test_equals_the_closed_form(model: str, leading: tuple[int, ...], scaling: str) -> None:
+def test_equals_the_closed_form(model, leading, scaling):
     sizes = [(6, 3)] if model == "softmax" else [(6, 5), (5, 3)]
     layers = [nn.Linear(*size) for size in sizes]
     module = layers[0] if len(layers) == 1 else nn.Sequential(layers[0], nn.ReLU(), layers[1])
@@ -153,7 +149,7 @@ def test_equals_the_closed_form(model: str, leading: tuple[int, ...], scaling: s
 
 
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
-def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling: str) -> None:
+def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling):
     objective = cnn_objective(l2=0.1, scaling=scaling)
     features, labels = make_samples(NUM_PIXELS)
     params = objective.init_params(0)
@@ -177,7 +173,7 @@ def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling: str) -> No
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_results_are_of_the_kind_and_precision_that_came_in(kind: str, dtype: str) -> None:
+def test_results_are_of_the_kind_and_precision_that_came_in(kind, dtype):
     objective = cnn_objective(l2=0.1)
     features, labels = make_samples(NUM_PIXELS, (2,), dtype)
     params = objective.init_params(0).astype(dtype)
@@ -219,7 +215,7 @@ MODULES = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", MODULES)
-def test_stacked_clients_equal_single_ones_up_to_rounding(name: str, dtype: str, caplog) -> None:
+def test_stacked_clients_equal_single_ones_up_to_rounding(name, dtype, caplog):
     caplog.set_level(logging.INFO, logger="aqg")
     module, shape = MODULES[name]()
     objective = Objective.from_module(module, input_shape=shape, l2=0.1)
@@ -240,7 +236,7 @@ def test_stacked_clients_equal_single_ones_up_to_rounding(name: str, dtype: str,
     )
 
 
-def test_many_large_clients_go_through_in_several_stacks() -> None:
+def test_many_large_clients_go_through_in_several_stacks():
     random = np.random.default_rng(1)
     features = random.normal(size=(5, 2, 1 << 19))  # 8 MiB each: two to a stack
     labels = random.integers(0, 2, (5, 2))
@@ -253,7 +249,7 @@ def test_many_large_clients_go_through_in_several_stacks() -> None:
         assert_close(gradients[client], gradient, "float64")
 
 
-def test_where_vmap_fails_a_loop_takes_over_once_and_for_all(caplog) -> None:
+def test_where_vmap_fails_a_loop_takes_over_once_and_for_all(caplog):
     caplog.set_level(logging.INFO, logger="aqg")
     objective = Objective.from_module(Branching())
     features, labels = make_samples(6, (4,))
@@ -271,7 +267,7 @@ def test_where_vmap_fails_a_loop_takes_over_once_and_for_all(caplog) -> None:
     ]
 
 
-def test_a_fault_of_the_module_is_no_reason_to_loop(caplog) -> None:
+def test_a_fault_of_the_module_is_no_reason_to_loop(caplog):
     caplog.set_level(logging.INFO, logger="aqg")
     objective = Objective.from_module(nn.Linear(6, 3))
     params = objective.init_params(0)
@@ -281,7 +277,7 @@ def test_a_fault_of_the_module_is_no_reason_to_loop(caplog) -> None:
     assert not caplog.records
 
 
-def test_no_clients_have_no_losses() -> None:
+def test_no_clients_have_no_losses():
     objective = cnn_objective(l2=0.1)
     features, labels = make_samples(NUM_PIXELS, (0,))
     losses, gradients = objective.losses_and_gradients(objective.init_params(0), features, labels)
@@ -290,7 +286,7 @@ def test_no_clients_have_no_losses() -> None:
 
 
 @pytest.mark.parametrize("name", ["cnn", "counting", "recurrent"])
-def test_the_callers_module_is_left_alone(name: str) -> None:
+def test_the_callers_module_is_left_alone(name):
     module, shape = MODULES[name]()
     before = copy.deepcopy(module.state_dict())
     random_state = torch.get_rng_state()
@@ -313,7 +309,7 @@ def test_the_callers_module_is_left_alone(name: str) -> None:
     )
 
 
-def test_frozen_parameters_are_not_trained() -> None:
+def test_frozen_parameters_are_not_trained():
     module = make_cnn()
     module[0].requires_grad_(False)
     objective = Objective.from_module(module, input_shape=IMAGE)
@@ -325,7 +321,7 @@ def test_frozen_parameters_are_not_trained() -> None:
     assert_close(gradient, expected[30:], "float64")
 
 
-def test_tied_weights_count_once() -> None:
+def test_tied_weights_count_once():
     module = Tied()
     objective = Objective.from_module(module)
     assert objective.layout == (("first.weight", (6, 6)),)
@@ -337,7 +333,7 @@ def test_tied_weights_count_once() -> None:
     assert_close(gradient, module.first.weight.grad.numpy().ravel(), "float64")
 
 
-def test_own_loss_and_single_output() -> None:
+def test_own_loss_and_single_output():
     def squared_hinge(outputs, labels):
         margins = outputs[:, 0] * (2 * labels - 1)
         return (1 - margins).clamp(min=0).square().mean()
@@ -350,7 +346,7 @@ def test_own_loss_and_single_output() -> None:
     np.testing.assert_array_equal(objective.predict(np.array([0.5, -0.5]), features), [1, 0])
 
 
-def test_starts_from_the_modules_own_parameters() -> None:
+def test_starts_from_the_modules_own_parameters():
     module = make_cnn()
     expected = torch.cat([value.detach().reshape(-1) for value in module.parameters()])
     objective = Objective.from_module(module, input_shape=IMAGE)
@@ -360,7 +356,7 @@ def test_starts_from_the_modules_own_parameters() -> None:
         np.testing.assert_array_equal(params, expected.double().numpy())
 
 
-def test_reset_draws_parameters_from_the_seed_as_the_layers_do() -> None:
+def test_reset_draws_parameters_from_the_seed_as_the_layers_do():
     objective = Objective.from_module(make_cnn(), input_shape=IMAGE, reset=True)
     np.testing.assert_array_equal(objective.init_params(5), objective.init_params(5))
     assert (objective.init_params(5) != objective.init_params(6)).any()
@@ -368,7 +364,7 @@ def test_reset_draws_parameters_from_the_seed_as_the_layers_do() -> None:
     assert 0.8 / np.sqrt(16) < np.abs(last_layer).max() <= 1 / np.sqrt(16)
 
 
-def test_read_only_and_strided_arrays() -> None:
+def test_read_only_and_strided_arrays():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
@@ -381,12 +377,12 @@ def test_read_only_and_strided_arrays() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     objective = cnn_objective()
     features, labels = make_samples(NUM_PIXELS)
     starts = [objective.init_params(0) * scale for scale in range(8)]
 
-    def gradient(params: np.ndarray) -> np.ndarray:
+    def gradient(params):
         return objective.losses_and_gradients(params, features, labels)[1]
 
     with ThreadPoolExecutor(4) as pool:
@@ -394,7 +390,7 @@ def test_threads_do_not_disturb_each_other() -> None:
             np.testing.assert_array_equal(found, gradient(params))
 
 
-def test_batch_norm_in_evaluation_mode_uses_its_statistics() -> None:
+def test_batch_norm_in_evaluation_mode_uses_its_statistics():
     module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
     module[1].running_mean += 1
     module.eval()
@@ -406,8 +402,8 @@ def test_batch_norm_in_evaluation_mode_uses_its_statistics() -> None:
     assert loss == pytest.approx(expected, rel=1e-12)
 
 
-def test_layers_with_random_or_hidden_results_are_refused() -> None:
-    def gradient(module: nn.Module) -> None:
+def test_layers_with_random_or_hidden_results_are_refused():
+    def gradient(module):
         objective = Objective.from_module(module)
         objective.losses_and_gradients(objective.init_params(0), *make_samples(6))
 
@@ -422,7 +418,7 @@ def test_layers_with_random_or_hidden_results_are_refused() -> None:
 
 
 @pytest.mark.parametrize("leading", [(), (4,)])
-def test_randomness_inside_forward_is_refused(leading: tuple[int, ...]) -> None:
+def test_randomness_inside_forward_is_refused(leading):
     objective = Objective.from_module(FunctionalDropout(), name="noisy")
     params = objective.init_params(0)
     for _ in range(2):
@@ -432,7 +428,7 @@ def test_randomness_inside_forward_is_refused(leading: tuple[int, ...]) -> None:
     calm.losses_and_gradients(params, *make_samples(6, leading))
 
 
-def test_bad_settings_are_named() -> None:
+def test_bad_settings_are_named():
     linear = nn.Linear(6, 3)
     with pytest.raises(ConfigError, match=r"module is a str, not a torch\.nn\.Module"):
         Objective.from_module("cnn")
@@ -457,7 +453,7 @@ def test_bad_settings_are_named() -> None:
         Objective.from_module(linear)
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_named():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
@@ -480,7 +476,7 @@ def test_bad_arguments_are_named() -> None:
             objective.losses(objective.init_params(0), *make_samples(6, leading))
 
 
-def image_problem(dtype: str = "float64", unequal: bool = False) -> Problem:
+def image_problem(dtype="float64", unequal=False):
     """Three kinds of noisy stripes, five clients with their own mixture."""
     random = np.random.default_rng(2)
     rows, columns = np.indices(IMAGE[1:])
@@ -497,10 +493,11 @@ def image_problem(dtype: str = "float64", unequal: bool = False) -> Problem:
     return Problem(objective, tuple(clients), objective.init_params(0).astype(dtype), clients[0])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("unequal", [False, True])
-@pytest.mark.parametrize("name", ["lean", "gd", "onebit"])
-def test_fast_equals_reference_bit_for_bit(name: str, unequal: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "unequal", "dtype"),
+    crossed(["lean", "gd", "onebit"], [False, True], ["float64", "float32"]),
+)
+def test_fast_equals_reference_bit_for_bit(name, unequal, dtype):
     problem = image_problem(dtype, unequal)
     arguments = (problem, make_recipe(name), 0.02, BernoulliDropout(0.3, seed=8), 4)
     reference = ReferenceSimulation(*arguments)
@@ -508,7 +505,7 @@ def test_fast_equals_reference_bit_for_bit(name: str, unequal: bool, dtype: str)
     assert_same(fast, reference, rounds=25)
 
 
-def test_torch_backend_takes_the_same_decisions() -> None:
+def test_torch_backend_takes_the_same_decisions():
     problem = image_problem()
     arguments = (problem, make_recipe("lean"), 0.02)
     cpu, other = FastSimulation(*arguments), FastSimulation(*arguments, device="torch:cpu")
@@ -517,7 +514,8 @@ def test_torch_backend_takes_the_same_decisions() -> None:
     assert_close(other.parameters, cpu.parameters, "float64")
 
 
-def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes() -> None:
+@pytest.mark.soak
+def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes():
     problem = image_problem()
     losses, sizes = {}, {}
     for name in "gd", "lean":

@@ -1,7 +1,5 @@
 """Names, shapes, starting points, predictions, extreme values and bad input."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,50 +8,50 @@ import numpy as np
 import pytest
 
 from aqg.errors import ConfigError, DataError
-from aqg.objectives import Objective, make_objective
+from aqg.objectives import make_objective
 
 MODELS = [("logistic", 2), ("softmax", 3), ("mlp:4", 3)]
 ARRAY_KINDS = ["numpy", "torch"]
 
 
-def make(model: str, num_classes: int, l2: float = 0.1) -> Objective:
+def make(model, num_classes, l2=0.1):
     return make_objective(model, 6, num_classes, l2, "mean")
 
 
-def as_kind(kind: str, *arrays: np.ndarray) -> list[object]:
+def as_kind(kind, *arrays):
     if kind == "numpy":
         return list(arrays)
     torch = pytest.importorskip("torch")
     return [torch.from_numpy(array) for array in arrays]
 
 
-def test_paper_sizes() -> None:
+def test_paper_sizes():
     assert make_objective("softmax", 784, 10, 0.01, "mean").num_params == 7850
     assert make_objective("mlp:200", 784, 10, 0.01, "mean").num_params == 159010
     assert make_objective("logistic", 34, 2, 0.01, "sum").num_params == 34
 
 
 @pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_name_builds_the_same_objective_again(model: str, num_classes: int) -> None:
+def test_name_builds_the_same_objective_again(model, num_classes):
     objective = make(model, num_classes)
     assert objective.name == model
     assert make(objective.name, num_classes).layout == objective.layout
 
 
-def test_only_regularized_linear_models_are_strongly_convex() -> None:
+def test_only_regularized_linear_models_are_strongly_convex():
     assert make("logistic", 2).convex
     assert make("softmax", 3).convex
     assert not make("softmax", 3, l2=0.0).convex
     assert not make("mlp:4", 3).convex
 
 
-def test_logistic_starts_from_zero() -> None:
+def test_logistic_starts_from_zero():
     params = make("logistic", 2).init_params(seed=3)
     assert params.dtype == np.float64
     assert not params.any()
 
 
-def test_networks_start_from_glorot_weights_and_zero_biases() -> None:
+def test_networks_start_from_glorot_weights_and_zero_biases():
     objective = make_objective("mlp:200", 100, 10, 0.0, "mean")
     params = objective.init_params(seed=3)
     np.testing.assert_array_equal(params, objective.init_params(seed=3))
@@ -69,9 +67,7 @@ def test_networks_start_from_glorot_weights_and_zero_biases() -> None:
 
 @pytest.mark.parametrize("kind", ARRAY_KINDS)
 @pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_prediction_is_the_label_with_the_smallest_loss(
-    model: str, num_classes: int, kind: str
-) -> None:
+def test_prediction_is_the_label_with_the_smallest_loss(model, num_classes, kind):
     objective = make(model, num_classes)
     random = np.random.default_rng(0)
     params = random.normal(size=objective.num_params)
@@ -91,9 +87,7 @@ def test_prediction_is_the_label_with_the_smallest_loss(
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", ARRAY_KINDS)
 @pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_dtype_is_kept(
-    model: str, num_classes: int, kind: str, dtype: type, label_dtype: type
-) -> None:
+def test_dtype_is_kept(model, num_classes, kind, dtype, label_dtype):
     objective = make(model, num_classes)
     params, features, labels = as_kind(
         kind,
@@ -107,7 +101,7 @@ def test_dtype_is_kept(
 
 
 @pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_inputs_are_left_alone(model: str, num_classes: int) -> None:
+def test_inputs_are_left_alone(model, num_classes):
     objective = make(model, num_classes)
     random = np.random.default_rng(0)
     arrays = (
@@ -121,7 +115,7 @@ def test_inputs_are_left_alone(model: str, num_classes: int) -> None:
     objective.predict(*arrays[:2])
 
 
-def test_huge_scores_give_the_exact_loss() -> None:
+def test_huge_scores_give_the_exact_loss():
     objective = make_objective("logistic", 1, 2, 0.0, "sum")
     scores = np.array([[1e4], [-1e4], [1e4], [-1e4]])
     losses, gradients = objective.losses_and_gradients(np.ones(1), scores, np.array([1, 0, 0, 1]))
@@ -134,7 +128,7 @@ def test_huge_scores_give_the_exact_loss() -> None:
     assert losses == 2e4
 
 
-def test_small_losses_keep_their_precision() -> None:
+def test_small_losses_keep_their_precision():
     objective = make_objective("logistic", 1, 2, 0.0, "sum")
     loss = objective.losses(np.ones(1), np.array([[50.0]]), np.array([1]))
     np.testing.assert_allclose(loss, np.exp(-50.0), rtol=1e-15)
@@ -143,9 +137,7 @@ def test_small_losses_keep_their_precision() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 @pytest.mark.parametrize("kind", ARRAY_KINDS)
 @pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_divergence_shows_in_the_result_without_a_warning(
-    model: str, num_classes: int, kind: str, value: float
-) -> None:
+def test_divergence_shows_in_the_result_without_a_warning(model, num_classes, kind, value):
     objective = make(model, num_classes)
     params = np.full(objective.num_params, value)
     features = np.random.default_rng(0).normal(size=(2, 5, 6)) * 1e10
@@ -157,12 +149,12 @@ def test_divergence_shows_in_the_result_without_a_warning(
     objective.predict(*as_kind(kind, params, features))
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     objective = make("softmax", 3)
     params = np.full(objective.num_params, np.inf)
     features, labels = np.ones((50, 6)), np.zeros(50, np.int64)
 
-    def work(_: int) -> bool:
+    def work(_):
         return bool(np.isnan(objective.losses_and_gradients(params, features, labels)[0]))
 
     with ThreadPoolExecutor(4) as pool:
@@ -172,7 +164,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize(
     "spec", ["", "mpl:200", "mlp", "mlp:", "mlp:0", "mlp:-3", "mlp:2.5", "mlp:²", "softmax:3"]
 )
-def test_unknown_model_is_named_with_the_choices(spec: str) -> None:
+def test_unknown_model_is_named_with_the_choices(spec):
     with pytest.raises(ConfigError, match=r"^(unknown )?(model|option hidden of model) ") as caught:
         make_objective(spec, 4, 2, 0.0, "mean")
     assert repr(spec.partition(":")[0]) in str(caught.value) or repr(spec) in str(caught.value)
@@ -189,12 +181,12 @@ def test_unknown_model_is_named_with_the_choices(spec: str) -> None:
         (("softmax", 4, 3, 0.0, "median"), "scaling 'median' is not one of mean, sum"),
     ],
 )
-def test_bad_settings(arguments: tuple[object, ...], message: str) -> None:
+def test_bad_settings(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        make_objective(*arguments)  # type: ignore[arg-type]
+        make_objective(*arguments)
 
 
-def test_negative_seed() -> None:
+def test_negative_seed():
     with pytest.raises(ConfigError, match="seed -1"):
         make("softmax", 3).init_params(-1)
 
@@ -209,9 +201,7 @@ def test_negative_seed() -> None:
         (np.zeros(21), np.zeros((5, 6), np.float32), np.zeros(5, int), "float64 and .*float32"),
     ],
 )
-def test_arrays_that_do_not_fit(
-    params: np.ndarray, features: np.ndarray, labels: np.ndarray, message: str
-) -> None:
+def test_arrays_that_do_not_fit(params, features, labels, message):
     objective = make("softmax", 3)
     with pytest.raises(ConfigError, match=message):
         objective.losses_and_gradients(params, features, labels)
@@ -219,14 +209,14 @@ def test_arrays_that_do_not_fit(
         objective.losses(params, features, labels)
 
 
-def test_client_without_samples() -> None:
+def test_client_without_samples():
     objective = make("softmax", 3)
     nothing = np.zeros((0, 6)), np.zeros(0, np.int64)
     with pytest.raises(DataError, match="0 samples"):
         objective.losses(objective.init_params(0), *nothing)
 
 
-def test_numpy_alone_is_enough() -> None:
+def test_numpy_alone_is_enough():
     script = """
 import sys
 for name in ("torch", "scipy", "platformdirs"):

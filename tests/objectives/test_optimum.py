@@ -1,9 +1,6 @@
 """The certified minimum and its cache."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +8,13 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
-from aqg.objectives import Scaling, make_objective
+from aqg.objectives import make_objective
 from aqg.objectives.optimum import Optimum, cached_optimum, find_optimum
 
 Client = tuple["NDArray[np.float64]", "NDArray[np.int64]"]
 
 
-def unequal_clients(num_classes: int, dtype: type[np.floating] = np.float64) -> list[Client]:
+def unequal_clients(num_classes, dtype=np.float64):
     """Each client holds mostly one label, and a different number of samples."""
     random = np.random.default_rng(5)
     clients = []
@@ -35,19 +32,17 @@ def unequal_clients(num_classes: int, dtype: type[np.floating] = np.float64) -> 
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
 @pytest.mark.parametrize("l2", [1.0, 1e-2, 1e-5])
 @pytest.mark.parametrize(("model", "num_classes"), [("logistic", 2), ("softmax", 3)])
-def test_agrees_with_an_independent_solver(
-    model: str, num_classes: int, l2: float, scaling: Scaling
-) -> None:
+def test_agrees_with_an_independent_solver(model, num_classes, l2, scaling):
     clients = unequal_clients(num_classes)
     objective = make_objective(model, 4, num_classes, l2, scaling)
     optimum = find_optimum(objective, clients)
     assert optimum.error_bound <= 1e-9
     assert optimum.error_bound == optimum.gradient_norm**2 / (2 * l2)
 
-    def average(params: NDArray[np.float64]) -> float:
+    def average(params):
         return float(np.mean([objective.losses(params, *client) for client in clients]))
 
-    def gradient(params: NDArray[np.float64]) -> NDArray[np.float64]:
+    def gradient(params):
         each = [objective.losses_and_gradients(params, *client)[1] for client in clients]
         return np.mean(each, axis=0)
 
@@ -72,7 +67,8 @@ def test_agrees_with_an_independent_solver(
     assert optimum.value == pytest.approx(average(params), abs=1e-9)
 
 
-def test_no_point_is_below_the_certified_interval() -> None:
+@pytest.mark.soak
+def test_no_point_is_below_the_certified_interval():
     clients = unequal_clients(3)
     objective = make_objective("softmax", 4, 3, 0.05, "mean")
     optimum = find_optimum(objective, clients)
@@ -86,7 +82,7 @@ def test_no_point_is_below_the_certified_interval() -> None:
     assert result.fun - optimum.value < 1e-3
 
 
-def test_clients_count_alike_whatever_their_size() -> None:
+def test_clients_count_alike_whatever_their_size():
     (features, labels), *_ = unequal_clients(2)
     objective = make_objective("logistic", 4, 2, 0.1, "mean")
     once = find_optimum(objective, [(features, labels)])
@@ -95,14 +91,14 @@ def test_clients_count_alike_whatever_their_size() -> None:
     assert twice.value == pytest.approx(once.value, abs=1e-11)
 
 
-def test_single_precision_data_is_solved_in_double() -> None:
+def test_single_precision_data_is_solved_in_double():
     objective = make_objective("softmax", 4, 3, 0.01, "mean")
     single = unequal_clients(3, np.float32)
     double = [(features.astype(np.float64), labels) for features, labels in single]
     assert find_optimum(objective, single) == find_optimum(objective, double)
 
 
-def test_an_exhausted_budget_shows_in_the_bound() -> None:
+def test_an_exhausted_budget_shows_in_the_bound():
     objective = make_objective("softmax", 4, 3, 1e-4, "mean")
     rough = find_optimum(objective, unequal_clients(3), max_passes=5)
     fine = find_optimum(objective, unequal_clients(3))
@@ -111,13 +107,13 @@ def test_an_exhausted_budget_shows_in_the_bound() -> None:
 
 
 @pytest.mark.parametrize(("model", "l2"), [("mlp:3", 0.1), ("softmax", 0.0)])
-def test_needs_strong_convexity(model: str, l2: float) -> None:
+def test_needs_strong_convexity(model, l2):
     objective = make_objective(model, 4, 3, l2, "mean")
     with pytest.raises(ConfigError, match=f"{model} with l2={l2}"):
         find_optimum(objective, unequal_clients(3))
 
 
-def test_bad_data() -> None:
+def test_bad_data():
     objective = make_objective("logistic", 4, 2, 0.1, "mean")
     with pytest.raises(DataError, match="0 clients"):
         find_optimum(objective, [])
@@ -134,21 +130,21 @@ VALUE = Optimum(value=0.1 + 0.2, gradient_norm=1e-7, error_bound=1 / 3 * 1e-12)
 class Solver:
     """Counts how often it is asked."""
 
-    def __init__(self, answer: Optimum = VALUE) -> None:
+    def __init__(self, answer=VALUE):
         self.answer = answer
         self.num_calls = 0
 
-    def __call__(self) -> Optimum:
+    def __call__(self):
         self.num_calls += 1
         return self.answer
 
 
-def only_entry(directory: Path) -> Path:
+def only_entry(directory):
     (entry,) = (directory / "optima").iterdir()
     return entry
 
 
-def test_computed_once(tmp_path: Path) -> None:
+def test_computed_once(tmp_path):
     solver = Solver()
     assert cached_optimum(KEY, solver, tmp_path) == VALUE
     reordered = dict(reversed(KEY.items()))
@@ -158,14 +154,14 @@ def test_computed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"l2": 0.02}, {"clients": 11}, {"seed": 1}])
-def test_another_key_is_another_entry(tmp_path: Path, change: dict[str, float]) -> None:
+def test_another_key_is_another_entry(tmp_path, change):
     cached_optimum(KEY, Solver(), tmp_path)
     other = Optimum(2.0, 0.0, 0.0)
     assert cached_optimum(KEY | change, Solver(other), tmp_path) == other
     assert cached_optimum(KEY, Solver(other), tmp_path) == VALUE
 
 
-def damaged_entries() -> dict[str, bytes]:
+def damaged_entries():
     good = {"value": 1.0, "gradient_norm": 0.0, "error_bound": 0.0}
     return {
         "empty": b"",
@@ -182,7 +178,7 @@ def damaged_entries() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", damaged_entries().values(), ids=damaged_entries().keys())
-def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_entry_is_computed_again_and_replaced(tmp_path, damage):
     cached_optimum(KEY, Solver(), tmp_path)
     entry = only_entry(tmp_path)
     intact = entry.read_bytes()
@@ -194,14 +190,14 @@ def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: by
     assert only_entry(tmp_path).read_bytes() == intact
 
 
-def test_entry_with_nan_is_computed_again(tmp_path: Path) -> None:
+def test_entry_with_nan_is_computed_again(tmp_path):
     cached_optimum(KEY, Solver(), tmp_path)
     entry = only_entry(tmp_path)
     entry.write_text(entry.read_text().replace(repr(VALUE.value), "NaN"))
     assert cached_optimum(KEY, Solver(), tmp_path) == VALUE
 
 
-def test_unwritable_cache_is_no_error(tmp_path: Path) -> None:
+def test_unwritable_cache_is_no_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where the directory should be")
     solver = Solver()
@@ -210,8 +206,8 @@ def test_unwritable_cache_is_no_error(tmp_path: Path) -> None:
     assert solver.num_calls == 2
 
 
-def test_failed_computation_leaves_nothing(tmp_path: Path) -> None:
-    def fail() -> Optimum:
+def test_failed_computation_leaves_nothing(tmp_path):
+    def fail():
         raise DataError("no data")
 
     with pytest.raises(DataError):
@@ -219,7 +215,7 @@ def test_failed_computation_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_environment_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_names_the_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "elsewhere"))
     cached_optimum(KEY, Solver())
     assert only_entry(tmp_path / "elsewhere").suffix == ".json"

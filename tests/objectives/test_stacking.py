@@ -3,10 +3,6 @@
 Through torch's products, too, which give the same numbers, and no warnings.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,12 +16,12 @@ FEATURES = 300
 
 
 @pytest.fixture
-def _through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _through_torch(monkeypatch):
     """Let large clients go through torch here as well, whatever the machine."""
     monkeypatch.setattr(products, "_faster_torch", lambda: torch)
 
 
-def large_client(dtype: Any, *clients: int) -> np.ndarray:
+def large_client(dtype, *clients):
     num_samples = products.LARGE_BYTES // np.dtype(dtype).itemsize // FEATURES + 1
     return np.random.default_rng(0).normal(size=(*clients, num_samples, FEATURES)).astype(dtype)
 
@@ -33,7 +29,7 @@ def large_client(dtype: Any, *clients: int) -> np.ndarray:
 @pytest.mark.usefixtures("_through_torch")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("own_weights", [False, True])
-def test_torch_computes_what_numpy_does(dtype: Any, own_weights: bool) -> None:
+def test_torch_computes_what_numpy_does(dtype, own_weights):
     inputs = large_client(dtype, 2)
     inputs.flags.writeable = False  # torch would warn of it
     shape = (2, FEATURES, 10) if own_weights else (FEATURES, 10)
@@ -53,11 +49,11 @@ def test_torch_computes_what_numpy_does(dtype: Any, own_weights: bool) -> None:
 @pytest.mark.usefixtures("_through_torch")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("model", ["softmax", "mlp:40"])
-def test_stacking_changes_nothing_through_torch(model: str, dtype: Any) -> None:
+def test_stacking_changes_nothing_through_torch(model, dtype):
     assert_stacking_changes_nothing(model, 2, large_client(dtype).shape[0], FEATURES, dtype)
 
 
-def test_only_large_clients_with_few_outputs_ask_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_clients_with_few_outputs_ask_for_torch(monkeypatch):
     asked = []
     monkeypatch.setattr(products, "_faster_torch", lambda: asked.append(True))
     small = np.ones((5, 100, FEATURES))
@@ -69,7 +65,7 @@ def test_only_large_clients_with_few_outputs_ask_for_torch(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_through_torch")
-def test_a_short_lived_process_stays_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_lived_process_stays_with_numpy(monkeypatch):
     monkeypatch.setattr(products, "_is_short_lived", False)
     inputs, weight = large_client(np.float64), np.ones((FEATURES, 3))
     products.stay_with_numpy()
@@ -77,7 +73,7 @@ def test_a_short_lived_process_stays_with_numpy(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("_through_torch")
-def test_samples_in_any_order_in_memory() -> None:
+def test_samples_in_any_order_in_memory():
     objective = make_objective("softmax", FEATURES, 4, l2=0.01, scaling="mean")
     features = large_client(np.float64)
     labels = np.random.default_rng(2).integers(0, 4, len(features))
@@ -89,9 +85,7 @@ def test_samples_in_any_order_in_memory() -> None:
     assert same_loss == pytest.approx(loss)
 
 
-def assert_stacking_changes_nothing(
-    model: str, num_clients: int, num_samples: int, num_features: int, dtype: type[np.floating]
-) -> None:
+def assert_stacking_changes_nothing(model, num_clients, num_samples, num_features, dtype):
     num_classes = 2 if model == "logistic" else 10
     objective = make_objective(model, num_features, num_classes, l2=0.01, scaling="mean")
     random = np.random.default_rng(num_samples * num_features)
@@ -116,9 +110,7 @@ def assert_stacking_changes_nothing(
     num_features=st.integers(1, 90),
     dtype=st.sampled_from([np.float32, np.float64]),
 )
-def test_any_shape(
-    model: str, num_clients: int, num_samples: int, num_features: int, dtype: type[np.floating]
-) -> None:
+def test_any_shape(model, num_clients, num_samples, num_features, dtype):
     assert_stacking_changes_nothing(model, num_clients, num_samples, num_features, dtype)
 
 
@@ -134,7 +126,5 @@ def test_any_shape(
         ("mlp:200", 10, 60, 784),
     ],
 )
-def test_shapes_of_real_runs(
-    model: str, num_clients: int, num_samples: int, num_features: int, dtype: type[np.floating]
-) -> None:
+def test_shapes_of_real_runs(model, num_clients, num_samples, num_features, dtype):
     assert_stacking_changes_nothing(model, num_clients, num_samples, num_features, dtype)

@@ -1,7 +1,5 @@
 """The log: entries while they are short, a snapshot when that is shorter, and no more kept."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,11 +7,11 @@ from aqg.protocol.log import ModelLog
 from aqg.wire.entry import log_overhead
 
 
-def never() -> int:
+def never():
     raise AssertionError("no snapshot is wanted here")
 
 
-def test_one_entry_behind_is_one_entry() -> None:
+def test_one_entry_behind_is_one_entry():
     log = ModelLog()
     for size in (100, 5, 7):
         log.append(bytes(size))
@@ -24,7 +22,7 @@ def test_one_entry_behind_is_one_entry() -> None:
     assert log.deliver(4, never, never).num_bytes == log_overhead(4, 0) == len(log.frame(4))
 
 
-def test_a_snapshot_is_taken_when_it_is_shorter() -> None:
+def test_a_snapshot_is_taken_when_it_is_shorter():
     log = ModelLog()
     for _ in range(20):
         log.append(bytes(10))
@@ -37,14 +35,14 @@ def test_a_snapshot_is_taken_when_it_is_shorter() -> None:
     assert log.deliver(19, never, never).snapshot is None
 
 
-def test_someone_unknown_gets_a_snapshot() -> None:
+def test_someone_unknown_gets_a_snapshot():
     log = ModelLog()
     log.append(b"x")
     for position in (0, 5, -1):
         assert log.deliver(position, lambda: b"snapshot", never).snapshot == b"snapshot"
 
 
-def test_what_no_one_wants_is_dropped() -> None:
+def test_what_no_one_wants_is_dropped():
     log = ModelLog()
     for _ in range(20):
         log.append(bytes(10))
@@ -61,7 +59,7 @@ def test_what_no_one_wants_is_dropped() -> None:
     st.integers(10, 300),
     st.randoms(use_true_random=False),
 )
-def test_a_delivery_is_never_longer_than_the_entries(sizes, snapshot_bytes, random) -> None:
+def test_a_delivery_is_never_longer_than_the_entries(sizes, snapshot_bytes, random):
     log = ModelLog()
     positions = [1] * 4
     for size in sizes:

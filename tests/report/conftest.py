@@ -1,16 +1,12 @@
 """Run directories to report on, written by the code that writes real ones."""
 
-from __future__ import annotations
-
-import json
-
 import numpy as np
 import pytest
 
 from aqg.runs.config import resolve
 from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import SUMMARY, Line, rewrite_lines
-from aqg.runs.files import write_atomically
+from aqg.runs.files import to_json, write_atomically
 from aqg.runs.loop import create_run
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
@@ -65,7 +61,7 @@ def make_run():
             for line in lines:
                 client_bytes.add(line.record)
             row = summary.to_json() | client_bytes.to_json()
-            write_atomically(directory / SUMMARY, json.dumps(row).encode())
+            write_atomically(directory / SUMMARY, to_json(row).encode())
         return directory
 
     return write

@@ -1,7 +1,5 @@
 """Cost and delay: levels, points, and what was measured elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``aqg report`` as a user meets it: the files it writes and the errors it explains."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip
@@ -17,6 +15,7 @@ from aqg.cli.app import run_app
 from aqg.report.runs import read_run
 from aqg.report.write import Packer, make_page
 from aqg.runs.directory import CONFIG, ROUNDS
+from aqg.runs.files import seal
 
 
 @pytest.fixture
@@ -135,13 +134,14 @@ def test_a_deployment_has_the_bytes_of_its_clients_round_by_round(make_run, tmp_
         del row["crc32"]
         row["client_upload_bytes"] = [row["round"]] * 10
         row["client_download_bytes"] = list(range(10))
-    (run / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / ROUNDS).write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
     found = read_run(run, "run")
     assert found.client_upload_bytes.tolist() == [10] * 10
     assert found.client_download_bytes.tolist() == [4 * client for client in range(10)]
     assert not any(name.startswith("client_") for name in found.extras)
 
 
+@pytest.mark.soak
 def test_runs_in_every_state_are_shown(make_run, tmp_path):
     make_run(tmp_path / "begun", rounds=10, finished=False)
     waiting = make_run(tmp_path / "waiting", recipe="gd", rounds=10, finished=False)
@@ -174,7 +174,7 @@ def test_the_data_stays_small_for_many_clients(make_run, tmp_path):
     [
         (["missing"], "'missing' does not exist"),
         (["empty"], "'empty' is not a run directory and holds none"),
-        (["damaged"], "line 1 is not valid JSON"),
+        (["damaged"], "line 1: it has no checksum"),
         (["runs", "--out", "nowhere/report.html"], "directory 'nowhere' of --out does not exist"),
         (["runs", "--out", "empty"], "'empty' is a directory; name a file"),
         (["runs", "--png", "file"], "output directory 'file' cannot be made"),

@@ -1,7 +1,5 @@
 """From run directories to arrays, groups and curves, whatever state the runs are in."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -28,6 +26,7 @@ from aqg.report.curves import (
 from aqg.report.runs import COLORS, assign_colors, compare, find_runs, read_run, read_runs
 from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
+from aqg.runs.files import seal
 from aqg.studies.sweep import GRID
 
 
@@ -37,7 +36,7 @@ def change_lines(directory, change):
     for row in rows:
         change(row)
         del row["crc32"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
 
 
 def test_a_run_comes_back_as_written(make_run, tmp_path):
@@ -145,12 +144,12 @@ def repeat_rounds(directory):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_line, "line 3: it has no checksum, unlike the lines before it"),
+        (damage_line, "line 3: it has no checksum"),
         (drop_key, "'upload_bytes' is missing"),
         (repeat_rounds, "round numbers must rise"),
-        (lambda run: (run / ROUNDS).write_text("3\n"), "line 1 is not a JSON object"),
+        (lambda run: (run / ROUNDS).write_text("3\n"), "line 1: it has no checksum"),
         (lambda run: (run / SUMMARY).write_text("{"), "delete it and resume"),
-        (lambda run: (run / SUMMARY).write_text("[]"), "not a JSON object"),
+        (lambda run: (run / SUMMARY).write_text("[]"), "it has no checksum"),
         (lambda run: (run / CONFIG).write_text("recipe = ["), "not valid TOML"),
         (lambda run: (run / CONFIG).write_bytes(b"\xff"), "not valid TOML"),
         (lambda run: (run / CONFIG).unlink(), "is not a run directory: it has no config.toml"),
@@ -264,7 +263,7 @@ def test_a_deployment_need_not_say_what_it_trains(make_run, tmp_path):
 def test_the_headline_compares_equal_settings(comparison):
     costs = {}
     for group in comparison.groups:
-        costs[group.label] = sorted(result_of(run).target_total_bytes for run in group.runs)[1]
+        costs[group.label] = sorted(result_of(run)["target_total_bytes"] for run in group.runs)[1]
     savings = [
         costs[f"gd · dropout {dropout}"] / costs[f"lean · dropout {dropout}"]
         for dropout in ("0", "0.5")

@@ -1,7 +1,5 @@
 """Functions from files: how they are named, what they are given, and what goes wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from aqg.errors import ConfigError

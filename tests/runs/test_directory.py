@@ -1,7 +1,5 @@
 """Where results go."""
 
-from __future__ import annotations
-
 import datetime
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

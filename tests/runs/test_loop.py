@@ -1,7 +1,5 @@
 """Run directories: complete, resumable after any crash, and repeatable."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -9,14 +7,16 @@ import pytest
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
-from aqg.runs.config import read_settings, resolve
+from aqg.runs.config import resolve
 from aqg.runs.cost import Cost
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory, read_toml
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
 from aqg.runs.summary import Trace
 from aqg.weights import BEST, FINAL
+
+from tests.problems import crossed
 
 SETTINGS = {"recipe": "lean", "rounds": 30, "dropout": 0.2, "target": 0.5}
 
@@ -40,7 +40,7 @@ class CrashAfter(Contact):
         self._number = number
 
     def tell(self, value):
-        if value.round == self._number:
+        if value.cost.rounds == self._number:
             raise StopAfter
 
 
@@ -65,11 +65,10 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
     assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
     minimum = find_minimum(config, problem)
     assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
-    assert resolve(read_settings(tmp_path / "run" / CONFIG)) == (config,)
+    assert resolve(read_toml(tmp_path / "run" / CONFIG)) == (config,)
 
 
-@pytest.mark.parametrize("crash", [1, 13, 30])
-@pytest.mark.parametrize("engine", ["fast", "reference"])
+@pytest.mark.parametrize(("crash", "engine"), crossed([1, 13, 30], ["fast", "reference"]))
 def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
     config = resolve({**SETTINGS, "engine": engine})[0]
     whole = run_whole(config, problem, tmp_path / "whole")
@@ -118,12 +117,12 @@ def test_a_diverging_run_ends_early_and_says_so(tmp_path):
     config = resolve({"recipe": "gd", "rounds": 400, "alpha": 1e6, "l2": 1.0})[0]
     result = run_whole(config, build_problem(config), tmp_path / "run")
     assert result.summary.diverged
-    assert result.summary.rounds < 400
+    assert result.summary.cost.rounds < 400
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["diverged"] is True
     assert summary["test_accuracy"] is not None
     again = loop.run(config, build_problem(config), None, tmp_path / "run")
-    assert again.summary.rounds == result.summary.rounds
+    assert again.summary.cost == result.summary.cost
 
 
 def test_a_target_counts_only_when_the_loss_stays():

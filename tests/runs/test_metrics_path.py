@@ -1,7 +1,5 @@
 """Metrics from a problem to records, tables, pictures and reports."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -53,7 +51,7 @@ def finished(tmp_path_factory):
     return directory, run(config, problem, None, directory)
 
 
-def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finished) -> None:
+def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finished):
     directory, result = finished
     rows = [json.loads(text) for text in (directory / "rounds.jsonl").read_text().splitlines()]
     assert all({"test_mse", "test_r2", "test_largest_error"} <= set(row) for row in rows)
@@ -68,7 +66,7 @@ def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finish
     assert [line.metrics["mse"] for line in read_lines(directory)] == [r["test_mse"] for r in rows]
 
 
-def test_tables_show_the_metrics_that_there_are(finished) -> None:
+def test_tables_show_the_metrics_that_there_are(finished):
     _, result = finished
     text = io.StringIO()
     Console(file=text, width=160).print(result_table([result.summary]).to_terminal())
@@ -79,7 +77,7 @@ def test_tables_show_the_metrics_that_there_are(finished) -> None:
     assert f"{result.summary.metrics['r2']:.4g}" in shown
 
 
-def test_reports_and_pictures_have_them(finished) -> None:
+def test_reports_and_pictures_have_them(finished):
     directory, result = finished
     found = read_run(directory, "lean")
     assert set(found.metrics) == {"mse", "r2", "largest_error"}
@@ -91,9 +89,10 @@ def test_reports_and_pictures_have_them(finished) -> None:
     assert draw_comparison(compare([found]), "regression").startswith(b"\x89PNG")
 
 
-def test_a_metric_beyond_all_numbers_is_none() -> None:
-    row = {"round": 1, "loss": 0.5, "widths": [1, 0], "upload_bytes": 9, "test_accuracy": 0.75}
+def test_a_metric_beyond_all_numbers_is_none():
+    row = {"round": 1, "loss": 0.5, "widths": [1, 0], "upload_bytes": 9}
+    row |= {"download_bytes": 4, "test_accuracy": 0.75}
     line = Line.of(row)
-    assert line == Line(RoundRecord(1, 0.5, (1, 0), 9), {"accuracy": 0.75})
+    assert line == Line(RoundRecord(1, 0.5, (1, 0), 9, download_bytes=4), {"accuracy": 0.75})
     unbounded = Line(line.record, {"perplexity": float("inf")})
     assert json.loads(unbounded.to_json())["test_perplexity"] is None

@@ -1,16 +1,15 @@
 """The paper's logistic setting on its own data: the benchmark's numbers, kept from drifting."""
 
-from __future__ import annotations
-
 import pytest
 
 from aqg.runs.config import resolve
 from aqg.runs.setup import build_problem, find_minimum, make_simulation
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("split", "low", "high"),
-    [pytest.param("iid", 0.3, 0.5, marks=pytest.mark.soak), ("source", 0.3, 0.55)],
+    [("iid", 0.3, 0.5), ("source", 0.3, 0.55)],
 )
 def test_two_level_saves_of_laq_bits(split, low, high, data_dir):
     settings = {"dataset": "heterogeneous", "scaling": "sum", "partition": split}

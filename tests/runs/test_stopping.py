@@ -1,7 +1,5 @@
 """When a run is over: reached, diverged, hopeless, too dear; and what it is said to have cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from aqg.runs.cost import Meter
 from aqg.runs.directory import CHECKPOINT, read_lines, read_summary
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.setup import build_problem, check_target, find_minimum, make_simulation
-from aqg.runs.stopping import Judge, Limits, Target
+from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 from aqg.weights import BEST
 
@@ -37,7 +35,7 @@ LOCAL = resolve(
 SOFTMAX = resolve({"recipe": "lean", "rounds": 150, "target": 0.2, "hold": 20, "seed": 3})[0]
 
 
-def follow(target, values, limits=Limits(), num_rounds=1000):  # noqa: B008
+def follow(target, values, ceiling=math.inf, num_rounds=1000):
     """Feed a judge one value per round of two uploads and 30 bytes up, 70 down.
 
     Return how it ends, and the rounds, uploads and bytes.
@@ -50,7 +48,7 @@ def follow(target, values, limits=Limits(), num_rounds=1000):  # noqa: B008
     judge = Judge(target, num_rounds)
     for number, value in enumerate(values, start=1):
         judge.pay(RoundRecord(number, None, (4, 4, 0), 30, download_bytes=70))
-        ending = judge.look(value, limits)
+        ending = judge.look(value, ceiling)
         if ending is not None:
             return ending, paid(judge.costs(ending))
     return None, paid(judge.costs("rounds"))
@@ -77,14 +75,12 @@ def test_an_accuracy_of_zero_is_no_divergence():
     assert follow(Target("accuracy", 0.9, 3), [0.1, 0.0, 0.0]) == (None, (3, 6, 300))
 
 
-@pytest.mark.parametrize(
-    ("limits", "ending"), [(Limits(ceiling=250), "beyond"), (Limits(ceiling=900), None)]
-)
-def test_costs_beyond_a_limit_are_of_no_interest(limits, ending):
+@pytest.mark.parametrize(("ceiling", "ending"), [(250, "beyond"), (900, None)])
+def test_costs_beyond_a_limit_are_of_no_interest(ceiling, ending):
     target = Target("accuracy", 0.9, 3)
-    assert follow(target, [0.1] * 9, limits)[0] == ending
+    assert follow(target, [0.1] * 9, ceiling)[0] == ending
     # What was met within the limit may still be confirmed beyond it.
-    assert follow(target, [0.1, 0.95, 0.95, 0.95], limits) == ("reached", (2, 4, 200))
+    assert follow(target, [0.1, 0.95, 0.95, 0.95], ceiling) == ("reached", (2, 4, 200))
 
 
 def test_half_of_the_way_by_half_of_the_rounds():
@@ -98,10 +94,10 @@ def test_half_of_the_way_by_half_of_the_rounds():
     assert 0 < accuracy.progress(0.1, 0.7) < accuracy.progress(0.1, 0.89) < 1
 
 
-def run(config, directory, contact=None, limits=Limits(), minimum=None):  # noqa: B008
+def run(config, directory, contact=None, ceiling=math.inf, minimum=None):
     if not directory.exists():
         loop.create_run(directory, config)
-    loop.run(config, build_problem(config), minimum, directory, contact, limits, False)
+    loop.run(config, build_problem(config), minimum, directory, contact, ceiling, False)
     return read_summary(directory)["outcome"]
 
 
@@ -171,16 +167,16 @@ class Noted(Contact):
         self._num_rounds = 0
 
     def tell(self, value):
-        self._num_rounds = value.round
+        self._num_rounds = value.cost.rounds
 
     def note(self):
-        return Limits(ceiling=1) if self._num_rounds >= 2 else None
+        return 1 if self._num_rounds >= 2 else None
 
 
 def test_limits_hold_from_the_start_or_come_while_it_runs(tmp_path):
     outcome = run(LOCAL, tmp_path / "late", Noted())
     assert (outcome["ending"], outcome["rounds"]) == ("beyond", 2)
-    outcome = run(LOCAL, tmp_path / "early", limits=Limits(ceiling=1))
+    outcome = run(LOCAL, tmp_path / "early", ceiling=1)
     assert (outcome["ending"], outcome["rounds"]) == ("beyond", 1)
 
 
@@ -207,4 +203,4 @@ def test_targets_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="is met before the first round"):
         check_target(config, build_problem(config), None)
     with pytest.raises(RunError, match="the minimum of the loss is unknown"):
-        loop._Referee(SOFTMAX, None, Limits())
+        loop._Referee(SOFTMAX, None, math.inf)

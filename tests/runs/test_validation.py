@@ -1,7 +1,5 @@
 """A validation set: held out from the clients, decides when a run is over, and leaves a curve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ them without one; `test_record` holds the code to it. The problem is made of sin
 multiplications, so that no library's sums are in it.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -14,21 +12,15 @@ import platform
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.objectives.base import Objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16
@@ -47,11 +39,11 @@ class Quadratic(Objective):
 
     stackable = False
 
-    def __init__(self, num_params: int) -> None:
+    def __init__(self, num_params):
         super().__init__("quadratic", (("theta", (num_params,)),), l2=0.0, convex=True)
         self.curvature = 0.25 + np.arange(num_params) % 7 / 4.0
 
-    def init_params(self, seed: int) -> np.ndarray:
+    def init_params(self, seed):
         return np.zeros(self.num_params)
 
     def losses(self, params, features, labels):
@@ -70,7 +62,7 @@ class Quadratic(Objective):
         return np.zeros(features.shape[:-1], np.int64)
 
 
-def problem(dtype: str) -> Problem:
+def problem(dtype):
     rng = np.random.default_rng(23)
     center = rng.integers(-64, 65, NUM_PARAMS) / 32.0
     clients = []
@@ -82,7 +74,7 @@ def problem(dtype: str) -> Problem:
     return Problem(Quadratic(NUM_PARAMS), tuple(clients), np.zeros(NUM_PARAMS, dtype))
 
 
-def simulate(case: str, engine=FastSimulation):
+def simulate(case, engine=FastSimulation):
     """Make the simulation that a case names: recipe, setting, optimizer and precision."""
     name, setting, optimizer, dtype = case.split("/")
     training, dropout = SETTINGS[setting]
@@ -96,12 +88,12 @@ def simulate(case: str, engine=FastSimulation):
     return engine(problem(dtype), recipe, STEPS[optimizer], dropout, 7, training=training)
 
 
-def cases() -> list[str]:
+def cases():
     names = sorted(RECIPES)
     return ["/".join(c) for c in product(names, SETTINGS, OPTIMIZERS, ("float64", "float32"))]
 
 
-def play(simulation, rounds: int = ROUNDS) -> dict[str, list]:
+def play(simulation, rounds=ROUNDS):
     """Run it and return what the record keeps: widths, bytes, and a digest of every model."""
     widths, sizes, digests = [], [], []
     for _ in range(rounds):
@@ -113,7 +105,7 @@ def play(simulation, rounds: int = ROUNDS) -> dict[str, list]:
     return {"widths": widths, "bytes": sizes, "models": digests}
 
 
-def main(prefixes: Sequence[str]) -> None:
+def main(prefixes):
     record = json.loads(gzip.decompress(FILE.read_bytes())) if prefixes else {"runs": {}}
     for case in cases():
         if not prefixes or case.startswith(tuple(prefixes)):

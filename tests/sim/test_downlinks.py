@@ -1,32 +1,23 @@
 """Models as logs in both simulators: the same bytes, the same models, whoever was away."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from itertools import cycle
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from aqg.core.downlink import Condensed, Exact, make_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
 
-from tests.problems import assert_same, tiny_problem
-
-if TYPE_CHECKING:
-    from aqg.core.dropouts import Dropout
+from tests.problems import assert_same, crossed, some_recipes, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
-SETTINGS: dict[str, tuple[dict[str, Any], Dropout | None]] = {
+SETTINGS = {
     "all take part": ({}, None),
     "sampled, adam": (
         {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
@@ -44,9 +35,7 @@ FIRST = [
 ROUNDS = 20
 
 
-def simulations(
-    name: str, setting: str, downlink: str, dtype: str = "float64"
-) -> tuple[ReferenceSimulation, FastSimulation]:
+def simulations(name, setting, downlink, dtype="float64"):
     problem = tiny_problem(num_clients=6, unequal=True)
     initial = problem.initial_params.astype(dtype)
     clients = tuple(
@@ -65,29 +54,26 @@ def simulations(
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_engine_counts_what_the_reference_sends(name: str, downlink: str, setting: str) -> None:
+@pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
+def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
     reference, fast = simulations(name, setting, downlink)
     assert_same(fast, reference, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize(("name", "dtype"), list(zip(RECIPES, cycle(["float32", "float64"]))))
-def test_exact_entries_make_the_model_of_full_downloads(
-    name: str, setting: str, dtype: str
-) -> None:
+@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
+def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
     _, full = simulations(name, setting, "full", dtype)
     _, exact = simulations(name, setting, "exact", dtype)
     for _ in range(ROUNDS):
         one, other = full.run_round(), exact.run_round()
         assert sum(other.client_download_bytes) == other.download_bytes
-        no_downloads: dict[str, Any] = {"download_bytes": 0, "client_download_bytes": ()}
+        no_downloads = {"download_bytes": 0, "client_download_bytes": ()}
         assert other._replace(**no_downloads) == one._replace(**no_downloads)
     assert exact.parameters.tobytes() == full.parameters.tobytes()
 
 
-def test_every_client_of_the_reference_holds_the_servers_model() -> None:
+def test_every_client_of_the_reference_holds_the_servers_model():
     for downlink in ("exact", "condensed"):
         reference, _ = simulations("auto", "noisy, momentum", downlink)
         for _ in range(ROUNDS):
@@ -101,10 +87,11 @@ def test_every_client_of_the_reference_holds_the_servers_model() -> None:
                 assert reference.models[m].history == expected.history
 
 
-@pytest.mark.parametrize("engine", [0, 1], ids=["reference", "fast"])
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_resumed_run_counts_on(setting: str, downlink: str, engine: int) -> None:
+@pytest.mark.parametrize(
+    ("setting", "downlink", "engine"),
+    crossed(list(SETTINGS), ["exact", "condensed"], [0, 1]),
+)
+def test_a_resumed_run_counts_on(setting, downlink, engine):
     whole = simulations("auto", setting, downlink)[1]
     records = [whole.run_round() for _ in range(ROUNDS)]
     halves = simulations("auto", setting, downlink)
@@ -118,7 +105,7 @@ def test_a_resumed_run_counts_on(setting: str, downlink: str, engine: int) -> No
         assert second.run_round() == expected
 
 
-def test_a_state_without_a_log_does_not_fit() -> None:
+def test_a_state_without_a_log_does_not_fit():
     _, full = simulations("lean", "all take part", "full")
     _, exact = simulations("lean", "all take part", "exact")
     with pytest.raises(RunError, match="does not fit"):
@@ -127,7 +114,7 @@ def test_a_state_without_a_log_does_not_fit() -> None:
         full.restore(exact.state())
 
 
-def test_a_client_that_was_away_for_long_takes_a_snapshot() -> None:
+def test_a_client_that_was_away_for_long_takes_a_snapshot():
     problem = tiny_problem(num_clients=4)
     away = ScriptedDropout((Absence(2, 2, 150),))
     training = Training(downlink=Condensed(), local=LOCAL)
@@ -146,9 +133,10 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot() -> None:
     assert records[-1].download_bytes == record.download_bytes
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-@pytest.mark.parametrize("name", ["lean", "auto", "qsgd"])
-def test_torch_publishes_the_same(name: str, downlink: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "downlink"), crossed(["lean", "auto", "qsgd"], ["condensed", "exact"])
+)
+def test_torch_publishes_the_same(name, downlink):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=6, unequal=True)
     training = Training(downlink=make_downlink(downlink), local=LOCAL)
@@ -162,7 +150,7 @@ def test_torch_publishes_the_same(name: str, downlink: str) -> None:
     assert other.parameters == pytest.approx(cpu.parameters, rel=1e-6, abs=1e-6)
 
 
-def test_bad_settings_are_named() -> None:
+def test_bad_settings_are_named():
     with pytest.raises(ConfigError, match="unknown downlink 'half'"):
         make_downlink("half")
     with pytest.raises(ConfigError, match="has no option 'c'"):
@@ -174,3 +162,34 @@ def test_bad_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="bits is 9"):
         make_downlink("condensed:bits=9")
     assert make_downlink("exact") == Exact()
+
+
+@pytest.mark.parametrize(("name", "downlink"), [("auto", "condensed:ratio=0.5"), ("qsgd", "exact")])
+def test_clients_that_hold_nothing_train_alike_and_receive_more(name, downlink):
+    """Entries since the first model, their sum or a snapshot: the same model, at a higher price."""
+    options = {"local": LOCAL, "participation": 0.5, "downlink": make_downlink(downlink)}
+    problem = tiny_problem("float32", num_clients=6)
+    kept, none, reference = (
+        simulate(problem, make_recipe(name), 0.1, seed=4, training=Training(**options, memory=m))
+        for simulate, m in (
+            (FastSimulation, "model"),
+            (FastSimulation, "none"),
+            (ReferenceSimulation, "none"),
+        )
+    )
+    one, other = list(kept.run_rounds(ROUNDS)), list(none.run_rounds(10))
+    none.restore(none.state())
+    other += none.run_rounds(ROUNDS - 10)
+    assert other == [reference.run_round() for _ in range(ROUNDS)]
+    assert none.parameters.tobytes() == kept.parameters.tobytes()
+    assert [r.upload_bytes for r in one] == [r.upload_bytes for r in other]
+    assert sum(r.download_bytes for r in other) > 1.2 * sum(r.download_bytes for r in one)
+
+
+def test_recipes_that_need_a_memory_say_so():
+    for name in ("lean", "stc"):
+        training = Training(memory="none", local=LOCAL)
+        with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients"):
+            FastSimulation(tiny_problem(), make_recipe(name), 0.1, training=training)
+    with pytest.raises(ConfigError, match="memory is 'all'; choose from model, none"):
+        FastSimulation(tiny_problem(), make_recipe("qsgd"), 0.1, training=Training(memory="all"))

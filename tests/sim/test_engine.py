@@ -1,32 +1,28 @@
 """The fast engine against the reference: uploads, widths, bytes and models; and its shortcuts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.kernels import add_levels, measure, move_mirror, quantize
-from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.recipes import make_recipe
 from aqg.core.space import as_index
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend
+from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.stacks import cut, join, stack_small_clients
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 
 AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
 
 
-@pytest.mark.parametrize("loses", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
 def test_equals_the_reference_bit_for_bit(name, loses):
     problem = tiny_problem(num_clients=6, unequal=loses)
     dropout = ScriptedDropout(AWAY, BernoulliDropout(0.3, seed=8)) if loses else None
@@ -50,14 +46,14 @@ def run_both(device, name, rounds, tolerance):
     assert np.array_equal(other.state().clients.track.position, cpu.state().clients.track.position)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME_RECIPES)
 def test_torch_backend_takes_the_same_decisions(name):
     """The code that runs on a GPU, here on torch's CPU device."""
     pytest.importorskip("torch")
     run_both("torch:cpu", name, 25, 1e-9)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME_RECIPES)
 def test_cuda_takes_the_same_decisions(name):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
@@ -112,7 +108,7 @@ def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
     assert np.array_equal(total, expected)
 
 
-def wide_problem(num_clients: int, dtype: str = "float64") -> Problem:
+def wide_problem(num_clients, dtype="float64"):
     """Clients whose gradients fill a megabyte, so that threads share the work."""
     random = np.random.default_rng(5)
     objective = make_objective("softmax", 3000, 8, 0.1, "mean")

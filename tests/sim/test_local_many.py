@@ -1,13 +1,11 @@
 """Clients that take their local steps together, against each of them alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
-from aqg.sim.local import LocalTraining
+from aqg.sim.training import LocalTraining
 
 torch = pytest.importorskip("torch")
 

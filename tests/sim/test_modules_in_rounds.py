@@ -1,26 +1,22 @@
 """Ordinary PyTorch models in the simulator: what users have, as they have it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
-from tests.problems import assert_same
+from tests.problems import assert_same, crossed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -32,7 +28,7 @@ NUM_CLIENTS = 4
 class Tokens(nn.Module):
     """Predicts each token from the one before it, with dropout; tied weights and a mask."""
 
-    def __init__(self, vocabulary: int = 7, width: int = 6) -> None:
+    def __init__(self, vocabulary=7, width=6):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layer = nn.TransformerEncoderLayer(
@@ -55,7 +51,7 @@ def token_loss(logits, targets):
 class Normalized(nn.Module):
     """Batch normalization, dropout, and a buffer of its own that training changes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 6)
         self.norm = nn.BatchNorm1d(6)
@@ -76,7 +72,7 @@ def seeded(make):
     return make()
 
 
-def classes(num: int = NUM_CLIENTS) -> tuple[Samples, ...]:
+def classes(num=NUM_CLIENTS):
     random = np.random.default_rng(0)
     centers = random.normal(size=(3, 5)) * 3
     clients = []
@@ -86,17 +82,17 @@ def classes(num: int = NUM_CLIENTS) -> tuple[Samples, ...]:
     return tuple(clients)
 
 
-def problem_of(objective, clients=None, dtype="float64", **options) -> Problem:
+def problem_of(objective, clients=None, dtype="float64", **options):
     clients = classes() if clients is None else clients
     start = objective.init_params(0).astype(dtype)
     return Problem(objective, clients, start, test=clients[0], **options)
 
 
-def normalized_problem(statistics: str = "average") -> Problem:
+def normalized_problem(statistics="average"):
     return problem_of(Objective.from_module(seeded(Normalized), statistics=statistics))
 
 
-def token_problem(dtype: str = "float64") -> Problem:
+def token_problem(dtype="float64"):
     clients = []
     for size in (12, 20, 16):
         starts = np.random.default_rng(size).integers(0, 7, (size, 1))
@@ -120,9 +116,8 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_engine_equals_the_reference_bit_for_bit(name: str, recipe: str) -> None:
+@pytest.mark.parametrize(("name", "recipe"), crossed(list(PROBLEMS), ["auto", "qsgd"]))
+def test_engine_equals_the_reference_bit_for_bit(name, recipe):
     problem = PROBLEMS[name]()
     arguments = (problem, make_recipe(recipe), 0.08, BernoulliDropout(0.2, seed=8), 3)
     reference = ReferenceSimulation(*arguments, training=MINIBATCHES)
@@ -137,7 +132,7 @@ def test_engine_equals_the_reference_bit_for_bit(name: str, recipe: str) -> None
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_run_that_is_resumed_ends_where_the_other_does(name: str) -> None:
+def test_a_run_that_is_resumed_ends_where_the_other_does(name):
     problem = PROBLEMS[name]()
     whole, expected = run(problem, "auto", rounds=8)
     half, _ = run(problem, "auto", rounds=4)
@@ -149,7 +144,7 @@ def test_a_run_that_is_resumed_ends_where_the_other_does(name: str) -> None:
     np.testing.assert_array_equal(resumed.statistics.to_array(), whole.statistics.to_array())
 
 
-def test_randomness_is_of_seed_client_and_round_and_not_of_torch() -> None:
+def test_randomness_is_of_seed_client_and_round_and_not_of_torch():
     problem = normalized_problem()
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -172,7 +167,7 @@ def test_randomness_is_of_seed_client_and_round_and_not_of_torch() -> None:
         assert (gradient((0, 1, 2)) != gradient(key)).any()
 
 
-def test_batches_of_one_round_draw_different_numbers() -> None:
+def test_batches_of_one_round_draw_different_numbers():
     problem = problem_of(
         Objective.from_module(seeded(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))))
     )
@@ -183,7 +178,7 @@ def test_batches_of_one_round_draw_different_numbers() -> None:
     assert (first != second).any()
 
 
-def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights() -> None:
+def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights():
     problem = problem_of(Objective.from_module(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))))
     local = LocalTraining(batch_size=1000, rate=0.1)
     training = Training(local, weighting="samples")
@@ -195,9 +190,7 @@ def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights() -> 
     buffers = simulation.statistics.buffers()
     # A change is off by a third at most: a sign and a power of two.
     np.testing.assert_allclose(
-        buffers.values[:5],
-        np.average(means, axis=0, weights=sizes),
-        atol=np.abs(means).max() / 3,
+        buffers.values[:5], np.average(means, axis=0, weights=sizes), atol=np.abs(means).max() / 3
     )
     np.testing.assert_allclose(
         buffers.values[5:] - 1,
@@ -219,7 +212,7 @@ def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights() -> 
 
 
 @pytest.mark.parametrize("kind", [ReferenceSimulation, FastSimulation])
-def test_the_mean_of_the_models_is_measured_with_that_of_their_statistics(kind) -> None:
+def test_the_mean_of_the_models_is_measured_with_that_of_their_statistics(kind):
     problem = normalized_problem()
     training = replace(MINIBATCHES, step=make_step("dog"))
 
@@ -252,7 +245,7 @@ def test_the_mean_of_the_models_is_measured_with_that_of_their_statistics(kind) 
 
 
 @pytest.mark.parametrize("recipe", ["gd", "auto"])
-def test_a_buffer_that_training_changes_travels_and_constants_do_not(recipe) -> None:
+def test_a_buffer_that_training_changes_travels_and_constants_do_not(recipe):
     simulation, records = run(normalized_problem(), recipe, rounds=3)
     layout = simulation.problem.objective.model_layout
     names = [spec.name for spec in layout.statistics]
@@ -269,7 +262,7 @@ def test_a_buffer_that_training_changes_travels_and_constants_do_not(recipe) -> 
     assert all(not record.faults for record in records)
 
 
-def test_local_statistics_stay_with_their_client() -> None:
+def test_local_statistics_stay_with_their_client():
     simulation, records = run(normalized_problem("local"), rounds=5)
     assert all(record.statistics_upload_bytes == 0 for record in records)
     means = [simulation.statistics.buffers(client).values[:6] for client in range(NUM_CLIENTS)]
@@ -277,7 +270,7 @@ def test_local_statistics_stay_with_their_client() -> None:
     assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.5
 
 
-def test_frozen_statistics_stay_as_they_are() -> None:
+def test_frozen_statistics_stay_as_they_are():
     module = seeded(Normalized)
     module.norm.running_var.fill_(4.0)
     problem = problem_of(Objective.from_module(module, statistics="frozen"))
@@ -287,14 +280,14 @@ def test_frozen_statistics_stay_as_they_are() -> None:
     assert records[-1].loss < records[0].loss
 
 
-def test_models_with_random_layers_and_statistics_learn() -> None:
+def test_models_with_random_layers_and_statistics_learn():
     for name in "average", "local", "frozen":
         simulation, records = run(PROBLEMS[name](), rounds=25, step_size=0.1)
         assert records[-1].loss < 0.7 * records[0].loss, name
         assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8, name
 
 
-def test_exact_gradients_go_on_refusing_before_the_first_round() -> None:
+def test_exact_gradients_go_on_refusing_before_the_first_round():
     for kind in ReferenceSimulation, FastSimulation:
         with pytest.raises(ConfigError, match=r"layer 'norm', BatchNorm1d.*train on minibatches"):
             kind(normalized_problem(), make_recipe("gd"), 0.1)
@@ -303,7 +296,7 @@ def test_exact_gradients_go_on_refusing_before_the_first_round() -> None:
         FastSimulation(token_problem(), make_recipe("gd"), 0.1, training=steps)
 
 
-def test_token_ids_and_sequence_targets() -> None:
+def test_token_ids_and_sequence_targets():
     problem = token_problem("float32")
     assert problem.objective.num_params == sum(p.numel() for p in Tokens().parameters())
     simulation, _ = run(problem, "lean", rounds=40, step_size=0.2)
@@ -312,7 +305,7 @@ def test_token_ids_and_sequence_targets() -> None:
     assert 1 < values["perplexity"] < 4
 
 
-def test_multi_label_targets() -> None:
+def test_multi_label_targets():
     clients = tuple(Samples(c.features, np.eye(3)[c.labels]) for c in classes())
     loss = nn.functional.binary_cross_entropy_with_logits
     problem = problem_of(Objective.from_module(seeded(lambda: nn.Linear(5, 3)), loss), clients)
@@ -320,7 +313,7 @@ def test_multi_label_targets() -> None:
     assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8
 
 
-def regression(shape: tuple[int, ...]) -> tuple[Samples, ...]:
+def regression(shape):
     weights = np.arange(5.0)
     return tuple(
         Samples(c.features / 4, (c.features @ weights / 4).reshape(len(c.labels), *shape))
@@ -332,7 +325,7 @@ def regression(shape: tuple[int, ...]) -> tuple[Samples, ...]:
     "loss", [nn.functional.mse_loss, nn.MSELoss(), lambda o, t: (o - t).square().mean()]
 )
 @pytest.mark.parametrize("training", [Training(), MINIBATCHES])
-def test_a_regression_that_would_broadcast_is_refused(loss, training) -> None:
+def test_a_regression_that_would_broadcast_is_refused(loss, training):
     problem = problem_of(Objective.from_module(nn.Linear(5, 1), loss), regression(()))
     simulation = FastSimulation(problem, make_recipe("gd"), 0.01, training=training)
     with pytest.raises(ConfigError, match=r"compares shapes \(\d+, 1\) and \(\d+,\)"):
@@ -347,7 +340,7 @@ def test_a_regression_that_would_broadcast_is_refused(loss, training) -> None:
     assert right.test_accuracy(simulation.parameters) is None
 
 
-def test_a_loss_that_squeezes_by_itself_is_fine() -> None:
+def test_a_loss_that_squeezes_by_itself_is_fine():
     def loss(outputs, targets):
         return nn.functional.mse_loss(outputs.squeeze(-1), targets)
 
@@ -358,7 +351,7 @@ def test_a_loss_that_squeezes_by_itself_is_fine() -> None:
 
 
 class Several(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.head, self.kind = nn.Linear(5, 3), kind
 
@@ -369,7 +362,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "other"])
-def test_several_outputs(kind: str) -> None:
+def test_several_outputs(kind):
     def loss(outputs, labels):
         logits = outputs[0] if kind == "tuple" else outputs.get("logits", outputs["hidden"])
         return nn.functional.cross_entropy(logits, labels)
@@ -390,7 +383,7 @@ def test_several_outputs(kind: str) -> None:
     assert set(own.measure(simulation.parameters)) == {"largest"}
 
 
-def test_images_keep_their_shape() -> None:
+def test_images_keep_their_shape():
     random = np.random.default_rng(3)
     clients = tuple(
         Samples(random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3)
@@ -403,13 +396,13 @@ def test_images_keep_their_shape() -> None:
         assert last.loss < first.loss
 
 
-def test_statistics_on_another_device() -> None:
+def test_statistics_on_another_device():
     cpu, _ = run(normalized_problem(), rounds=4)
     other, _ = run(normalized_problem(), rounds=4, device="torch:cpu")
     np.testing.assert_allclose(other.parameters, cpu.parameters, rtol=1e-9, atol=1e-12)
 
 
-def test_half_precision_modules_train_with_float32_values() -> None:
+def test_half_precision_modules_train_with_float32_values():
     module = seeded(Normalized).half()
     clients = tuple(Samples(c.features.astype(np.float16), c.labels) for c in classes())
     objective = Objective.from_module(module)
@@ -426,7 +419,7 @@ def test_half_precision_modules_train_with_float32_values() -> None:
 class Adapted(nn.Module):
     """A frozen base with a low-rank adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(5, 3).requires_grad_(False)
         self.lora_a = nn.Linear(5, 2, bias=False)
@@ -436,7 +429,7 @@ class Adapted(nn.Module):
         return self.base(inputs) + self.lora_b(self.lora_a(inputs))
 
 
-def test_an_adapter_travels_without_its_base() -> None:
+def test_an_adapter_travels_without_its_base():
     problem = problem_of(Objective.from_module(seeded(Adapted)))
     assert problem.objective.num_params == 10 + 6
     _, records = run(problem, "signsgd", rounds=20, step_size=0.002)
@@ -447,7 +440,7 @@ def test_an_adapter_travels_without_its_base() -> None:
     assert records[-1].loss < records[0].loss
 
 
-def test_bad_problems_are_named() -> None:
+def test_bad_problems_are_named():
     objective = Objective.from_module(nn.Linear(5, 3))
     start = objective.init_params(0)
     good = classes()
@@ -472,7 +465,7 @@ def test_bad_problems_are_named() -> None:
         asked.measure(start)
 
 
-def test_statistics_beyond_numbers_are_a_named_fault() -> None:
+def test_statistics_beyond_numbers_are_a_named_fault():
     clients = list(classes())
     broken = clients[1].features.copy()
     broken *= 1e200  # squares overflow, however many threads add them up

@@ -1,7 +1,5 @@
 """Every recipe does what it did when it was last changed on purpose, bit for bit."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import platform
@@ -16,11 +14,11 @@ from tests.sim.record_runs import FILE, OPTIMIZERS, SETTINGS, play, simulate
 
 
 @cache
-def recorded() -> dict:
+def recorded():
     return json.loads(gzip.decompress(FILE.read_bytes()))
 
 
-def expect(case: str, result: dict) -> None:
+def expect(case, result):
     """Models may differ in their last bits where another processor adds in another order."""
     expected = recorded()["runs"][case]
     assert result["widths"] == expected["widths"], case

@@ -1,7 +1,5 @@
 """The reference simulator against the paper's pseudocode, written out once more in plain NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,21 +1,19 @@
 """What a default has to survive: absences, heavy dropouts, one client far louder than the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 
-def digits(model: str = "softmax") -> Problem:
+def digits(model="softmax"):
     """One digit per client."""
     dataset = load_dataset("digits")
     objective = make_objective(model, 64, 10, 0.01, "mean")
@@ -24,7 +22,7 @@ def digits(model: str = "softmax") -> Problem:
     return Problem(objective, clients, objective.init_params(0).astype(np.float64))
 
 
-def descend(problem, step_size, rounds) -> float:
+def descend(problem, step_size, rounds):
     """Return the loss after plain gradient descent."""
     params = problem.initial_params
     for _ in range(rounds):
@@ -36,11 +34,11 @@ def descend(problem, step_size, rounds) -> float:
     return mean_loss(problem, params)
 
 
-def mean_loss(problem, params) -> float:
+def mean_loss(problem, params):
     return np.mean([problem.objective.losses(params, *samples) for samples in problem.clients])
 
 
-def final_loss(problem, recipe, step_size, rounds, dropout=None) -> float:
+def final_loss(problem, recipe, step_size, rounds, dropout=None):
     simulation = FastSimulation(problem, make_recipe(recipe), step_size, dropout)
     for _ in range(rounds):
         simulation.run_round(evaluate=False)
@@ -61,6 +59,7 @@ def test_a_client_that_vanishes_for_500_rounds_and_returns():
     assert lost < descend(digits(), 0.05, 900) + 1e-3
 
 
+@pytest.mark.soak
 def test_one_client_a_hundred_times_louder():
     problem = digits()
     loud = problem.clients[4]._replace(features=problem.clients[4].features * 100)
@@ -72,7 +71,8 @@ def test_one_client_a_hundred_times_louder():
     assert final_loss(problem, "auto", step_size, 600) < expected + 0.05 * (start - expected)
 
 
-@pytest.mark.parametrize("recipe", ["auto", pytest.param("lean", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", ["auto", "lean"])
 def test_a_network_on_which_the_published_rules_fail(recipe):
     problem = digits("mlp:64")
     lost = final_loss(problem, recipe, 0.05, 300)

@@ -1,7 +1,5 @@
 """Studies of the user's own: runs listed one by one, or yielded by a function."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Damaged and forged frames, made from good ones: ``python -m tests.wire.hostile COUNT SEED``."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import json
@@ -14,7 +12,7 @@ from random import Random
 import numpy as np
 
 from aqg.core.grids import Grid
-from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.errors import WireError
 from aqg.wire import Known, decode, encode
 from aqg.wire.context import make_hints
@@ -29,10 +27,10 @@ Frame = tuple[bytes, int]
 
 
 @functools.cache
-def good_frames() -> list[Frame]:
+def good_frames():
     """Return small frames of every mode, section method, width and grid."""
     random = np.random.default_rng(0)
-    messages: list[Message] = [Skip()]
+    messages = [Skip()]
     messages += [
         laplace_upload(grid, width, length, entropy_bits, seed=width)
         for grid in Grid
@@ -67,12 +65,12 @@ def good_frames() -> list[Frame]:
     return frames
 
 
-def known_for(length: int) -> Known:
+def known_for(length):
     """Return a reference for frames that need one; it makes hints of every class."""
     return Known(np.sin(np.arange(length, dtype=np.float32)) ** 5 / 8)
 
 
-def sealed(body: bytes, length: int) -> bytes:
+def sealed(body, length):
     """Append the checksum a forger would append."""
     checksum = zlib.crc32(body)
     if len(body) >= 4 and body[0] == 0x20 | Mode.HINTED:
@@ -82,7 +80,7 @@ def sealed(body: bytes, length: int) -> bytes:
     return body + struct.pack("<I", checksum)
 
 
-def starved_frames(length: int) -> list[Frame]:
+def starved_frames(length):
     """Return short frames of every mode that claim ``length`` values, with checksums that fit.
 
     Their payloads end long before the values do, or are all that a vector of equal values needs.
@@ -100,7 +98,7 @@ def starved_frames(length: int) -> list[Frame]:
     return list(dict.fromkeys(frames))
 
 
-def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:
+def mutate(frame, frames, random):
     """Return a damaged frame, nine times in ten with a checksum that fits."""
     data, length = frame
     body = bytearray(data[:-4] if len(data) > 4 else data)
@@ -113,47 +111,47 @@ def mutate(frame: Frame, frames: list[Frame], random: Random) -> Frame:
     return sealed(bytes(body), length), length
 
 
-def _flip(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _flip(body, frames, random):
     for _ in range(random.randrange(1, 9)):
         if body:
             body[random.randrange(len(body))] ^= 1 << random.randrange(8)
     return body
 
 
-def _overwrite(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _overwrite(body, frames, random):
     at = random.randrange(len(body) + 1)
     new = random.choices([0, 1, 127, 128, 255, random.randrange(256)], k=random.randrange(1, 9))
     body[at : at + len(new)] = bytes(new)
     return body
 
 
-def _truncate(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _truncate(body, frames, random):
     return body[: random.randrange(len(body) + 1)]
 
 
-def _insert(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _insert(body, frames, random):
     at = random.randrange(len(body) + 1)
     return body[:at] + random.randbytes(random.randrange(1, 9)) + body[at:]
 
 
-def _delete(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _delete(body, frames, random):
     at = random.randrange(len(body) + 1)
     return body[:at] + body[at + random.randrange(1, 9) :]
 
 
-def _splice(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _splice(body, frames, random):
     other = frames[random.randrange(len(frames))][0]
     return body[: random.randrange(len(body) + 1)] + other[random.randrange(len(other)) :]
 
 
-def _claim_huge(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _claim_huge(body, frames, random):
     """Put a huge varint where a length is, or may be."""
     huge = write_varint(random.randrange(1 << 20, 1 << 62))
     at = random.choice([1, 4, 5, 6, 7, random.randrange(len(body) + 1)])
     return body[:at] + huge + body[at + random.randrange(0, 3) :]
 
 
-def _change_head(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _change_head(body, frames, random):
     """Keep the payload under another mode, width, grid or step."""
     if len(body) > 4:
         body[0] = 0x20 | random.choice(list(Mode))
@@ -162,7 +160,7 @@ def _change_head(body: bytearray, frames: list[Frame], random: Random) -> bytear
     return body
 
 
-def _change_table(body: bytearray, frames: list[Frame], random: Random) -> bytearray:
+def _change_table(body, frames, random):
     """Damage where section head, frequency table and coder states are."""
     for _ in range(random.randrange(1, 5)):
         at = random.randrange(4, 24)
@@ -184,7 +182,7 @@ _MUTATIONS = (
 )
 
 
-def attack(count: int, seed: int) -> collections.Counter[str]:
+def attack(count, seed):
     """Decode ``count`` damaged frames; return how many were refused and how many accepted.
 
     Any exception but `WireError` passes through. What is accepted must be a valid message of the
@@ -192,7 +190,7 @@ def attack(count: int, seed: int) -> collections.Counter[str]:
     """
     random = Random(seed)
     frames = good_frames()
-    outcomes: collections.Counter[str] = collections.Counter()
+    outcomes = collections.Counter()
     for _ in range(count):
         data, length = mutate(frames[random.randrange(len(frames))], frames, random)
         try:
@@ -211,7 +209,7 @@ def attack(count: int, seed: int) -> collections.Counter[str]:
     return outcomes
 
 
-def main() -> None:
+def main():
     """Print what `attack` found and by how much memory has grown, as JSON."""
     attack(1000, 0)  # compiles, and takes what is taken once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,5 @@
 """Logs and snapshots to damage: entries of every kind, and what readers of any frame keep to."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 
@@ -9,35 +7,42 @@ import numpy as np
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Public, advance, init_public
+from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Change
-from aqg.wire.entry import LOG_MARK, encode_entry, follow_log, known_velocity, log_since
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.entry import (
+    LOG_MARK,
+    decode_snapshot,
+    encode_entry,
+    encode_snapshot,
+    follow_log,
+    known_velocity,
+    log_since,
+)
 
 MOVEMENT = Movement((0.5, 0.5))
 LENGTH = 40
 
 
-def start(recipe: str = "lean") -> Public:
+def start(recipe="lean"):
     parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
     return init_public(make_recipe(recipe), parameters)
 
 
-def of_velocity(seed: int) -> Upload:
+def of_velocity(seed):
     levels = np.random.default_rng(seed).integers(0, 7, LENGTH).astype(np.uint8)
     return Upload(levels, 0.125, 3, Grid.MIDTREAD)
 
 
-def of_position(seed: int) -> Upload:
+def of_position(seed):
     levels = np.ones(LENGTH, np.uint8)
     places = np.random.default_rng(seed).integers(0, LENGTH, 3)
     levels[places] = [0, 2, 2]
     return Upload(levels, 0.5, 2, Grid.MIDTREAD)
 
 
-def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
+def entries(public, count=12):
     """Return entries of every kind that a model follows, and the model that they lead to."""
     written = []
     moves, spikes = len(public.velocity) > 0, np.where(np.arange(LENGTH) % 7 == 0, 0.375, 0.0)
@@ -67,7 +72,7 @@ def entries(public: Public, count: int = 12) -> tuple[list[bytes], Public]:
     return written, public
 
 
-def same(one: Public, other: Public) -> bool:
+def same(one, other):
     return (
         [v.tobytes() for v in one.vectors] == [v.tobytes() for v in other.vectors]
         and (one.round, one.quantum) == (other.round, other.quantum)
@@ -75,11 +80,11 @@ def same(one: Public, other: Public) -> bool:
     )
 
 
-def sealed(body: bytes) -> bytes:
+def sealed(body):
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def read_frame(data: bytes, recipe: str = "lean") -> Public:
+def read_frame(data, recipe="lean"):
     """Read a log or a snapshot as a client that holds the start; what is accepted must be whole."""
     held = start(recipe)
     if data[:1] == bytes([LOG_MARK]):

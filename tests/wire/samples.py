@@ -1,24 +1,31 @@
 """Messages of every kind, for the tests of the wire."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 from hypothesis import strategies as st
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype, num_levels, round_up_to_bfloat16
-from aqg.core.halves import HalfUpload, SparseUpload, to_halves
-from aqg.core.messages import AnyUpload, DenseUpload, Message, Skip, Upload
-from aqg.core.rotation import RotatedUpload, quantize_rotated
-from aqg.core.sparsifiers import largest
+from aqg.core.messages import (
+    BlockUpload,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    quantize_blocks,
+    quantize_buckets,
+    quantize_rotated,
+    to_halves,
+)
+from aqg.core.quantizers import largest
 from aqg.wire.frame import Mode
 
 FIELD_MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)
 
 
-def field_message(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int = 1) -> AnyUpload:
+def field_message(mode, vector, share=0.1, seed=1):
     """Return a message of ``mode`` that stands for ``vector``, more or less."""
     if mode is Mode.HALF:
         return HalfUpload(*to_halves(vector))
@@ -40,9 +47,7 @@ def field_message(mode: Mode, vector: np.ndarray, share: float = 0.1, seed: int 
 
 
 @functools.cache
-def laplace_probabilities(
-    num_symbols: int, entropy_bits: float, center: float | None = None
-) -> np.ndarray:
+def laplace_probabilities(num_symbols, entropy_bits, center=None):
     """Return ``p ∝ exp(-|i - center|/scale)`` with the scale that gives this entropy.
 
     The center is in the middle unless it is given; there, two symbols share it if their number is
@@ -62,21 +67,21 @@ def laplace_probabilities(
     return p
 
 
-def laplace_upload(grid: Grid, width: int, length: int, entropy_bits: float, seed: int) -> Upload:
+def laplace_upload(grid, width, length, entropy_bits, seed):
     num_symbols = num_levels(grid, width)
     p = laplace_probabilities(num_symbols, entropy_bits)
     levels = np.random.default_rng(seed).choice(num_symbols, length, p=p)
     return Upload(levels.astype(level_dtype(width)), 2.0**-7, width, grid)
 
 
-def measured_entropy(levels: np.ndarray) -> float:
+def measured_entropy(levels):
     """Return the zero-order entropy H0 of the levels, in bits per level."""
     counts = np.unique(levels, return_counts=True)[1]
     return float(-(counts / len(levels) * np.log2(counts / len(levels))).sum())
 
 
 @st.composite
-def uploads(draw: st.DrawFn, max_length: int = 600) -> Upload:
+def uploads(draw, max_length=600):
     """Any upload: every width, grid and length, and levels from constant to uniform."""
     grid = draw(st.sampled_from(Grid))
     width = draw(st.integers(1, 16))
@@ -102,7 +107,7 @@ def uploads(draw: st.DrawFn, max_length: int = 600) -> Upload:
 
 
 @st.composite
-def dense_uploads(draw: st.DrawFn, max_length: int = 300) -> DenseUpload:
+def dense_uploads(draw, max_length=300):
     """Any finite float32 vector, with some of them repetitive enough to be coded."""
     values = draw(
         st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=12)
@@ -113,7 +118,7 @@ def dense_uploads(draw: st.DrawFn, max_length: int = 300) -> DenseUpload:
 
 
 @st.composite
-def field_messages(draw: st.DrawFn) -> AnyUpload:
+def field_messages(draw):
     """Vectors of every length and scale, smooth or not, mostly zero or not."""
     length = draw(st.integers(0, 700))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -127,5 +132,5 @@ def field_messages(draw: st.DrawFn) -> AnyUpload:
     )
 
 
-def messages() -> st.SearchStrategy[Message]:
+def messages():
     return uploads() | dense_uploads() | field_messages() | st.just(Skip())

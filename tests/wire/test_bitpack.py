@@ -1,7 +1,5 @@
 """Bit packing: the kernels against plain NumPy, and refusal of other bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,19 +10,19 @@ from aqg.errors import ConfigError, MessageError, WireError
 from aqg.wire.bitpack import BLOCK_LENGTH, pack, packed_size, unpack
 
 
-def random_levels(width: int, length: int, seed: int = 0) -> np.ndarray:
+def random_levels(width, length, seed=0):
     levels = np.random.default_rng(seed).integers(0, 1 << width, length)
     return levels.astype(level_dtype(width))
 
 
-def packed_by_numpy(levels: np.ndarray, width: int) -> np.ndarray:
+def packed_by_numpy(levels, width):
     bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
     return np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
 
 
 @settings(deadline=None)
 @given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 2**32 - 1))
-def test_kernels_agree_with_numpy(width: int, length: int, seed: int) -> None:
+def test_kernels_agree_with_numpy(width, length, seed):
     levels = random_levels(width, length, seed)
     packed = pack(levels, width)
     assert len(packed) == packed_size(length, width)
@@ -35,7 +33,7 @@ def test_kernels_agree_with_numpy(width: int, length: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", range(1, 17))
-def test_level_i_starts_at_bit_i_times_width(width: int) -> None:
+def test_level_i_starts_at_bit_i_times_width(width):
     levels = random_levels(width, 37)
     number = int.from_bytes(pack(levels, width).tobytes(), "little")
     for i, level in enumerate(levels):
@@ -44,7 +42,7 @@ def test_level_i_starts_at_bit_i_times_width(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 11])
-def test_blocks_on_threads_are_seamless(width: int) -> None:
+def test_blocks_on_threads_are_seamless(width):
     levels = random_levels(width, 2 * BLOCK_LENGTH + 13)
     packed = pack(levels, width, threads=3)
     np.testing.assert_array_equal(packed, pack(levels, width, threads=1))
@@ -52,13 +50,13 @@ def test_blocks_on_threads_are_seamless(width: int) -> None:
     np.testing.assert_array_equal(unpack(packed, width, len(levels), threads=3), levels)
 
 
-def test_views_are_packed_like_copies() -> None:
+def test_views_are_packed_like_copies():
     levels = random_levels(5, 400)
     np.testing.assert_array_equal(pack(levels[::3], 5), pack(levels[::3].copy(), 5))
     np.testing.assert_array_equal(pack(levels[::-1], 5), pack(levels[::-1].copy(), 5))
 
 
-def test_other_bytes_are_refused() -> None:
+def test_other_bytes_are_refused():
     packed = pack(random_levels(3, 5), 3)
     with pytest.raises(WireError, match="take 2 bytes, not 3"):
         unpack(np.zeros(3, np.uint8), 3, 5)
@@ -67,7 +65,7 @@ def test_other_bytes_are_refused() -> None:
         unpack(packed, 3, 5)
 
 
-def test_levels_that_do_not_fit_are_refused() -> None:
+def test_levels_that_do_not_fit_are_refused():
     with pytest.raises(MessageError, match="level 8 does not fit into 3 bits"):
         pack(np.array([1, 8], np.uint8), 3)
     with pytest.raises(MessageError, match=r"width 17 is outside 1\.\.16"):

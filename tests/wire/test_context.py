@@ -1,7 +1,5 @@
 """The context coder: round trips, sizes, and what it does with bytes it did not write."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,15 +13,14 @@ from hypothesis import strategies as st
 from aqg.core.track import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
-from aqg.wire.context import decode, encode, find_lags, make_hints
-from aqg.wire.context_model import MAX_HINT
+from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
 
 GOLDEN = "05070335b11047c8d2c012b486cc42e252004bb19da56ef40c75ca4d6701cb55"
 GOLDEN_WITH_HINTS = "050700016c9cd1ec0e01d789e2969664cdff85281531c85c8fbfaa8bb2cf9de81d165347f8de"
 ALPHABETS = (1, 2, 3, 4, 7, 15, 16, 17, 255, 256, 257, 65535, 65536)
 
 
-def smooth_levels(num_symbols: int, rows: int = 784, columns: int = 10, seed: int = 0):
+def smooth_levels(num_symbols, rows=784, columns=10, seed=0):
     """Levels of a field that varies slowly along rows, 28 of them to a picture line."""
     rng = np.random.default_rng(seed)
     field = rng.normal(size=(rows // 28, 28, columns))
@@ -35,7 +32,7 @@ def smooth_levels(num_symbols: int, rows: int = 784, columns: int = 10, seed: in
     return levels.ravel().astype(np.uint8 if num_symbols <= 256 else np.uint16)
 
 
-def zero_order_bytes(levels: np.ndarray) -> float:
+def zero_order_bytes(levels):
     share = np.bincount(levels) / len(levels)
     share = share[share > 0]
     return float(-(share * np.log2(share)).sum() * len(levels) / 8)
@@ -180,7 +177,7 @@ def test_takes_read_only_and_strided_arrays_and_views_of_bytes():
         np.testing.assert_array_equal(decode(data, len(levels), 7), levels)
 
 
-def mutations(payload: bytes, rng: np.random.Generator):
+def mutations(payload, rng):
     """Yield damaged copies: bits flipped, bytes lost, added, changed, or all of them random."""
     for _ in range(60):
         damaged = bytearray(payload)

@@ -1,18 +1,21 @@
 """Frames of half, sparse, blockwise and rotated messages."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from aqg.core.blockwise import BlockUpload
 from aqg.core.grids import Grid
-from aqg.core.halves import HalfUpload, SparseUpload
-from aqg.core.messages import AnyUpload, Skip, Upload
-from aqg.core.rotation import RotatedUpload, block_lengths
+from aqg.core.messages import (
+    BlockUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    block_lengths,
+)
 from aqg.errors import MessageError, WireError
 from aqg.wire import Known, decode, encode, encoded_size
 from aqg.wire.frame import Mode
@@ -23,7 +26,7 @@ from tests.wire.samples import FIELD_MODES, field_message, field_messages
 
 
 @given(field_messages())
-def test_what_both_ends_know_is_not_used_and_does_no_harm(message: AnyUpload) -> None:
+def test_what_both_ends_know_is_not_used_and_does_no_harm(message):
     frame = encode(message)
     known = Known(np.ones(len(message)))
     assert encode(message, known=known) == frame
@@ -31,7 +34,7 @@ def test_what_both_ends_know_is_not_used_and_does_no_harm(message: AnyUpload) ->
 
 
 @pytest.mark.parametrize("mode", FIELD_MODES)
-def test_every_message_has_its_mode(mode: Mode) -> None:
+def test_every_message_has_its_mode(mode):
     message = field_message(mode, np.random.default_rng(0).standard_normal(500))
     frame = encode(message)
     assert Mode(frame[0] & 0x1F) is mode
@@ -40,7 +43,7 @@ def test_every_message_has_its_mode(mode: Mode) -> None:
         decode(frame, 501)
 
 
-def test_long_messages_are_cut_into_blocks() -> None:
+def test_long_messages_are_cut_into_blocks():
     vector = np.random.default_rng(1).standard_normal((1 << 21) + 5).astype(np.float32)
     for mode in (Mode.HALF, Mode.SPARSE, Mode.BLOCKS):
         message = field_message(mode, vector, share=0.001)
@@ -49,7 +52,7 @@ def test_long_messages_are_cut_into_blocks() -> None:
         assert decode(frame, len(vector)) == message
 
 
-def test_sparse_frames_reach_the_entropy_of_random_places() -> None:
+def test_sparse_frames_reach_the_entropy_of_random_places():
     """``log2(n choose k)`` bits for places, ``k`` for signs, 11 or so per magnitude."""
     random = np.random.default_rng(2)
     for length, count in ((159_010, 1590), (159_010, 80), (7850, 78)):
@@ -64,12 +67,12 @@ def test_sparse_frames_reach_the_entropy_of_random_places() -> None:
         assert encoded_size(message) <= 20 + encoded_size(ternary(message))
 
 
-def ternary(message: SparseUpload) -> Upload:
+def ternary(message):
     levels = (np.sign(message.values(np.float64)) + 1).astype(np.uint8)
     return Upload(levels, 1.0, 2, Grid.MIDTREAD)
 
 
-def test_clustered_places_take_less() -> None:
+def test_clustered_places_take_less():
     random = np.random.default_rng(3)
     scattered = np.sort(random.choice(20_000, 400, replace=False))
     starts = np.sort(random.choice(1000, 40, replace=False))
@@ -81,7 +84,7 @@ def test_clustered_places_take_less() -> None:
     assert sizes[1] < 0.5 * sizes[0]
 
 
-def test_rotated_frames_take_a_bit_per_coordinate() -> None:
+def test_rotated_frames_take_a_bit_per_coordinate():
     message = field_message(Mode.ROTATED, np.random.default_rng(4).standard_normal(159_010))
     assert encoded_size(message) <= 159_010 / 8 + 60
     assert sum(block_lengths(159_010)) - 159_010 < 64
@@ -124,10 +127,7 @@ HALVES = np.array([1, -1], np.float16)
             lambda: BlockUpload(np.ones(3, np.uint8), np.full(1, 0.3, np.float32)),
             "step 0.30.* of a block is not a bfloat16",
         ),
-        (
-            lambda: RotatedUpload(np.ones(3, np.uint8), np.ones(1, np.float32), 0, 3),
-            "need 4 and 1",
-        ),
+        (lambda: RotatedUpload(np.ones(3, np.uint8), np.ones(1, np.float32), 0, 3), "need 4 and 1"),
         (lambda: RotatedUpload(np.ones(4), np.ones(1), 0, 3), "signs are float64"),
         (
             lambda: RotatedUpload(np.ones(4, np.uint8), np.ones(1, np.float32), 1 << 32, 3),
@@ -143,12 +143,12 @@ HALVES = np.array([1, -1], np.float16)
         ),
     ],
 )
-def test_messages_check_their_parts(message, reason) -> None:
+def test_messages_check_their_parts(message, reason):
     with pytest.raises(MessageError, match=reason):
         encode(message())
 
 
-def framed(mode: Mode, length: int, payload: bytes) -> bytes:
+def framed(mode, length, payload):
     return sealed(bytes([0x20 | mode]) + write_varint(length) + payload, length)
 
 
@@ -184,7 +184,7 @@ PLACES = b"\x00" + bytes([0b011001])  # packed: 1, 2, 1
         (framed(Mode.ROTATED, 3, b"\x00" * 6 + b"\xc0\x7f\x01"), 3, "NaN or infinite"),
     ],
 )
-def test_refusals_say_why(frame: bytes, length: int, reason: str) -> None:
+def test_refusals_say_why(frame, length, reason):
     with pytest.raises(WireError, match=reason) as caught:
         decode(frame, length)
     assert "\n" not in str(caught.value)

@@ -1,7 +1,5 @@
 """Frames: round trips, exact sizes, bounds on size, golden bytes, refusals by name."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import Grid, num_levels
-from aqg.core.messages import DenseUpload, Message, Skip, Upload
+from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.errors import ConfigError, MessageError, WireError
 from aqg.wire import Known, decode, encode, encoded_size, sections
 from aqg.wire.bitpack import packed_size
@@ -27,30 +25,25 @@ from tests.wire.golden.make import (
     golden_known,
     golden_messages,
 )
-from tests.wire.samples import (
-    laplace_upload,
-    measured_entropy,
-    messages,
-    uploads,
-)
+from tests.wire.samples import laplace_upload, measured_entropy, messages, uploads
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def length_of(message: Message) -> int:
+def length_of(message):
     return 0 if isinstance(message, Skip) else len(message)
 
 
-def mode_of(frame: bytes) -> Mode:
+def mode_of(frame):
     return Mode(frame[0] & 0x1F)
 
 
-def with_checksum(body: bytes) -> bytes:
+def with_checksum(body):
     return body + struct.pack("<I", zlib.crc32(body))
 
 
 @given(messages())
-def test_messages_come_back_and_sizes_are_exact(message: Message) -> None:
+def test_messages_come_back_and_sizes_are_exact(message):
     frame = encode(message)
     assert len(frame) == encoded_size(message)
     decoded = decode(frame, length_of(message))
@@ -64,7 +57,7 @@ def test_messages_come_back_and_sizes_are_exact(message: Message) -> None:
 @pytest.mark.parametrize("grid", Grid)
 @pytest.mark.parametrize("width", range(1, 17))
 @pytest.mark.parametrize("length", [1, 34, 3000])
-def test_every_width_and_grid(grid: Grid, width: int, length: int) -> None:
+def test_every_width_and_grid(grid, width, length):
     for entropy_bits in (0.0, 0.3, 1.0, 0.7 * width, width):
         upload = laplace_upload(grid, width, length, entropy_bits, seed=length)
         frame = encode(upload)
@@ -73,12 +66,12 @@ def test_every_width_and_grid(grid: Grid, width: int, length: int) -> None:
 
 
 @given(uploads(max_length=40), uploads(max_length=40))
-def test_different_uploads_have_different_bytes(one: Upload, other: Upload) -> None:
+def test_different_uploads_have_different_bytes(one, other):
     assert (encode(one) == encode(other)) == (one == other)
 
 
 @given(uploads(max_length=200), st.data())
-def test_one_changed_level_changes_the_bytes(upload: Upload, data: st.DataObject) -> None:
+def test_one_changed_level_changes_the_bytes(upload, data):
     if len(upload) == 0:
         return
     levels = upload.levels.copy()
@@ -91,7 +84,7 @@ def test_one_changed_level_changes_the_bytes(upload: Upload, data: st.DataObject
 
 @pytest.mark.parametrize("entropy_bits", [0.2, 0.5, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("width", [2, 3, 4, 8, 16])
-def test_total_size_is_within_one_percent_of_the_entropy(width: int, entropy_bits: float) -> None:
+def test_total_size_is_within_one_percent_of_the_entropy(width, entropy_bits):
     if entropy_bits > width - 0.5:
         return
     upload = laplace_upload(Grid.MIDTREAD, width, 159_010, entropy_bits, seed=width)
@@ -101,7 +94,7 @@ def test_total_size_is_within_one_percent_of_the_entropy(width: int, entropy_bit
 
 @pytest.mark.parametrize("width", [1, 4, 12])
 @pytest.mark.parametrize("length", [1, 7850, BLOCKED_LENGTH + 5])
-def test_constant_uploads_are_tiny(width: int, length: int) -> None:
+def test_constant_uploads_are_tiny(width, length):
     levels = np.zeros(length, np.uint8 if width <= 8 else np.uint16)
     upload = Upload(levels, 0.0, width, Grid.MIDRISE)
     frame = encode(upload)
@@ -110,7 +103,7 @@ def test_constant_uploads_are_tiny(width: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "entropy_bits"), [(2, 0.3), (3, 1.0), (4, 1.0), (9, 2.0)])
-def test_large_uploads_are_coded_in_blocks(width: int, entropy_bits: float) -> None:
+def test_large_uploads_are_coded_in_blocks(width, entropy_bits):
     length = BLOCKED_LENGTH + BLOCK_LENGTH // 2 + 3
     upload = laplace_upload(Grid.MIDTREAD, width, length, entropy_bits, seed=0)
     frame = encode(upload, threads=2)
@@ -123,9 +116,7 @@ def test_large_uploads_are_coded_in_blocks(width: int, entropy_bits: float) -> N
 
 
 @given(uploads(), st.integers(0, 2**32 - 1), st.booleans())
-def test_what_both_ends_know_makes_no_difference_to_the_message(
-    upload: Upload, seed: int, keeps_direction: bool
-) -> None:
+def test_what_both_ends_know_makes_no_difference_to_the_message(upload, seed, keeps_direction):
     random = np.random.default_rng(seed)
     reference = (random.normal(size=len(upload)) * (upload.step or 1.0)).astype(np.float32)
     direction = random.integers(-3, 4, len(upload)).astype(np.int8) if keeps_direction else None
@@ -135,7 +126,7 @@ def test_what_both_ends_know_makes_no_difference_to_the_message(
     assert decode(frame, len(upload), known=known) == upload
 
 
-def test_what_both_ends_know_makes_frames_shorter_and_is_checked() -> None:
+def test_what_both_ends_know_makes_frames_shorter_and_is_checked():
     upload = laplace_upload(Grid.MIDTREAD, 4, 7850, 1.5, seed=0)
     noise = np.random.default_rng(1).normal(size=7850).astype(np.float32) * upload.step
     known = Known(noise - upload.values(np.float32))
@@ -152,7 +143,7 @@ def test_what_both_ends_know_makes_frames_shorter_and_is_checked() -> None:
         encode(upload, known=Known(noise[:9]))
 
 
-def test_coded_floats_are_shorter_and_exact() -> None:
+def test_coded_floats_are_shorter_and_exact():
     random = np.random.default_rng(0)
     values = random.normal(size=5000).astype(np.float32)
     values[random.random(5000) < 0.1] = -0.0
@@ -163,14 +154,14 @@ def test_coded_floats_are_shorter_and_exact() -> None:
     assert decode(frame, 5000) == upload
 
 
-def test_a_skip_is_one_byte_whatever_its_reason() -> None:
+def test_a_skip_is_one_byte_whatever_its_reason():
     assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
     assert encoded_size(Skip("x")) == 1
     assert decode(b"\x20", 7850) == Skip()
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_bytes_like_frame_is_read(kind: type) -> None:
+def test_any_bytes_like_frame_is_read(kind):
     upload = laplace_upload(Grid.MIDTREAD, 4, 1000, 1.0, seed=0)
     frame = kind(encode(upload))
     decoded = decode(frame, 1000)
@@ -180,10 +171,8 @@ def test_any_bytes_like_frame_is_read(kind: type) -> None:
         assert decoded == upload
 
 
-def test_a_short_message_starts_no_thread_but_the_number_is_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int | None] = []
+def test_a_short_message_starts_no_thread_but_the_number_is_checked(monkeypatch):
+    asked = []
     map_threads = sections.map_threads
     monkeypatch.setattr(
         sections, "map_threads", lambda *a: (asked.append(a[2]), map_threads(*a))[1]
@@ -196,7 +185,7 @@ def test_a_short_message_starts_no_thread_but_the_number_is_checked(
         encode(DenseUpload(values[:10]), threads=0)
 
 
-def test_invalid_messages_are_not_encoded() -> None:
+def test_invalid_messages_are_not_encoded():
     bad_level = Upload(np.array([3], np.uint8), 1.0, 2, Grid.MIDTREAD)
     not_finite = DenseUpload(np.array([np.inf], np.float32))
     for function in (encode, encoded_size):
@@ -237,33 +226,33 @@ UPLOAD = encode(Upload(np.array([0, 1, 2, 1], np.uint8), 0.5, 2, Grid.MIDTREAD))
         (with_checksum(b"\x28\x02\x00\x00\xc0\x7f"), 2, "take 8 bytes, not 4"),
     ],
 )
-def test_refusals_say_why(frame: bytes, length: int, reason: str) -> None:
+def test_refusals_say_why(frame, length, reason):
     with pytest.raises(WireError, match=reason) as caught:
         decode(frame, length)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_bytes_is_refused() -> None:
+def test_what_is_not_bytes_is_refused():
     with pytest.raises(WireError, match="contiguous bytes, not str"):
-        decode("frame", 3)  # type: ignore[arg-type]
+        decode("frame", 3)
     with pytest.raises(WireError, match="contiguous bytes, not memoryview"):
         decode(memoryview(bytes(20))[::2], 3)
 
 
 @given(st.integers(0, 2 ** (7 * MAX_BYTES) - 1))
-def test_varints_come_back(value: int) -> None:
+def test_varints_come_back(value):
     written = write_varint(value)
     assert len(written) == varint_size(value)
     assert read_varint(written + b"\x05", 0) == (value, len(written))
 
 
-def golden_cases() -> list[dict[str, object]]:
+def golden_cases():
     names = ("frames.json", "field_frames.json")
     return [case for name in names for case in json.loads((GOLDEN / name).read_text())]
 
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
-def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -> None:
+def test_golden_frames_decode_to_what_they_always_did(case):
     frame = (GOLDEN / f"{case['name']}.bin").read_bytes()
     assert mode_of(frame).name == case["mode"]
     length = int(str(case["length"]))
@@ -275,7 +264,7 @@ def test_golden_frames_decode_to_what_they_always_did(case: dict[str, object]) -
 
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
-def test_golden_messages_are_written_as_they_always_were(case: dict[str, object]) -> None:
+def test_golden_messages_are_written_as_they_always_were(case):
     name = str(case["name"])
     if name == "coded-one-lane":
         return  # the context coder, which came later, makes it shorter

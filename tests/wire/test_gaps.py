@@ -1,7 +1,5 @@
 """Mode GAPS: three levels, nearly all zero."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -14,7 +12,7 @@ from aqg.core.messages import Upload
 from aqg.errors import WireError
 from aqg.wire import decode, encode, encoded_size
 from aqg.wire.frame import Mode
-from aqg.wire.gaps import decode_gaps, encode_gaps, few_places
+from aqg.wire.payloads import decode_gaps, encode_gaps, few_places
 
 GOLDEN_PLACES = [46, 51, 79]
 # Version 1, mode 5; 2 bits, midtread; step 0.5; 100 levels, 3 of them not zero; gaps
@@ -22,7 +20,7 @@ GOLDEN_PLACES = [46, 51, 79]
 GOLDEN = "2511003f640373681ba6d7a364"
 
 
-def ternary(length: int, count: int, seed: int = 0) -> Upload:
+def ternary(length, count, seed=0):
     rng = np.random.default_rng(seed)
     levels = np.ones(length, np.uint8)
     levels[rng.choice(length, count, replace=False)] = 2 * rng.integers(0, 2, count)
@@ -64,7 +62,7 @@ def test_only_few_places_of_three_levels_qualify():
     assert few_places(two_levels_and_two) is None
 
 
-def payload(length: int = 1000, count: int = 9) -> bytes:
+def payload(length=1000, count=9):
     upload = ternary(length, count)
     return encode_gaps(upload, np.flatnonzero(upload.levels != 1))
 

@@ -1,7 +1,5 @@
 """The entropy coder against the information content, and against an independent coder."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,24 +16,18 @@ from aqg.wire.sections import (
     decode_section,
     encode_section,
 )
-from aqg.wire.tables import (
-    Table,
-    choose_table,
-    least_bits,
-    read_table,
-    write_table,
-)
+from aqg.wire.tables import Table, choose_table, least_bits, read_table, write_table
 
 from tests.wire.samples import laplace_probabilities
 
 
-def information_bytes(symbols: np.ndarray, table: Table) -> float:
+def information_bytes(symbols, table):
     """Return ``Σ -log2 p(symbol) / 8`` under the table: no coder can do better."""
     p = table.frequencies[symbols] / 2.0**table.scale_bits
     return float(-np.log2(p).sum() / 8)
 
 
-def as_array(data: bytes) -> np.ndarray:
+def as_array(data):
     return np.frombuffer(data, np.uint8)
 
 
@@ -46,7 +38,7 @@ counts_lists = st.lists(st.integers(0, 3) | st.integers(0, 10**6), min_size=1, m
 
 @settings(deadline=None)
 @given(counts_lists)
-def test_tables_cover_what_was_counted_and_survive_the_wire(counts: np.ndarray) -> None:
+def test_tables_cover_what_was_counted_and_survive_the_wire(counts):
     table, _ = choose_table(counts)
     assert table.frequencies.sum() == 1 << table.scale_bits
     assert (table.frequencies[counts > 0] > 0).all()
@@ -67,9 +59,7 @@ def test_tables_cover_what_was_counted_and_survive_the_wire(counts: np.ndarray) 
     st.floats(0.01, 8.0),
     st.integers(0, 2**32 - 1),
 )
-def test_symbols_come_back(
-    length: int, lanes: int, num_symbols: int, entropy_bits: float, seed: int
-) -> None:
+def test_symbols_come_back(length, lanes, num_symbols, entropy_bits, seed):
     p = laplace_probabilities(num_symbols, entropy_bits)
     symbols = np.random.default_rng(seed).choice(num_symbols, length, p=p).astype(np.uint8)
     table, _ = choose_table(np.bincount(symbols, minlength=num_symbols))
@@ -82,7 +72,7 @@ def test_symbols_come_back(
 
 @pytest.mark.parametrize("lanes", [1, 8])
 @pytest.mark.parametrize("entropy_bits", [0.05, 0.2, 1.0, 3.0, 7.0])
-def test_size_is_the_information_content(lanes: int, entropy_bits: float) -> None:
+def test_size_is_the_information_content(lanes, entropy_bits):
     random = np.random.default_rng(7)
     p = laplace_probabilities(256, entropy_bits)
     symbols = random.choice(256, 200_000, p=p).astype(np.uint8)
@@ -99,7 +89,7 @@ def test_size_is_the_information_content(lanes: int, entropy_bits: float) -> Non
 
 
 @pytest.mark.parametrize("entropy_bits", [0.2, 1.0, 3.0])
-def test_as_short_as_constriction(entropy_bits: float) -> None:
+def test_as_short_as_constriction(entropy_bits):
     constriction = pytest.importorskip("constriction")
     p = laplace_probabilities(255, entropy_bits)
     symbols = np.random.default_rng(3).choice(255, 100_000, p=p).astype(np.uint8)
@@ -117,7 +107,7 @@ def test_as_short_as_constriction(entropy_bits: float) -> None:
 
 @pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("length", [0, 1, 1000, GROUPED_LENGTH + 1])
-def test_sections_come_back(width: int, length: int) -> None:
+def test_sections_come_back(width, length):
     alphabet = Alphabet(width, 1 << width)
     random = np.random.default_rng(width)
     out = np.empty(length, np.uint8)
@@ -135,7 +125,7 @@ def test_sections_come_back(width: int, length: int) -> None:
         assert Method.LANES in methods
 
 
-def test_a_single_symbol_costs_a_table_and_nothing_else() -> None:
+def test_a_single_symbol_costs_a_table_and_nothing_else():
     symbols = np.full(1_000_000, 7, np.uint8)
     section = encode_section(symbols, Alphabet(4, 15))
     assert len(section) == 3
@@ -143,7 +133,7 @@ def test_a_single_symbol_costs_a_table_and_nothing_else() -> None:
         decode_section(as_array(section + b"\0\0"), Alphabet(4, 15), symbols.copy())
 
 
-def coded(lanes: int) -> tuple[bytes, Table, np.ndarray]:
+def coded(lanes):
     p = laplace_probabilities(15, 1.5)
     symbols = np.random.default_rng(1).choice(15, 1000, p=p).astype(np.uint8)
     table, _ = choose_table(np.bincount(symbols, minlength=15))
@@ -152,7 +142,7 @@ def coded(lanes: int) -> tuple[bytes, Table, np.ndarray]:
 
 
 @pytest.mark.parametrize("lanes", [1, 8])
-def test_every_way_to_end_wrongly_is_named(lanes: int) -> None:
+def test_every_way_to_end_wrongly_is_named(lanes):
     data, table, symbols = coded(lanes)
     ranges = make_ranges(table.frequencies, table.scale_bits)
     out = np.empty_like(symbols)
@@ -168,7 +158,7 @@ def test_every_way_to_end_wrongly_is_named(lanes: int) -> None:
         decode_symbols(as_array(data), ranges, lanes, np.empty(999, np.uint8))
 
 
-def test_bad_tables_are_refused() -> None:
+def test_bad_tables_are_refused():
     good = write_table(Table(np.array([6, 458, 48]), peak=1, scale_bits=9, precision=1))
     for data in (b"", good[:1], b"\xff\xff", b"\0" * 40):
         with pytest.raises(WireError, match="table for 3 symbols is damaged"):
@@ -182,7 +172,7 @@ def test_bad_tables_are_refused() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
-def test_short_sections_are_packed_unless_one_symbol_is_all(width: int) -> None:
+def test_short_sections_are_packed_unless_one_symbol_is_all(width):
     longest = 8 * (SHORTEST_CODED_BYTES - 1) // width
     alphabet = Alphabet(width, 1 << width)
     for length in range(1, longest + 1):
@@ -196,7 +186,7 @@ def test_short_sections_are_packed_unless_one_symbol_is_all(width: int) -> None:
             assert len(section) == 1 + packed_size(length, width)
 
 
-def test_no_coded_section_is_shorter_than_the_shortest() -> None:
+def test_no_coded_section_is_shorter_than_the_shortest():
     for length in (2, 20, 60):
         symbols = np.zeros(length, np.uint8)
         symbols[0] = 1
@@ -208,6 +198,6 @@ def test_no_coded_section_is_shorter_than_the_shortest() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=2, max_size=256).filter(any))
-def test_no_table_needs_fewer_than_the_least_bits(counts: list[int]) -> None:
+def test_no_table_needs_fewer_than_the_least_bits(counts):
     array = np.array(counts)
     assert least_bits(array) <= choose_table(array)[1] + 1e-6

@@ -1,7 +1,5 @@
 """The frame of statistics: golden bytes, round trip, bounds of short forms, hostile input."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np
@@ -10,24 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.errors import WireError
-from aqg.wire.statistics import (
-    Section,
-    StatisticsMessage,
-    decode_statistics,
-    encode_statistics,
-)
+from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 
 SECTIONS = (Section(3, "float32"), Section(2, "float64"), Section(2, "int"))
 
 
-def message(sent: tuple[bool, ...] = (True, True, True)) -> StatisticsMessage:
+def message(sent=(True, True, True)):
     values = np.array([0.25, -3.0, 1e-3, np.pi, 1e300])
     return StatisticsMessage(
         np.float64(values), np.array([5, -70000], np.int64), np.array(sent, np.bool_)
     )
 
 
-def test_golden_bytes() -> None:
+def test_golden_bytes():
     small = StatisticsMessage(np.array([1.0, -0.5]), np.array([3]), np.array([True, True]))
     sections = (Section(2, "float32"), Section(1, "int"))
     assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
@@ -41,7 +34,7 @@ def test_golden_bytes() -> None:
 
 
 @pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
-def test_lossless_round_trip_of_what_is_sent(sent: tuple[bool, ...]) -> None:
+def test_lossless_round_trip_of_what_is_sent(sent):
     original = message(sent)
     found = decode_statistics(encode_statistics(original, SECTIONS, "exact"), SECTIONS)
     assert found.sent.tolist() == list(sent)
@@ -59,7 +52,7 @@ def test_lossless_round_trip_of_what_is_sent(sent: tuple[bool, ...]) -> None:
         max_size=30,
     )
 )
-def test_short_forms_keep_their_bounds_and_the_sign(numbers: list[float]) -> None:
+def test_short_forms_keep_their_bounds_and_the_sign(numbers):
     values = np.array(numbers)
     every = np.ones(1, np.bool_)
     original = StatisticsMessage(values, np.zeros(0, np.int64), every, every)
@@ -77,7 +70,7 @@ def test_short_forms_keep_their_bounds_and_the_sign(numbers: list[float]) -> Non
         np.testing.assert_array_equal(again.values, found)
 
 
-def test_tensors_of_a_frame_may_be_short_or_half() -> None:
+def test_tensors_of_a_frame_may_be_short_or_half():
     original = message()._replace(short=np.array([True, False, True]))
     original.values[4] = 2.0
     for precision in "byte", "change":
@@ -88,7 +81,7 @@ def test_tensors_of_a_frame_may_be_short_or_half() -> None:
         np.testing.assert_array_equal(found.counts, original.counts)
 
 
-def test_non_finite_values_are_not_written() -> None:
+def test_non_finite_values_are_not_written():
     broken = message()
     broken.values[1] = np.nan
     with pytest.raises(WireError, match="NaN or infinity"):
@@ -106,7 +99,7 @@ def test_non_finite_values_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("precision", ["exact", "half", "byte", "change"])
-def test_damaged_frames_raise_wire_errors(precision: str) -> None:
+def test_damaged_frames_raise_wire_errors(precision):
     original = message()._replace(short=np.array([True, False, False]))
     if precision != "exact":
         original.values[4] = 2.0
@@ -122,7 +115,7 @@ def test_damaged_frames_raise_wire_errors(precision: str) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_hostile_bytes_behind_a_right_checksum(body: bytes) -> None:
+def test_hostile_bytes_behind_a_right_checksum(body):
     kinds = b"\x51\x00\x07", b"\x51\x01\x07", b"\x51\x02\x07\x03", b"\x51\x03\x07\x01"
     for start in (b"", *kinds):
         data = start + body

@@ -1,7 +1,5 @@
 """After `warm_up`, no message meets a kernel that has not been compiled."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +57,7 @@ print("ok")
 
 
 @pytest.mark.soak
-def test_warm_up_compiles_everything() -> None:
+def test_warm_up_compiles_everything():
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],
         cwd=Path(__file__).parents[2],

@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -23,7 +24,7 @@ from rich.table import Column
 
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
-from aqg.runs.cost import Cost, add_bytes
+from aqg.runs.cost import Cost
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.plan import Compiling, Job, StudyPlan
 from aqg.runs.summary import Summary
@@ -33,7 +34,6 @@ BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line as it is."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -43,53 +43,51 @@ def widen(console: Console, width: int) -> None:
         console.width = max(console.width, width)
 
 
-def both_directions(progress: loop.Progress) -> str:
+def both_directions(cost: Cost) -> str:
     """Write what was sent and received so far, in a few letters.
 
-    >>> from aqg.runs.loop import Progress
-    >>> both_directions(Progress(upload_bytes=812, download_bytes=48_200))
+    >>> both_directions(Cost(upload_bytes=812, download_bytes=48_200))
     '812 B up, 48.2 kB down'
     """
-    return f"{format_bytes(progress.upload_bytes)} up, {format_bytes(progress.download_bytes)} down"
+    return f"{format_bytes(cost.upload_bytes)} up, {format_bytes(cost.download_bytes)} down"
+
+
+def _bar(console: Console, *columns: ProgressColumn, width: int = 30) -> Progress:
+    """Return bars with a name, how many of how many, and further columns."""
+    name = TextColumn("{task.description}", style="bold", table_column=Column(max_width=60))
+    return Progress(name, BarColumn(width), MofNCompleteColumn(), *columns, console=console)
+
+
+_SIZE = TextColumn("{task.fields[size]}", style="cyan")
+_LOSS = TextColumn("loss {task.fields[loss]}")
+
+
+def _state(progress: loop.Progress) -> dict[str, Any]:
+    return {
+        "completed": progress.cost.rounds,
+        "loss": "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
+        "size": both_directions(progress.cost),
+    }
 
 
 @contextmanager
 def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
 ) -> Iterator[Callable[[str], Callable[[loop.Progress], None]]]:
-    """Show one bar per run; yields a function that gives the watcher of a run by name."""
-    with Progress(
-        TextColumn("{task.description}", style="bold"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[uploads]} uploads"),
-        TextColumn("{task.fields[size]}", style="cyan"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-    ) as bars:
+    uploads = TextColumn("{task.fields[uploads]} uploads")
+    left = TimeRemainingColumn(elapsed_when_finished=True)
+    with _bar(console, _LOSS, uploads, _SIZE, left) as bars:
         width = max(len(name) for name in names)
+        empty: dict[str, Any] = {"loss": "-", "uploads": 0, "size": "", "start": False}
         tasks = {
-            name: bars.add_task(
-                name.ljust(width), total=num_rounds, loss="-", uploads=0, size="", start=False
-            )
-            for name in names
+            name: bars.add_task(name.ljust(width), total=num_rounds, **empty) for name in names
         }
 
         def watcher(name: str) -> Callable[[loop.Progress], None]:
-            task = tasks[name]
-            bars.start_task(task)
-
-            def watch(progress: loop.Progress) -> None:
-                bars.update(
-                    task,
-                    completed=progress.round,
-                    loss="-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
-                    uploads=progress.uploads,
-                    size=both_directions(progress),
-                )
-
-            return watch
+            bars.start_task(tasks[name])
+            return lambda progress: bars.update(
+                tasks[name], uploads=progress.cost.uploads, **_state(progress)
+            )
 
         yield watcher
 
@@ -108,44 +106,54 @@ def result_table(summaries: Sequence[Summary], width: int | None = None) -> Tabl
 
 
 def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table:
-    counted = counted_bytes(summaries)
     baselines = [s for s in summaries if s.recipe in BASELINES]
     metrics = measured(summary.metrics for summary in summaries)
-    names = [metric_title(metric) for metric in metrics]
     bits = ["bits/param"] if with_bits else []
-    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
-    time = ["time"] if is_timed else []
-    savings = [f"vs {baseline.recipe}" for baseline in baselines]
-    header = ("recipe", "final loss", *names, "uploads", *bits, *_DIRECTIONS, *time, *savings)
+    time = _time_heading(summary.cost for summary in summaries)
+    header = (
+        *("recipe", "final loss", *map(metric_title, metrics), "uploads", *bits),
+        *("up", "down", "total", *time, *(f"vs {baseline.recipe}" for baseline in baselines)),
+    )
     rows = tuple(
         (
             summary.recipe,
             "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
             *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
-            f"{summary.uploads:,}",
-            *([f"{summary.bits_per_param:,}"] if with_bits else []),
-            *_sizes(summary),
-            *([_seconds(summary.simulated_seconds)] if is_timed else []),
-            *(_saving(counted[summary.recipe], counted[b.recipe]) for b in baselines),
+            *_spent(summary.cost, with_bits, bool(time)),
+            *(_saving(summary.cost.total_bytes, b.cost.total_bytes) for b in baselines),
         )
         for summary in summaries
     )
     return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
 
 
+def _time_heading(costs: Iterable[Cost]) -> list[str]:
+    return ["time"] if any(cost.simulated_seconds is not None for cost in costs) else []
+
+
+def _spent(cost: Cost, with_bits: bool, is_timed: bool) -> list[str]:
+    seconds = cost.simulated_seconds
+    return [
+        f"{cost.uploads:,}",
+        *([f"{cost.bits_per_param:,}"] if with_bits else []),
+        *map(format_bytes, (cost.upload_bytes, cost.download_bytes, cost.total_bytes)),
+        *(["-" if seconds is None else f"{seconds:,.1f} s"] if is_timed else []),
+    ]
+
+
 def headline(summaries: Sequence[Summary]) -> str | None:
     """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
 
-    None where there is nothing to compare: no uncompressed run, or downloads not on record.
+    None where there is nothing to compare: no uncompressed run, or no bytes.
     """
     plain = next((s for s in summaries if s.recipe in UNCOMPRESSED), None)
     ours = summaries[0]
     if plain is None or plain is ours or ours.diverged or plain.diverged:
         return None
-    if not (ours.upload_bytes and ours.download_bytes and plain.download_bytes):
+    if not (ours.cost.upload_bytes and ours.cost.download_bytes):
         return None
-    up = plain.upload_bytes / ours.upload_bytes
-    down = plain.download_bytes / ours.download_bytes
+    up = plain.cost.upload_bytes / ours.cost.upload_bytes
+    down = plain.cost.download_bytes / ours.cost.download_bytes
     quality = [
         f"{metric_title(metric)} {metric.format(ours.metrics[metric.name])} "
         f"({plain.recipe}: {metric.format(plain.metrics[metric.name])})"
@@ -153,9 +161,9 @@ def headline(summaries: Sequence[Summary]) -> str | None:
         if metric.name in plain.metrics
     ]
     loss = f"loss {ours.final_loss:.4f} ({plain.recipe}: {plain.final_loss:.4f})"
-    rounds = f"{ours.rounds:,} rounds"
-    if ours.rounds != plain.rounds:
-        rounds += f" ({plain.recipe}: {plain.rounds:,})"
+    rounds = f"{ours.cost.rounds:,} rounds"
+    if ours.cost.rounds != plain.cost.rounds:
+        rounds += f" ({plain.recipe}: {plain.cost.rounds:,})"
     return (
         f"{ours.recipe} after {rounds}: {', '.join(quality) or loss}; "
         f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."
@@ -170,17 +178,6 @@ def warnings_of(summaries: Sequence[Summary]) -> list[str]:
         for summary in summaries
         if summary.is_worse
     ]
-
-
-def counted_bytes(summaries: Sequence[Summary]) -> dict[str, int]:
-    """Return by recipe what runs are compared by: the bytes of both directions.
-
-    Where the downloads of some run are not on record, the uploads alone, of all.
-    """
-    totals = {summary.recipe: summary.total_bytes for summary in summaries}
-    known = {recipe: total for recipe, total in totals.items() if total is not None}
-    uploads = {summary.recipe: summary.upload_bytes for summary in summaries}
-    return known if len(known) == len(totals) else uploads
 
 
 def measured(found: Iterable[Mapping[str, float]]) -> list[Metric]:
@@ -200,22 +197,17 @@ def metric_title(metric: Metric) -> str:
 
 def target_table(summaries: Sequence[Summary]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    is_timed = any(summary.simulated_seconds is not None for summary in summaries)
-    time = ["time"] if is_timed else []
-    header = ("recipe", "rounds", "uploads", "bits/param", *_DIRECTIONS, *time, "final residual")
+    time = _time_heading(summary.cost for summary in summaries)
+    header = (
+        *("recipe", "rounds", "uploads", "bits/param", "up", "down", "total", *time),
+        "final residual",
+    )
     rows = []
     for summary in summaries:
-        cost = summary.target_cost
-        spent: tuple[str, ...] = ("not reached", *[""] * (5 + is_timed))
+        cost, residual = summary.target_cost, summary.residual
+        spent = ["not reached", *[""] * (5 + len(time))]
         if cost is not None:
-            spent = (
-                f"{cost.rounds:,}",
-                f"{cost.uploads:,}",
-                f"{cost.bits_per_param:,}",
-                *_sizes(cost),
-                *([_seconds(cost.simulated_seconds)] if is_timed else []),
-            )
-        residual = summary.residual
+            spent = [f"{cost.rounds:,}", *_spent(cost, True, bool(time))]
         known = residual is not None and not summary.diverged
         rows.append((summary.recipe, *spent, f"{residual:.1e}" if known else "-"))
     return Table("target", "Cost to the target", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
@@ -224,17 +216,7 @@ def target_table(summaries: Sequence[Summary]) -> Table:
 UNCOMPRESSED = ("fedavg", "gd")
 BASELINES = (*UNCOMPRESSED, "laq")
 """Recipes that savings are measured against where a comparison has them."""
-_DIRECTIONS = ("up", "down", "total")
 DIRECTIONS_NOTE = "up, down: bytes that all clients sent and received; total: both."
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:,.1f} s"
-
-
-def _sizes(spent: Summary | Cost) -> tuple[str, str, str]:
-    sizes = (spent.upload_bytes, spent.download_bytes, spent.total_bytes)
-    return format_bytes(sizes[0]), format_bytes(sizes[1]), format_bytes(sizes[2])
 
 
 def _saving(size: int, baseline: int) -> str:
@@ -260,18 +242,11 @@ class Overview:
         self._num_ended = 0
         self._started = time.monotonic()
         self._compiles = False
-        self._bytes: dict[int, int | None] = {}
+        self._bytes: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
-        self._bar = Progress(
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TextColumn("{task.fields[size]}", style="cyan"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
+        self._bar = _bar(
+            console, TextColumn("runs"), _SIZE, TimeElapsedColumn(), TimeRemainingColumn()
         )
         self._study = self._bar.add_task(
             name,
@@ -279,14 +254,7 @@ class Overview:
             completed=plan.num_before,
             size=_total_size(plan.bytes_before),
         )
-        self._run_lines = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[size]}", style="cyan"),
-            console=console,
-        )
+        self._run_lines = _bar(console, _LOSS, _SIZE, width=20)
         self._live = Live(Group(self._bar, self._run_lines), console=console)
 
     def __enter__(self) -> Self:
@@ -298,7 +266,6 @@ class Overview:
         self._live.stop()
 
     def show(self, job: Job | None, event: Event) -> None:
-        """Bring the picture up to date."""
         match event:
             case Started(index) if job is not None:
                 self._names[index] = job.name
@@ -310,26 +277,20 @@ class Overview:
                     self._compiles = True
                     say(self._console, Compiling.text)
             case Reported(index, progress):
-                loss = "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}"
-                size = both_directions(progress)
-                self._run_lines.update(
-                    self._lines[index], completed=progress.round, loss=loss, size=size
-                )
-                self._count_bytes(index, progress.total_bytes)
+                self._run_lines.update(self._lines[index], **_state(progress))
+                self._count_bytes(index, progress.cost.total_bytes)
             case Done(index, summary):
-                self._count_bytes(index, summary.get("total_bytes"))
+                self._count_bytes(index, summary["total_bytes"])
                 self._end(index, _in_one_line(summary))
             case Failed(index, error):
                 self._end(index, f"failed: {error}", failed=True)
             case Stopping():
-                say(
-                    self._console,
-                    "Stopping after the current rounds; Ctrl-C once more stops at once.",
-                )
+                text = "Stopping after the current rounds; Ctrl-C once more stops at once."
+                say(self._console, text)
 
-    def _count_bytes(self, index: int, total_bytes: int | None) -> None:
+    def _count_bytes(self, index: int, total_bytes: int) -> None:
         self._bytes[index] = total_bytes
-        size = _total_size(add_bytes(self._plan.bytes_before, *self._bytes.values()))
+        size = _total_size(self._plan.bytes_before + sum(self._bytes.values()))
         self._bar.update(self._study, size=size)
 
     def _end(self, index: int, result: str, failed: bool = False) -> None:
@@ -362,9 +323,9 @@ def _in_one_line(summary: Mapping[str, Any]) -> str:
         up, down = (format_bytes(outcome[name]) for name in BYTES[:2])
         return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {up} up, {down} down"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    up, down = (format_bytes(summary.get(name)) for name in BYTES[:2])
+    up, down = (format_bytes(summary[name]) for name in BYTES[:2])
     return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"
 
 
-def _total_size(total_bytes: int | None) -> str:
+def _total_size(total_bytes: int) -> str:
     return f"{format_bytes(total_bytes)} up and down"

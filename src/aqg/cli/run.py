@@ -35,11 +35,17 @@ from aqg.runs.config import (
     guard_file,
     named_settings,
     names_step,
-    read_settings,
     resolve,
     to_toml,
 )
-from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, create_directory, output_directory
+from aqg.runs.directory import (
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    create_directory,
+    output_directory,
+    read_toml,
+)
 from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
@@ -47,6 +53,7 @@ from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.runs.summary import Result
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
+from aqg.spec import in_words
 from aqg.weights import BEST
 
 FIGURE = "comparison.png"
@@ -55,8 +62,6 @@ CLIENTS = "clients.txt"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to run where."""
-
     directory: Path
     runs: tuple[tuple[RunConfig, Path], ...]
     is_batch: bool
@@ -101,7 +106,6 @@ class Minimum:
 
 
 def run_command(options: RunOptions) -> None:
-    """Run the recipes one after the other, then show and save the comparison."""
     with (
         _planned(options) as plan,
         when_compiling(lambda: print(Compiling.text, file=sys.stderr, flush=True)),
@@ -156,8 +160,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console.print(result_table(summaries, console.width).to_terminal())
     note = DIRECTIONS_NOTE
     if any(summary.recipe in BASELINES for summary in summaries):
-        counted = "in total" if all(s.total_bytes is not None for s in summaries) else "up"
-        note += f" vs: how many times fewer, {counted}."
+        note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
     sentence = headline(summaries)
     if sentence is not None:
@@ -175,22 +178,15 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
 
 def _train(
-    config: RunConfig,
-    problem: Problem,
-    minimum: loop.Minimum,
-    directory: Path,
-    contact: Contact,
+    config: RunConfig, problem: Problem, minimum: loop.Minimum, directory: Path, contact: Contact
 ) -> Result:
     try:
         return loop.run(config, problem, minimum, directory, contact)
     except (AqgError, Interrupted):
         raise
     except Exception as error:  # of the user's own model, as far as we know
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(
-            f"{config.recipe} on {config.title} failed: {text}; what it did so far is in "
-            f"{directory}"
-        ) from error
+        text = f"{config.recipe} on {config.title} failed: {in_words(error)}"
+        raise RunError(f"{text}; what it did so far is in {directory}") from error
 
 
 @contextmanager
@@ -205,7 +201,7 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
     settings = {}
     if options.config is not None:
         guard_file(options.config, named, overrides=named, allowed=allowed)
-        settings = read_settings(options.config)
+        settings = read_toml(options.config)
     settings |= named
     if resume is not None:
         configs = loop.read_configs(resume, settings, options.data_dir)
@@ -227,7 +223,6 @@ def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) ->
 
 
 def _create(plan: _Plan, resume: bool) -> None:
-    """Make the directories; on resume, only those that an early crash left out."""
     if not resume:
         create_directory(plan.directory)
         text = to_toml(tuple(config for config, _ in plan.runs))

@@ -60,11 +60,7 @@ class RayCluster:
 
     A context manager: on leaving it, all workers are gone, and the cluster is left as it was.
 
-    Args:
-        address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``.
-        jobs: the most runs at a time; one per core of the cluster by default.
-        uses_gpus: runs need a GPU each, or a share of one.
-
+    By default there is a run per core of the cluster; ``address`` is such as ``"10.0.0.1:6379"``.
     """
 
     retries = RETRIES
@@ -161,7 +157,6 @@ class RayCluster:
             self._ray.kill(self._idle.pop())
 
     def pass_on(self, index: int, note: Any) -> None:
-        """Send a note to the actor that does the task."""
         for busy_with, actor, _ in self._busy.values():
             if busy_with == index:
                 actor.pass_on.remote(note)

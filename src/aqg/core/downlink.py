@@ -8,23 +8,25 @@ the largest coordinates of what the model should be less what it is, as sparse t
 out stays in that difference.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from aqg.core.grids import Grid, round_up_to_bfloat16
+from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import GridQuantizer, NormOnly, Request
+from aqg.core.quantizers import (
+    TERNARY_WIDTH,
+    GridQuantizer,
+    Quantizer,
+    Request,
+    largest,
+    num_kept,
+    ternary,
+)
 from aqg.core.recipe import Recipe
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, num_kept, ternary
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.spec import make_named
-
-if TYPE_CHECKING:
-    from aqg.core.messages import Upload
-    from aqg.core.types import FloatArray
 
 _FOREVER = 1 << 62
 _FEWEST = 32
@@ -54,21 +56,16 @@ class Exact:
 
 @dataclass(frozen=True)
 class Condensed:
-    """Short corrections.
+    """Short corrections."""
 
-    Attributes:
-        tolerance: ``c``: nothing is said of the velocity while its gap is at most ``c`` times the
-            mean energy of the last steps, and else as few bits as bring it within half of that.
-        ratio: coordinates of the position that are corrected, in those of an average upload.
-        bits: the most bits per coordinate of the velocity.
-        keep: the share of the coordinates of the position that are corrected, in place of
-            ``ratio``; 0: as ``ratio`` says.
-
-    """
-
+    # ``c``: nothing is said of the velocity while its gap is at most ``c`` times the mean energy of
+    # the last steps, and else as few bits as bring it within half of that
     tolerance: float = 0.2
+    # coordinates of the position that are corrected, in those of an average upload
     ratio: float = 1.0
-    bits: int = 6
+    bits: int = 6  # the most bits per coordinate of the velocity
+    # the share of the coordinates of the position that are corrected, in place of ``ratio``; 0: as
+    # ``ratio`` says
     keep: float = 0.0
 
     name = "condensed"
@@ -95,11 +92,7 @@ class Condensed:
     def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
         """Return the recipe for positions.
 
-        Args:
-            num_params: ``n``.
-            num_sent: coordinates in all uploads of the round.
-            senders: how many clients are expected to send in a round.
-
+        ``num_sent`` coordinates are in all uploads of the round, of which ``senders`` are expected.
         """
         if self.keep:
             count = num_kept(self.keep, num_params)
@@ -119,13 +112,12 @@ DOWNLINKS: dict[str, type[Full | Exact | Condensed]] = {
 
 
 @dataclass(frozen=True)
-class _Ternary(NormOnly):
+class _Ternary(Quantizer):
     """The ``count`` largest coordinates as ternary."""
 
     count: int
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Write their signs, and their mean magnitude."""
         return ternary(vector, largest(vector, self.count), request.width)
 
 
@@ -138,8 +130,7 @@ def make_downlink(spec: str) -> Downlink:
     >>> make_downlink("condensed:tolerance=0.03")
     Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
-    made: Downlink = make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
-    return made
+    return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
 
 
 def describe_downlink(downlink: Downlink) -> str:

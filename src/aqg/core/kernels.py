@@ -26,25 +26,15 @@ _BIT_TYPES = {4: np.uint32, 8: np.uint64}
 
 
 class Innovation(NamedTuple):
-    """Statistics of ``Δ``; every array has the leading (client) axes of ``Δ``, possibly none.
+    """Statistics of ``Δ``; every array has the leading (client) axes of ``Δ``, possibly none."""
 
-    Attributes:
-        in_range: False where ``Δ`` has NaN, infinity or values beyond any grid.
-        squared_norm: ``‖Δ‖²``.
-        steps: the step each width ``b = 1..b_max`` would send, on the last axis.
-        errors: ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis.
-        quantized_norm: ``‖Q_bmax(Δ)‖²``.
-
-    """
-
-    in_range: BoolArray
-    squared_norm: Float64Array
-    steps: Float64Array
-    errors: Float64Array
-    quantized_norm: Float64Array
+    in_range: BoolArray  # False where ``Δ`` has NaN, infinity or values beyond any grid
+    squared_norm: Float64Array  # ``‖Δ‖²``
+    steps: Float64Array  # the step each width ``b = 1..b_max`` would send, on the last axis
+    errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
+    quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
 
     def of(self, clients: IntArray | int) -> Innovation:
-        """Return the statistics of some clients on the leading axis, or of one."""
         return Innovation(
             np.asarray(self.in_range[clients]),
             np.asarray(self.squared_norm[clients]),

@@ -50,35 +50,25 @@ class Memory(enum.Enum):
 
     @property
     def keeps_mirror(self) -> bool:
-        """Whether both ends hold a ``ref_m``."""
         return self is not Memory.NONE
 
 
 class Track(NamedTuple):
-    """``M`` vectors, as both ends hold them.
+    """``M`` vectors, as both ends hold them."""
 
-    Attributes:
-        position: ``(M, n)``; ``(M, 0)`` where nothing is held. On the device where vectors live.
-        velocity: what is added to the position in every round, in float64; ``(M, 0)`` for none.
-        direction: which way each coordinate went in the last quantized correction, by which the
-            coder writes less; ``(M, n)`` or ``(M, 0)``.
-        is_held: whether the position may differ from zero, ``(M,)``.
-
-    """
-
-    position: Any
-    velocity: Any
+    position: Any  # ``(M, n)``; ``(M, 0)`` where nothing is held. On the device where vectors live.
+    velocity: Any  # what is added to the position in every round, in float64; ``(M, 0)`` for none
+    # which way each coordinate went in the last quantized correction, by which the coder writes
+    # less; ``(M, n)`` or ``(M, 0)``
     direction: NDArray[np.int8]
-    is_held: BoolArray
+    is_held: BoolArray  # whether the position may differ from zero, ``(M,)``
 
     def row(self, index: int) -> Track:
-        """Return one track, as an axis of length one."""
         rows = slice(index, index + 1)
         position, velocity, direction, is_held = self
         return Track(position[rows], velocity[rows], direction[rows], is_held[rows])
 
     def copy(self) -> Track:
-        """Return copies of all, in NumPy."""
         position, velocity, direction, is_held = self
         return Track(position.copy(), velocity.copy(), direction.copy(), is_held.copy())
 
@@ -94,66 +84,41 @@ Part: TypeAlias = AnyUpload | Change
 
 
 class Correction(NamedTuple):
-    """What is said of some tracks.
+    """What is said of some tracks."""
 
-    Attributes:
-        rows: of which, increasing.
-        position: what is added to the position of each of them; empty: nothing to any.
-        velocity: likewise.
-
-    """
-
-    rows: IntArray
+    rows: IntArray  # of which, increasing
+    # what is added to the position of each of them; empty: nothing to any
     position: Sequence[Part] = ()
-    velocity: Sequence[Part] = ()
+    velocity: Sequence[Part] = ()  # likewise
 
 
 class Terms(NamedTuple):
-    """What corrections of a round depend on, besides the vectors.
+    """What corrections of a round depend on, besides the vectors."""
 
-    Attributes:
-        movement: the number to compare with, one for all tracks or one for each.
-        skipped_rounds: how many rounds in a row each was not corrected, ``(m,)``.
-        key: of the randomness: seed, number of the first track, round.
-        noise: what corrections may carry, in their own energy.
-        stored_errors: as in `aqg.core.policies.Case`.
-        advice: of a stage to the quantizer, a row for each track, where there is any.
-
-    """
-
-    movement: float | Float64Array
-    skipped_rounds: IntArray
+    movement: float | Float64Array  # the number to compare with, one for all tracks or one for each
+    skipped_rounds: IntArray  # how many rounds in a row each was not corrected, ``(m,)``
+    # of the randomness: seed, number of the first track, round
     key: tuple[int, int, int] = (0, 0, 0)
-    noise: float = 1.0
-    stored_errors: Float64Array | None = None
+    noise: float = 1.0  # what corrections may carry, in their own energy
+    stored_errors: Float64Array | None = None  # as in `aqg.core.policies.Case`
+    # of a stage to the quantizer, a row for each track, where there is any
     advice: Float64Array | None = None
 
 
 class Gaps(NamedTuple):
-    """What `correct` found, with a row for each track it was given; places are rows of that.
+    """What `correct` found, with a row for each track it was given; places are rows of that."""
 
-    Attributes:
-        vectors: ``truth - position``.
-        innovation: their statistics.
-        senders: places of those that are corrected.
-        skipping: of those that need not be.
-        faulty: of those whose vectors cannot be quantized.
-        skipped_rounds: as in `Terms`, after the round.
-
-    """
-
-    vectors: Array
-    innovation: Innovation
-    senders: IntArray
-    skipping: IntArray
-    faulty: IntArray
-    skipped_rounds: IntArray
+    vectors: Array  # ``truth - position``
+    innovation: Innovation  # their statistics
+    senders: IntArray  # places of those that are corrected
+    skipping: IntArray  # of those that need not be
+    faulty: IntArray  # of those whose vectors cannot be quantized
+    skipped_rounds: IntArray  # as in `Terms`, after the round
 
 
 def init_track(
     length: int, dtype: np.dtype[Any], num_tracks: int = 1, has_velocity: bool = False
 ) -> Track:
-    """Return tracks at zero, in NumPy."""
     return Track(
         np.zeros((num_tracks, length), dtype),
         np.zeros((num_tracks, length if has_velocity else 0)),
@@ -170,24 +135,14 @@ def init_mirrors(
 
 
 def correct(
-    space: Space,
-    recipe: Recipe,
-    positions: Array | None,
-    rows: IntArray,
-    truths: Array,
-    terms: Terms,
+    space: Space,  # where vectors live; ``truths`` may be overwritten if they are its own
+    recipe: Recipe,  # how corrections are chosen and written
+    positions: Array | None,  # of all tracks; None where they are zero
+    rows: IntArray,  # which tracks these are: increasing places on the axis of ``positions``
+    truths: Array,  # where each should be, ``(m, n)``
+    terms: Terms,  # what else there is to know
 ) -> tuple[list[AnyUpload], Gaps]:
-    """Decide which tracks to correct, and return what is to be added to each of these.
-
-    Args:
-        space: where vectors live; ``truths`` may be overwritten if they are its own.
-        recipe: how corrections are chosen and written.
-        positions: of all tracks; None where they are zero.
-        rows: which tracks these are: increasing places on the axis of ``positions``.
-        truths: where each should be, ``(m, n)``.
-        terms: what else there is to know.
-
-    """
+    """Decide which tracks to correct, and return what is to be added to each of these."""
     vectors, innovation = space.measure(recipe.quantizer, truths, positions, rows)
     decision = recipe.policy.decide(Case(innovation, terms.movement, terms.stored_errors))
     skipped_rounds = terms.skipped_rounds.copy()
@@ -212,8 +167,7 @@ def correct(
             advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
             noise=terms.noise,
         )
-        upload: AnyUpload = recipe.quantizer.quantize(chosen[index], request)
-        return upload
+        return recipe.quantizer.quantize(chosen[index], request)
 
     return space.map(encode, range(len(senders)), len(senders) * chosen[0].size), gaps
 
@@ -285,15 +239,13 @@ def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
     if memory is Memory.LATEST:
         return part.values(dtype)
     if not isinstance(part, Upload):
-        total: FloatArray = position + part.values(dtype)
-        return total
+        return position + part.values(dtype)
     return add_levels(position, part.levels, value_table(part.grid, part.width, part.step, dtype))
 
 
 def move_directions(
     directions: NDArray[np.int8], rows: Sequence[int], parts: Sequence[Part]
 ) -> None:
-    """Bring the directions of many tracks up to date, in place."""
     for row, part in zip(rows, parts, strict=True):
         directions[row] = next_direction(directions[row], part)
 

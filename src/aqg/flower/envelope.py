@@ -4,12 +4,14 @@ Flower makes an object with requests of its own of every record. So the app's sm
 what stands for its arrays, travel in one:
 
 ====================== =====================================================================
-byte 0                 ``0xA1``: an envelope, version 1
-head                   number of bytes, a varint; JSON: the version of ``aqg``, and for every
-                       record of the app its name and kind, and the content of small ones
+byte 0                 ``0xA2``: an envelope; ``0xA3``: one that leaves out the version of ``aqg``,
+                       which the reader knows
+head                   number of bytes, a varint; JSON, deflated with the dictionary `_WORDS`: the
+                       version of ``aqg`` or an empty text, and for every record of the app its
+                       name and kind, and the content of small ones
 parts                  for every array record that is compressed: number of bytes, a varint,
                        and an order or a reply (`aqg.protocol.messages`)
-last four bytes        CRC-32 of all before
+last four bytes        CRC-32 of all before; where the version is left out of this and all before
 ====================== =====================================================================
 
 A model is one part. The kinds are ``c`` (ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord
@@ -37,7 +39,14 @@ RECORD = "aqg"
 """The name of our record."""
 LARGE_BYTES = 4 << 20
 """Payloads above this length are sent as arrays, which Flower sends in pieces."""
-_MARK = 0xA1
+_WITH_VERSION, _WITHOUT = 0xA2, 0xA3
+_WORDS = (
+    b'"train_acc":"eval_acc":"eval_loss":"accuracy":"loss":0.{"partition-id":"p","h",null]'
+    b'["metrics","m",{"train_loss":,"num-examples":[["arrays","x"["arrays","f"'
+    b'["",[["arrays","a"],["config","c",{"lr":0.0,"server-round":1}]]]'
+)
+"""What heads are likely to hold, the likeliest last."""
+_MOST_HEAD_BYTES = 1 << 28
 _CRC_BYTES = 4
 _BYTES = "bytes"
 _SMALL = ("c", "m")
@@ -58,12 +67,14 @@ class Envelope:
         records: name, kind and, for small ones, content of each record, in order.
         parts: what stands for the array records of kinds ``a`` and ``f``, in order.
         version: of the ``aqg`` that wrote it.
+        says_version: whether it is in the envelope; else both sides are known to have the same.
 
     """
 
     records: list[tuple[str, str, Any]] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
     version: str = __version__
+    says_version: bool = True
 
     def add(self, name: str, record: ConfigRecord | MetricRecord) -> None:
         """Put a small record in."""
@@ -81,12 +92,16 @@ class Envelope:
             [name, kind] if rest is None else [name, kind, rest]
             for name, kind, rest in self.records
         ]
-        head = json.dumps([self.version, rows], separators=(",", ":")).encode()
-        pieces = [bytes([_MARK]), write_varint(len(head)), head]
+        said = self.version if self.says_version else ""
+        coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=_WORDS)
+        head = coder.compress(json.dumps([said, rows], separators=(",", ":")).encode())
+        head += coder.flush()
+        mark = _WITH_VERSION if self.says_version else _WITHOUT
+        pieces = [bytes([mark]), write_varint(len(head)), head]
         for part in self.parts:
             pieces += [write_varint(len(part)), part]
         body = b"".join(pieces)
-        return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+        return body + _checksum(body)
 
     @staticmethod
     def from_bytes(data: bytes) -> Envelope:
@@ -94,13 +109,14 @@ class Envelope:
         if len(data) <= _CRC_BYTES:
             raise WireError(f"{len(data)} bytes are no envelope")
         body = data[:-_CRC_BYTES]
-        if body[0] != _MARK:
+        if body[0] not in (_WITH_VERSION, _WITHOUT):
             raise WireError(
                 f"byte {body[0]:#04x} does not begin an envelope of aqg {__version__}; both sides "
                 "need the same version of aqg"
             )
-        if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[-_CRC_BYTES:]:
-            raise WireError("the checksum of the envelope is wrong: it is damaged")
+        if _checksum(body) != data[-_CRC_BYTES:]:
+            other = "" if body[0] == _WITH_VERSION else f", or not of aqg {__version__}"
+            raise WireError(f"the checksum of the envelope is wrong: it is damaged{other}")
         head, position = _part(body, 1)
         envelope = _read_head(head)
         for _, kind, _ in envelope.records:
@@ -185,9 +201,15 @@ def num_bytes(content: RecordDict) -> int:
     return total
 
 
+def _checksum(body: bytes) -> bytes:
+    key = zlib.crc32(__version__.encode()) if body[0] == _WITHOUT else 0
+    return zlib.crc32(body, key).to_bytes(_CRC_BYTES, "little")
+
+
 def _read_head(head: bytes) -> Envelope:
     try:
-        version, rows = json.loads(head)
+        decoder = zlib.decompressobj(-zlib.MAX_WBITS, zdict=_WORDS)
+        version, rows = json.loads(decoder.decompress(head, _MOST_HEAD_BYTES))
         records = []
         for name, kind, *rest in rows:
             content = rest[0] if rest else None
@@ -195,9 +217,9 @@ def _read_head(head: bytes) -> Envelope:
             if not is_right or kind not in (*_SMALL, *_WITH_PART, BESIDE, HELLO, ON_DISK, ENDED):
                 raise ValueError(f"record {name!r}")
             records.append((name, kind, content))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
         raise WireError(f"the head of the envelope cannot be read: {error}") from None
-    return Envelope(records, [], str(version))
+    return Envelope(records, [], str(version) or __version__, bool(version))
 
 
 def _plain(value: Any) -> Any:

@@ -20,8 +20,11 @@ from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from flwr.app import Context
 
+    from aqg.protocol.messages import Order
     from aqg.protocol.store import Vault
 
 STATE_DIR = "aqg-state-dir"
@@ -55,6 +58,20 @@ class Memory:
         found, is_own = (directory, False) if directory else state_directory(context)
         self.directory = found
         self._is_own = is_own
+
+    def terms(self) -> Iterator[Order]:
+        """Return the terms of the models that are held, the latest first."""
+        if self.directory is None:
+            names = [key[len("aqg-") : -len("-index")] for key in self._context.state]
+        else:
+            homes = {self._home(""), self._home(BY_PARTITION)}
+            files = [f for home in homes if home for f in home.glob("*/state.json")]
+            files.sort(key=_age)
+            names = [file.parent.name for file in files]
+        for run in dict.fromkeys(names):
+            terms = CopyStore(self._vault(run, run), run).terms() if run.isalnum() else None
+            if terms is not None:
+                yield terms
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the public copy of a model."""
@@ -98,6 +115,13 @@ class Memory:
         if home is None:
             return ContextVault(self._context.state, f"aqg-{name}")
         return DirectoryVault(home / name)
+
+
+def _age(file: Path) -> float:
+    try:
+        return -file.stat().st_mtime
+    except OSError:  # deleted just now
+        return 0.0
 
 
 def state_directory(context: Context) -> tuple[Path | None, bool]:

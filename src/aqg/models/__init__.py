@@ -27,20 +27,13 @@ MODULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a model may know of the data.
+    """What a model may know of the data."""
 
-    Attributes:
-        input_shape: of one sample.
-        target_shape: of one sample's target; ``()`` for a class or a number.
-        num_classes: 0 where the targets are not classes.
-        num_tokens: one more than the largest whole number among samples and targets that are
-            whole numbers; 0 where the samples are not.
-
-    """
-
-    input_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
-    num_classes: int
+    input_shape: tuple[int, ...]  # of one sample
+    target_shape: tuple[int, ...]  # of one sample's target; ``()`` for a class or a number
+    num_classes: int  # 0 where the targets are not classes
+    # one more than the largest whole number among samples and targets that are whole numbers; 0
+    # where the samples are not
     num_tokens: int
 
     @staticmethod
@@ -62,7 +55,6 @@ class DataShape:
         )
 
     def offered(self) -> dict[str, Any]:
-        """Return what a function that makes a model can ask for by name."""
         return {
             "input_shape": self.input_shape,
             "target_shape": self.target_shape,
@@ -110,5 +102,4 @@ def _built_in(spec: str, shape: DataShape) -> nn.Module:
         "resnet8": nets.make_resnet8,
         "transformer": nets.make_transformer,
     }
-    module: nn.Module = make_named("model", spec, makers, shape)
-    return module
+    return make_named("model", spec, makers, shape)

@@ -53,7 +53,6 @@ class Objective(ABC):
         stackable: whether a client's numbers on NumPy are the same to the last bit, alone or
             stacked with others.
         takes_integers: whether features may be integers, such as tokens.
-
     """
 
     stackable: bool = True
@@ -94,7 +93,6 @@ class Objective(ABC):
             statistics: what becomes of buffers that training changes, such as the running
                 statistics of batch normalization: ``"average"`` over the clients, ``"local"`` to
                 each, or ``"frozen"``.
-
         """
         from aqg.objectives.module import ModuleObjective  # needs torch
 
@@ -159,7 +157,11 @@ def make_objective(
     # Imported here because these modules import this one.
     from aqg.objectives.closed_form import Logistic, Perceptron, Softmax
 
-    _check_settings(num_features, num_classes, l2, scaling)
+    if num_features < 1:
+        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
+    if num_classes < 2:
+        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
+    check_loss_settings(l2, scaling)
 
     def logistic() -> Objective:
         if num_classes != 2:
@@ -178,20 +180,10 @@ def make_objective(
         "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
         "mlp": perceptron,
     }
-    objective: Objective = make_named("model", spec, makers, also=tuple(MODULES))
-    return objective
-
-
-def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:
-    if num_features < 1:
-        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
-    if num_classes < 2:
-        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
-    check_loss_settings(l2, scaling)
+    return make_named("model", spec, makers, also=tuple(MODULES))
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
-    """Raise unless ``l2`` and ``scaling`` are ones an objective can have."""
     if not (math.isfinite(l2) and l2 >= 0):
         raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
     if scaling not in get_args(Scaling):

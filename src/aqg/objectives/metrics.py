@@ -4,8 +4,6 @@ A metric takes a model's outputs and the targets, and gives one number. Those bu
 they make no sense, such as the accuracy of a regression, and say so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,27 +31,20 @@ class DoesNotApply(ConfigError):  # noqa: N818  (a reason, of which a default ma
 class Metric:
     """A number that says how good a model is.
 
-    Attributes:
-        name: letters, digits and underscores; in records it is ``test_NAME``.
-        whole: from all outputs of the test set, as the module returns them, and all targets.
-        sums: from a batch of them, in place of ``whole``: sums over the samples that are added up.
-        finish: from the added sums, the number.
-        higher_is_better: None where nobody said.
-        is_percent: whether the number is a share, to be shown in percent.
-
     >>> def largest_error(outputs, targets):
     ...     return float(abs(outputs - targets).max())
     >>> Metric("largest_error", largest_error).name
     'largest_error'
-
     """
 
-    name: str
+    name: str  # letters, digits and underscores; in records it is ``test_NAME``
+    # from all outputs of the test set, as the module returns them, and all targets
     whole: Function | None = None
+    # from a batch of them, in place of ``whole``: sums over the samples that are added up
     sums: Callable[[Any, Any], Float64Array] | None = None
-    finish: Callable[[Float64Array], float] = float
-    higher_is_better: bool | None = None
-    is_percent: bool = False
+    finish: Callable[[Float64Array], float] = float  # from the added sums, the number
+    higher_is_better: bool | None = None  # None where nobody said
+    is_percent: bool = False  # whether the number is a share, to be shown in percent
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or not self.name.isascii() or self.name in _RESERVED:
@@ -75,7 +66,6 @@ class Metric:
         return f"{value:.1%}" if self.is_percent else f"{value:.4g}"
 
     def describe(self) -> dict[str, Any]:
-        """Return what a reader of the records needs to know."""
         return {"higher_is_better": self.higher_is_better, "percent": self.is_percent}
 
 
@@ -257,7 +247,6 @@ def _scores(outputs: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _accuracy(outputs: Any, targets: Any) -> Float64Array:
-    """Return how many are right, and of how many."""
     scores, labels = main_output(outputs), to_numpy(targets)
     if scores.shape == (*labels.shape, 1):
         scores = scores[..., 0]
@@ -304,7 +293,6 @@ def _explained(outputs: Any, targets: Any) -> float:
 
 
 def _surprise(outputs: Any, targets: Any) -> Float64Array:
-    """Return the sum of the cross-entropies, and how many there are."""
     if np.issubdtype(to_numpy(targets).dtype, np.floating):
         raise DoesNotApply(f"perplexity needs classes; the targets are {to_numpy(targets).dtype}")
     scores, labels = _scores(outputs, targets)

@@ -41,42 +41,30 @@ _OCTAVES = 6
 
 
 def sections(layout: ModelLayout) -> tuple[Section, ...]:
-    """Return the tensors of a frame, in order."""
     floats = [Section(spec.size, spec.dtype) for spec in layout.statistics]
     return (*floats, *(Section(spec.size, "int") for spec in layout.counters))
 
 
 class SharedStatistics(NamedTuple):
-    """What the server holds.
+    """What the server holds."""
 
-    Attributes:
-        layout: names the tensors.
-        buffers: their values.
-        travels: for each tensor, whether it is in the frames to the clients.
-        moves: for each tensor, whether a client has ever changed it.
-        residual: what rounding left out of the values when they were sent (error feedback).
-        fine: they travel in half precision both ways, as is right beside updates in full.
-        average: ``γ`` of the mean over the models; 0 where none is kept.
-        mean: the same mean of the values; None before the first round, or where none is kept.
-        num_rounds: of how many rounds.
-
-    """
-
-    layout: ModelLayout
-    buffers: Buffers
-    travels: BoolArray
-    moves: BoolArray
+    layout: ModelLayout  # names the tensors
+    buffers: Buffers  # their values
+    travels: BoolArray  # for each tensor, whether it is in the frames to the clients
+    moves: BoolArray  # for each tensor, whether a client has ever changed it
+    # what rounding left out of the values when they were sent (error feedback)
     residual: Float64Array
+    # they travel in half precision both ways, as is right beside updates in full
     fine: bool = False
-    average: float = 0.0
+    average: float = 0.0  # ``γ`` of the mean over the models; 0 where none is kept
+    # the same mean of the values; None before the first round, or where none is kept
     mean: Float64Array | None = None
-    num_rounds: int = 0
+    num_rounds: int = 0  # of how many rounds
 
     @staticmethod
     def first(
         layout: ModelLayout, buffers: Buffers, *, fine: bool = False, average: float = 0.0
     ) -> SharedStatistics:
-        """Return what a run starts from: the module's own buffers."""
         travels = np.array(layout.tracked, np.bool_)
         moves, residual = np.zeros_like(travels), np.zeros(len(buffers.values))
         return SharedStatistics(layout, buffers, travels, moves, residual, fine, average)
@@ -92,7 +80,6 @@ class SharedStatistics(NamedTuple):
         return receive(self.layout, self.buffers, self.broadcast())
 
     def broadcast(self) -> bytes:
-        """Return the frame that goes down with the model; empty where nothing travels."""
         if not self.travels.any():
             return b""
         message = StatisticsMessage(
@@ -100,15 +87,7 @@ class SharedStatistics(NamedTuple):
         )
         return encode_statistics(message, sections(self.layout), "half" if self.fine else "byte")
 
-    def broadcast_fine(self) -> bytes:
-        """Return the frame for those who measure the model: in half precision."""
-        if not self.travels.any():
-            return b""
-        message = StatisticsMessage(*self.buffers, self.travels)
-        return encode_statistics(message, sections(self.layout), "half")
-
     def read(self, frame: bytes) -> StatisticsMessage:
-        """Return what a client's frame says; raise `WireError` where it cannot be used."""
         if frame:
             message = decode_statistics(frame, sections(self.layout))
             return self._with_start(message) if message.is_change else message
@@ -205,7 +184,6 @@ def describe_change(
 
     Raises:
         GradientError: a tensor changed to NaN or infinity; the text names it.
-
     """
     sent = []
     values = after.values.copy()
@@ -246,12 +224,8 @@ def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> 
 
 
 def _chosen(
-    specs: Iterable[TensorSpec],
-    sent: BoolArray,
-    held: NDArray[Number],
-    found: NDArray[Number],
+    specs: Iterable[TensorSpec], sent: BoolArray, held: NDArray[Number], found: NDArray[Number]
 ) -> NDArray[Number]:
-    """Return ``held``, with the tensors that were sent as they were ``found``."""
     result = held.copy()
     for spec, is_sent in zip(specs, sent.tolist(), strict=True):
         if is_sent:

@@ -5,21 +5,18 @@ of what it arrives at and compares it with the server's. A client that cannot fo
 elsewhere, changes nothing and says what it holds; the server then sends what it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from aqg.core.public import Public, init_public
+from aqg.core.public import Public, at_rest, init_public
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.start import MARK, unpack
-from aqg.wire.entry import follow_log, log_rounds, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_rounds, log_since
 
 Start: TypeAlias = "Callable[[], FloatArray | None]"
 """Returns a client's own starting model, where it has one."""
@@ -34,67 +31,43 @@ class LostError(MessageError):
 
 
 class Parcel(NamedTuple):
-    """What brings a client to the model of a round.
+    """What brings a client to the model of a round."""
 
-    Attributes:
-        round: ``k``.
-        digest: of the public model before round ``k``.
-        log: a frame of entries; those that the client has are left out of account.
-        snapshot: a frame to start from instead of what the client holds, or the message of a first
-            model; empty where it needs none.
-
-    """
-
-    round: int
-    digest: bytes
-    log: bytes
+    round: int  # ``k``
+    digest: bytes  # of the public model before round ``k``
+    log: bytes  # a frame of entries; those that the client has are left out of account
+    # a frame to start from instead of what the client holds, or the message of a first model; empty
+    # where it needs none
     snapshot: bytes = b""
 
     @property
     def num_bytes(self) -> int:
-        """The length of both frames."""
         return len(self.log) + len(self.snapshot)
 
 
 class Holding(NamedTuple):
-    """What a client says that it holds.
+    """What a client says that it holds."""
 
-    Attributes:
-        round: of its public model; 0 where it has none.
-        digest: of that; zeros where it has none.
-        start: digest of the starting model that it has; empty where it has none.
-
-    """
-
-    round: int = 0
-    digest: bytes = bytes(STATE_DIGEST_BYTES)
-    start: bytes = b""
+    round: int = 0  # of its public model; 0 where it has none
+    digest: bytes = bytes(STATE_DIGEST_BYTES)  # of that; zeros where it has none
+    start: bytes = b""  # digest of the starting model that it has; empty where it has none
 
 
 class Terms(NamedTuple):
-    """What must be known before a log can be followed.
+    """What must be known before a log can be followed."""
 
-    Attributes:
-        recipe: as the server has it.
-        num_params: length of the model.
-        dtype: of the model.
-
-    """
-
-    recipe: Recipe
-    num_params: int
-    dtype: str
+    recipe: Recipe  # as the server has it
+    num_params: int  # length of the model
+    dtype: str  # of the model
+    is_at_rest: bool = False  # whether the model has no velocity, whatever the recipe
 
     def first(self, start: FloatArray) -> Public:
-        """Return the public model before the first round."""
-        return init_public(self.recipe, start)
+        return at_rest(start) if self.is_at_rest else init_public(self.recipe, start)
 
     def blank(self) -> Public:
-        """Return a public model of the right shape."""
         return self.first(np.zeros(self.num_params, self.dtype))
 
     def fits(self, public: Public) -> bool:
-        """Tell whether a public model has the right shape."""
         return all(
             mine.dtype == theirs.dtype and mine.shape == theirs.shape
             for mine, theirs in zip(public.vectors, self.blank().vectors, strict=True)
@@ -102,15 +75,7 @@ class Terms(NamedTuple):
 
 
 def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model that a parcel leads to, after comparing digests; raise `LostError` if not.
-
-    Args:
-        terms: what server and client agreed on.
-        parcel: from the server.
-        held: the public model that the client holds; it is left as it was.
-        start: returns the client's own starting model, where it has one.
-
-    """
+    """Return the model that a parcel leads to, its digest compared; raise `LostError` if not."""
     try:
         public = _open(terms, parcel, held, start)
         rounds = log_rounds(parcel.log)
@@ -140,7 +105,6 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
 
 
 def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model from which the log is followed."""
     if parcel.snapshot[:1] == bytes([MARK]):
         return terms.first(unpack(parcel.snapshot, terms.num_params, terms.dtype, start()))
     if parcel.snapshot:
@@ -157,13 +121,11 @@ def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Pu
 
 
 def first_held(terms: Terms, start: Start) -> Public | None:
-    """Return the public model of a client that has nothing but its starting model."""
     own = start()
     return terms.first(own) if own is not None and _is_start(terms, own) else None
 
 
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
-    """Return what a client that cannot follow says of itself."""
     own = start()
     if own is not None and not _is_start(terms, own):
         own = None

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Message, Skip
 from aqg.core.recipe import Recipe
+from aqg.core.round import ClientState, init_client, respond
 from aqg.core.track import Track, follow_one, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError
@@ -51,12 +51,10 @@ def max_frame_bytes(num_params: int) -> int:
 
 
 def first_lineage(epoch: int) -> bytes:
-    """Return the lineage of a mirror that starts from zero."""
     return hashlib.blake2b(b"zero %d" % epoch, digest_size=DIGEST_BYTES).digest()
 
 
 def next_lineage(digest: bytes, frame: bytes) -> bytes:
-    """Return the lineage after ``frame`` was added to the mirror with this digest."""
     return hashlib.blake2b(frame, key=digest, digest_size=DIGEST_BYTES).digest()
 
 
@@ -70,49 +68,32 @@ def content_digest(lineage: bytes, track: Track) -> bytes:
 
 
 class Snapshot(NamedTuple):
-    """All that a client carries from round to round, at one moment.
+    """All that a client carries from round to round, at one moment."""
 
-    Attributes:
-        state: the client's state, with its end of the link.
-        lineage: of the mirror.
-        stamp: of the mirror.
-
-    """
-
-    state: ClientState
-    lineage: bytes
-    stamp: Stamp
+    state: ClientState  # the client's state, with its end of the link
+    lineage: bytes  # of the mirror
+    stamp: Stamp  # of the mirror
 
     @staticmethod
     def zero(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Snapshot:
-        """Return the state before the first upload of an epoch."""
         state = init_client(recipe, num_params, np.dtype(dtype))
         lineage = first_lineage(epoch)
         return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.track)))
 
     @property
     def is_intact(self) -> bool:
-        """Whether the content still has the digest that the stamp says."""
         return content_digest(self.lineage, self.state.track) == self.stamp.digest
 
 
 class ClientMirror(NamedTuple):
-    """A client's memory: where it is, where it was before its last answer, and which that was.
+    """A client's memory: where it is, where it was before its last answer, and which that was."""
 
-    Attributes:
-        current: the state after the last answer.
-        before: the state before it; None before the first.
-        answered: `Order.serial` of the last order answered.
-
-    """
-
-    current: Snapshot
-    before: Snapshot | None = None
-    answered: tuple[int, int] = (0, 0)
+    current: Snapshot  # the state after the last answer
+    before: Snapshot | None = None  # the state before it; None before the first
+    answered: tuple[int, int] = (0, 0)  # `Order.serial` of the last order answered
 
     @staticmethod
     def first(recipe: Recipe, num_params: int, dtype: str) -> ClientMirror:
-        """Return the memory of a client that has never answered."""
         return ClientMirror(Snapshot.zero(recipe, num_params, dtype))
 
 
@@ -145,7 +126,6 @@ def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> 
 
 
 def stale_reply(order: Order) -> Reply:
-    """Return the answer to an order that came too late: nothing was done."""
     return Reply(
         *order.serial,
         stale=True,
@@ -206,35 +186,21 @@ def answer(
 
 
 class Held(NamedTuple):
-    """What the server holds of one client beside its end of the link.
+    """What the server holds of one client beside its end of the link."""
 
-    Attributes:
-        stamp: of the mirror.
-        lineage: of the mirror.
-        last_upload: the round in which the last upload was taken; 0 before the first.
-
-    """
-
-    stamp: Stamp
-    lineage: bytes
-    last_upload: int = 0
+    stamp: Stamp  # of the mirror
+    lineage: bytes  # of the mirror
+    last_upload: int = 0  # the round in which the last upload was taken; 0 before the first
 
 
 class Peer(NamedTuple):
-    """What the server holds of one client.
-
-    Attributes:
-        link: what the client holds as well.
-        entry: the stamp of that.
-
-    """
+    """What the server holds of one client."""
 
     track: Track
     entry: Held
 
 
 def first_peer(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Peer:
-    """Return the peer before the first upload of an epoch."""
     track = init_mirrors(recipe.memory, num_params, np.dtype(dtype))
     lineage = first_lineage(epoch)
     stamp = Stamp(epoch, 0, content_digest(lineage, track))
@@ -288,8 +254,7 @@ def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> 
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.track.position
     if recipe.memory.keeps_mirror:
-        update: FloatArray = mirror[0]
-        return update
+        return mirror[0]
     if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
     return message.values(mirror.dtype.type)

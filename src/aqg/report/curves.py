@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.objectives.metrics import named_metric
 from aqg.report.runs import Run
-from aqg.runs.cost import add_bytes
 from aqg.runs.table import write_csv
 from aqg.sim.record import DROPPED
 
@@ -27,6 +26,7 @@ AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 SECONDS = "simulated_seconds"
 """One more axis, for runs that have a clock."""
 LOSSES = ("residual", "loss")
+_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,7 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
     elif axis == SECONDS:
         costs = np.concatenate(([0.0], run.extras[SECONDS]))
     else:
-        spent = {
-            "uploads": run.uploads,
-            "total_bytes": run.total_bytes,
-            "upload_bytes": run.upload_bytes,
-        }[axis]
-        costs = np.concatenate(([0.0], np.cumsum(spent, dtype=np.float64)))
+        costs = np.concatenate(([0.0], np.cumsum(getattr(run, axis), dtype=np.float64)))
     known = np.isfinite(values)
     return Points(costs[known], values[known], ended=run.summary is not None)
 
@@ -90,7 +85,6 @@ def _number(value: object) -> float:
 
 
 def extra_points(run: Run, name: str) -> Points:
-    """Return an extra number of a run's rounds, round by round."""
     values = run.extras.get(name, np.full(len(run.rounds), np.nan))
     known = np.isfinite(values)
     return Points(run.rounds[known].astype(np.float64), values[known], ended=False)
@@ -185,16 +179,11 @@ def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
 Counts = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class WidthHistogram:
+class WidthHistogram(NamedTuple):
     """Uploads by width over time.
 
-    Attributes:
-        edges: bin ``i`` covers the rounds from index ``edges[i]`` up to, not including,
-            ``edges[i + 1]``.
-        widths: the widths that occur, ascending.
-        counts: uploads, widths × bins.
-
+    Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``; counts
+    are widths × bins, and the widths ascend.
     """
 
     edges: Counts
@@ -202,25 +191,18 @@ class WidthHistogram:
     counts: Counts
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What every client did over time; arrays are rows of clients × bins of rounds.
 
-    Attributes:
-        edges: bins of rounds, as in `WidthHistogram`.
-        client_edges: row ``i`` holds the clients from ``client_edges[i]`` up to, not including,
-            ``client_edges[i + 1]``; one client per row unless there are very many.
-        uploads: how many times they uploaded.
-        bits: the sum of the widths they sent.
-        away: how many times they had dropped out.
-
+    Row ``i`` has the clients from ``client_edges[i]`` up to ``client_edges[i + 1]``: one, unless
+    there are very many.
     """
 
     edges: Counts
     client_edges: Counts
     uploads: Counts
-    bits: Counts
-    away: Counts
+    bits: Counts  # the sum of the widths
+    away: Counts  # how many times they had dropped out
 
 
 def bin_edges(length: int, max_bins: int) -> Counts:
@@ -278,57 +260,31 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
     )
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run has spent and reached so far; None where a number is unknown.
+def result_of(run: Run) -> dict[str, Any]:
+    """Return what a run has spent and reached so far; None where a number is unknown.
 
     ``target`` is the residual asked for, and the names that begin with it what it took to stay
     within it.
     """
-
-    finished: bool
-    diverged: bool
-    rounds: int
-    uploads: int
-    bits_per_param: int
-    upload_bytes: int
-    download_bytes: int
-    total_bytes: int
-    final_loss: float | None
-    residual: float | None
-    metrics: dict[str, float | None]
-    target: float | None
-    target_rounds: float | None
-    target_upload_bytes: float | None
-    target_download_bytes: float | None
-    target_total_bytes: float | None
-    faults: int
-
-
-def result_of(run: Run) -> Result:
-    """Sum up a run; one that is not finished counts as far as it came."""
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
-    return Result(
-        finished=run.summary is not None,
-        diverged=run.diverged,
-        rounds=len(run.rounds),
-        uploads=int(run.uploads.sum()),
-        bits_per_param=int(run.bits.sum()),
-        upload_bytes=int(run.upload_bytes.sum()),
-        download_bytes=int(run.download_bytes.sum()),
-        total_bytes=int(run.total_bytes.sum()),
-        final_loss=_last(run, "loss"),
-        residual=_last(run, "residual"),
-        metrics={name: _last(run, name) for name in run.metrics},
-        target=_finite(run.config.get("target")) if kind == "residual" else None,
-        target_rounds=_finite(target.get("reached_round")),
-        target_upload_bytes=_finite(target.get("upload_bytes")),
-        target_download_bytes=_finite(target.get("download_bytes")),
-        target_total_bytes=_finite(target.get("total_bytes")),
-        faults=len(run.faults),
-    )
+    reached = {"target_rounds": target.get("reached_round")}
+    reached |= {f"target_{name}": target.get(name) for name in _BYTES}
+    return {
+        "finished": run.summary is not None,
+        "diverged": run.diverged,
+        "rounds": len(run.rounds),
+        "uploads": int(run.uploads.sum()),
+        "bits_per_param": int(run.bits.sum()),
+        **{name: int(getattr(run, name).sum()) for name in _BYTES},
+        "final_loss": _last(run, "loss"),
+        "residual": _last(run, "residual"),
+        "metrics": {name: _last(run, name) for name in run.metrics},
+        "target": _finite(run.config.get("target")) if kind == "residual" else None,
+        **{name: _finite(value) for name, value in reached.items()},
+        "faults": len(run.faults),
+    }
 
 
 def _last(run: Run, metric: str) -> float | None:
@@ -350,15 +306,12 @@ def summary_csv(runs: Sequence[Run]) -> str:
     for run in runs:
         row: dict[str, Any] = {"run": run.name}
         row.update((name, _cell(run.config.get(name))) for name in settings)
-        results = asdict(result_of(run))
+        results = result_of(run)
         found = results.pop("metrics")
         results |= {_column(name, results): found.get(name) for name in metrics}
         row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
         rows.append(row)
     return write_csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
-
-
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 def curves_csv(runs: Sequence[Run]) -> str:
@@ -373,7 +326,6 @@ def curves_csv(runs: Sequence[Run]) -> str:
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:
-    """Return the metrics that some run has, in order."""
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
@@ -391,21 +343,19 @@ def _column(name: str, taken: Iterable[str]) -> str:
 
 def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
     summary = run.summary or {}
-    uploads = np.concatenate(([0], np.cumsum(run.uploads))).tolist()
-    sent = np.concatenate(([0], np.cumsum(run.upload_bytes))).tolist()
-    received = np.concatenate(([0], np.cumsum(run.download_bytes))).tolist()
+    counts = (run.uploads, run.upload_bytes, run.download_bytes, run.total_bytes)
+    columns = [np.concatenate(([0], np.cumsum(count))).tolist() for count in counts]
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
     losses = [*_known(run.losses), summary.get("final_loss")]
     unknown = np.full(len(run.rounds), np.nan)
     found = [
         [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
     ]
-    rows = zip(rounds, uploads, sent, received, losses, strict=False)
-    for index, (number, count, up, down, loss) in enumerate(rows):
+    for index, (number, loss) in enumerate(zip(rounds, losses, strict=False)):
         residual = None if loss is None or run.minimum is None else loss - run.minimum
-        values = [column[index] for column in found]
-        sizes = (up, down, up + down)
-        yield run.name, run.recipe, run.seed, number, count, *sizes, loss, residual, *values
+        values = (column[index] for column in found)
+        spent = (column[index] for column in columns)
+        yield run.name, run.recipe, run.seed, number, *spent, loss, residual, *values
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
@@ -423,7 +373,8 @@ def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
     sent = unknown if up is None else up.tolist()
     received = unknown if down is None else down.tolist()
     for client, sizes in enumerate(zip(sent, received, strict=True)):
-        yield run.name, run.recipe, run.seed, client, *sizes, add_bytes(*sizes)
+        total = None if None in sizes else sum(sizes)
+        yield run.name, run.recipe, run.seed, client, *sizes, total
 
 
 def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

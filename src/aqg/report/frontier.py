@@ -168,8 +168,8 @@ def _compare(
 def _target(groups: Iterable[Group]) -> float | None:
     """Return the distance from the minimum that all runs were asked for and some reached."""
     results = [result_of(run) for group in groups for run in group.runs]
-    targets = {result.target for result in results}
-    if len(targets) > 1 or all(result.target_rounds is None for result in results):
+    targets: set[float | None] = {result["target"] for result in results}
+    if len(targets) > 1 or all(result["target_rounds"] is None for result in results):
         return None
     return targets.pop()
 
@@ -202,12 +202,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def find_studies(directories: Sequence[Path]) -> list[Path]:
-    """Return those directories that hold what ``aqg compare`` found."""
     return [directory for directory in directories if _cells(directory)]
 
 
 def of_study(directory: Path) -> list[Panel]:
-    """Return a panel for each task of a comparison."""
     cells = [
         cell
         for cell in _cells(directory)

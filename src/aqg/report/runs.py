@@ -38,8 +38,6 @@ _KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "widths",
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that went wrong in a round."""
-
     round: int
     client: int
     text: str
@@ -49,42 +47,33 @@ class Fault:
 class Run:
     """One run as read from its directory; arrays have one entry per round on record.
 
-    Attributes:
-        name: what tells the run's directory from the others in a report.
-        config: the settings as stored, whichever program stored them.
-        rounds: numbers of the rounds, counted from 1.
-        losses: loss at the model broadcast in the round, NaN where unknown.
-        metrics: of that model on the test set, by name, NaN where one was not measured.
-        uploads: how many clients sent something.
-        bits: the sum of their widths.
-        upload_bytes: what they sent, in bytes.
-        download_bytes: what clients received, in bytes.
-        widths: bits per parameter, rounds × clients; 0 for a skip, `DROPPED` for a dropout.
-        faults: what went wrong.
-        extras: every other number that the rounds hold, by name; NaN where one is missing.
-        summary: the results, or None while the run is not finished.
-        minimum: ``f*`` where it is known.
-        client_upload_bytes: what each client sent in all rounds; None where it is not on record.
-        client_download_bytes: what each client received in all rounds; likewise.
-
+    What is unknown of a round is NaN, and what is unknown of a run None.
     """
 
-    name: str
+    name: str  # tells the directory from the others in a report
     config: Mapping[str, Any]
     rounds: NDArray[np.int64]
-    losses: NDArray[np.float64]
-    metrics: Mapping[str, NDArray[np.float64]]
-    uploads: NDArray[np.int64]
-    bits: NDArray[np.int64]
+    losses: NDArray[np.float64]  # at the model broadcast in the round
+    metrics: Mapping[str, NDArray[np.float64]]  # of that model on the test set
     upload_bytes: NDArray[np.int64]
     download_bytes: NDArray[np.int64]
-    widths: NDArray[np.int16]
+    widths: NDArray[np.int16]  # rounds × clients; 0 for a skip, `DROPPED` for a dropout
     faults: tuple[Fault, ...] = ()
-    extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    summary: Mapping[str, Any] | None = None
+    extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # all other numbers
+    summary: Mapping[str, Any] | None = None  # while the run is not finished
     minimum: float | None = None
-    client_upload_bytes: NDArray[np.int64] | None = None
+    client_upload_bytes: NDArray[np.int64] | None = None  # of each client, in all rounds
     client_download_bytes: NDArray[np.int64] | None = None
+
+    @property
+    def uploads(self) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = (self.widths > 0).sum(axis=1)
+        return counts
+
+    @property
+    def bits(self) -> NDArray[np.int64]:
+        sums: NDArray[np.int64] = np.maximum(self.widths, 0).sum(axis=1, dtype=np.int64)
+        return sums
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:
@@ -194,7 +183,6 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Read one run directory."""
     config = readable(read_config(path))
     rows = read_rows(path)
     summary = read_summary(path)
@@ -203,15 +191,12 @@ def read_run(path: Path, name: str) -> Run:
         if (np.diff(rounds) <= 0).any() or (rounds < 1).any():
             raise ValueError("round numbers must rise from 1")
         widths = _widths([row.get("widths") or () for row in rows])
-        spoke = widths > 0
         return Run(
             name=name,
             config=config,
             rounds=rounds,
             losses=_numbers(row["loss"] for row in rows),
             metrics=_metrics(rows, summary),
-            uploads=_counts(rows, "uploads", spoke.sum(axis=1)),
-            bits=_counts(rows, "bits_per_param", np.where(spoke, widths, 0).sum(axis=1)),
             upload_bytes=np.array([row["upload_bytes"] for row in rows], np.int64),
             download_bytes=np.array([row["download_bytes"] for row in rows], np.int64),
             widths=widths,
@@ -257,22 +242,13 @@ def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
     return array
 
 
-def _counts(
-    rows: Sequence[Mapping[str, Any]], key: str, otherwise: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    stored = [row.get(key) for row in rows]
-    return otherwise.astype(np.int64) if None in stored else np.array(stored, np.int64)
-
-
 def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
     """Stack the widths; a client that a round does not know yet counts as dropped out."""
     num_clients = max(map(len, rows), default=0)
-    if all(len(row) == num_clients for row in rows):
-        return np.array(rows, np.int16).reshape(len(rows), num_clients)
-    padded = np.full((len(rows), num_clients), DROPPED, np.int16)
+    stacked = np.full((len(rows), num_clients), DROPPED, np.int16)
     for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
+        stacked[index, : len(row)] = row
+    return stacked
 
 
 def _metrics(
@@ -291,37 +267,24 @@ def _client_bytes(
     """Return the totals that the summary holds or, of a deployment, those of its rounds."""
     found = (summary or {}).get(key)
     if found is None and rows and all(key in row for row in rows):
-        found = _padded([row[key] for row in rows], num_clients).sum(axis=0)
+        found = [sum(row[key][m] for row in rows if m < len(row[key])) for m in range(num_clients)]
     return np.array(found, np.int64) if found is not None and len(found) == num_clients else None
-
-
-def _padded(rows: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
-    padded = np.zeros((len(rows), length), np.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row[:length]
-    return padded
-
-
-def _is_known(key: str) -> bool:
-    return key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
 
 
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
     """Collect the numbers in the rounds that have no place of their own."""
-    names: dict[str, None] = {}
-    for row in rows:
-        if not (row.keys() <= _KNOWN_KEYS):
-            names.update(
-                (key, None)
-                for key, value in row.items()
-                if not _is_known(key) and isinstance(value, int | float)
-            )
-    return {
-        name: _numbers(
-            value if isinstance(value := row.get(name), int | float) else None for row in rows
-        )
-        for name in names
-    }
+    others = [
+        {
+            key: value
+            for key, value in row.items()
+            if key not in _KNOWN_KEYS
+            and not key.startswith(METRIC_PREFIX)
+            and isinstance(value, int | float)
+        }
+        for row in rows
+    ]
+    names = dict.fromkeys(name for row in others for name in row)
+    return {name: _numbers(row.get(name) for row in others) for name in names}
 
 
 def _faults(row: Mapping[str, Any]) -> Iterator[Fault]:
@@ -375,24 +338,18 @@ _LEADING = ("dataset", "partition", "model", "clients", "dropout")
 class Group:
     """Runs that differ in the seed only.
 
-    Attributes:
-        runs: at least one.
-        label: the recipe and, where needed, the settings that tell the group from others.
-        settings: the values of `Comparison.telling` for this group.
-        color: index into `COLORS`.
-        dash: index of the line style; groups with the same color have different ones.
-
+    The label is the recipe and, where needed, the settings that tell the group from others. Color
+    and dash are indices; groups with the same color have different dashes.
     """
 
     runs: tuple[Run, ...]
     label: str
-    settings: tuple[Any, ...]
+    settings: tuple[Any, ...]  # the values of `Comparison.telling`
     color: int
     dash: int
 
     @property
     def recipe(self) -> str:
-        """The recipe that all runs share."""
         return self.runs[0].recipe
 
 
@@ -405,12 +362,10 @@ class Comparison:
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        """The recipes, in order of appearance."""
         return tuple(dict.fromkeys(group.recipe for group in self.groups))
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs, group by group."""
         return tuple(run for group in self.groups for run in group.runs)
 
 

@@ -28,7 +28,6 @@ from aqg.report.curves import (
     AXES,
     LOSSES,
     Band,
-    Result,
     clients_csv,
     combine,
     count_widths,
@@ -99,7 +98,7 @@ def make_document(
             for rank, name in enumerate(comparison.recipes)
         ],
         "telling": list(comparison.telling),
-        "target": common(result_of(run).target for run in runs),
+        "target": common(result_of(run)["target"] for run in runs),
         "widths": widths,
         "metrics": [_metric(name, runs) for name in metric_names(runs)],
         "extras": extras,
@@ -159,12 +158,12 @@ def _group(
         "dataset": setting_text(config.get("dataset")),
         "partition": setting_text(config.get("partition")),
         "runs": [position[id(run)] for run in group.runs],
-        "finished": all(result.finished for result in results),
+        "finished": all(result["finished"] for result in results),
         "state": _state(results),
-        "results": {name: spread([getattr(r, name) for r in results]) for name in _SPREAD}
-        | {f"test_{name}": spread([r.metrics.get(name) for r in results]) for name in metrics},
-        "target": common(result.target for result in results),
-        "reached": sum(result.target_upload_bytes is not None for result in results),
+        "results": {name: spread([r[name] for r in results]) for name in _SPREAD}
+        | {f"test_{name}": spread([r["metrics"].get(name) for r in results]) for name in metrics},
+        "target": common(result["target"] for result in results),
+        "reached": sum(result["target_upload_bytes"] is not None for result in results),
         "curves": {
             key: {
                 axis: pack(combine([run_points(run, axis, metric) for run in group.runs]))
@@ -196,12 +195,12 @@ def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
     }
 
 
-def _state(results: Sequence[Result]) -> str:
+def _state(results: Sequence[Mapping[str, Any]]) -> str:
     """Say what keeps a group's numbers from being those of complete, healthy runs."""
     parts = []
     for count, word in (
-        (sum(not result.finished for result in results), "not finished"),
-        (sum(result.diverged for result in results), "diverged"),
+        (sum(not result["finished"] for result in results), "not finished"),
+        (sum(result["diverged"] for result in results), "diverged"),
     ):
         if count:
             parts.append(word if count == len(results) else f"{count} of {len(results)} {word}")
@@ -226,7 +225,7 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
         },
         "activity": {
             name.replace("client_edges", "clients"): packer.counts(values)
-            for name, values in vars(activity).items()
+            for name, values in activity._asdict().items()
         },
         "clients": {
             "upload": _per_client(run.client_upload_bytes, activity.client_edges, packer),
@@ -275,7 +274,6 @@ def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
 
 def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return every setting with its value in each group."""
     names = dict.fromkeys(name for group in groups for name in group.runs[0].config)
     rows = []
     for name in names:
@@ -289,18 +287,14 @@ def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _versions(runs: Sequence[Run]) -> list[list[str]]:
     """Name what made the report and, where they say so, what made the runs."""
-    rows = [
-        ["this report", f"aqg {aqg.__version__}"],
-        ["Python", platform.python_version()],
-        ["NumPy", np.__version__],
-    ]
+    made_by = {"this report": f"aqg {aqg.__version__}", "Python": platform.python_version()}
     stored: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = (run.summary or {}).get("versions", run.config.get("versions"))
-        if isinstance(versions, dict):
-            for name, version in versions.items():
-                stored.setdefault(f"runs: {name}", {})[setting_text(version)] = None
-    return rows + [[name, ", ".join(values)] for name, values in stored.items()]
+        for name, version in versions.items() if isinstance(versions, dict) else ():
+            stored.setdefault(f"runs: {name}", {})[setting_text(version)] = None
+    made_by |= {"NumPy": np.__version__} | {name: ", ".join(each) for name, each in stored.items()}
+    return [[name, text] for name, text in made_by.items()]
 
 
 _NAMELESS = ("–", "custom")
@@ -319,23 +313,23 @@ def title(comparison: Comparison) -> str:
 def facts(comparison: Comparison) -> list[str]:
     """Return what all runs share, in a few words each."""
     runs = comparison.runs
+    words = {
+        "model": "{}",
+        "clients": "{} clients",
+        "partition": "{} split",
+        "dropout": "dropout {}",
+    }
     shared = []
-    for name, words in (
-        ("model", "{}"),
-        ("clients", "{} clients"),
-        ("partition", "{} split"),
-        ("dropout", "dropout {}"),
-    ):
+    for name, text in words.items():
         value = common(run.config.get(name) for run in runs)
         if value != 0 and setting_text(value) not in _NAMELESS:
-            shared.append(words.format(setting_text(value)))
-    most = max((len(run.rounds) for run in runs), default=0)
-    least = min((len(run.rounds) for run in runs), default=0)
+            shared.append(text.format(setting_text(value)))
+    lengths = [len(run.rounds) for run in runs] or [0]
     unfinished = sum(run.summary is None for run in runs)
     return [
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}",
         *shared,
-        f"{most:,} rounds" if least == most else f"{least:,} to {most:,} rounds",
+        f"{_range(lengths, '{:,}'.format)} rounds",
         *([f"{unfinished} not finished"] if unfinished else []),
     ]
 
@@ -349,14 +343,12 @@ def headline(comparison: Comparison) -> str | None:
     """
     results = {id(run): result_of(run) for run in comparison.runs}
     sets: dict[str, dict[str, float]] = {}
-    target = common(result.target for result in results.values())
+    target = common(result["target"] for result in results.values())
     for group in comparison.groups:
-        found = spread([results[id(run)].target_total_bytes for run in group.runs])
+        found = spread([results[id(run)]["target_total_bytes"] for run in group.runs])
         if found is not None:
-            config = group.runs[0].config
-            others = {
-                name: value for name, value in config.items() if name not in ("recipe", "seed")
-            }
+            config = group.runs[0].config.items()
+            others = {name: value for name, value in config if name not in ("recipe", "seed")}
             sets.setdefault(setting_text(others), {})[group.recipe] = found[0]
     if target is None or not sets:
         return None
@@ -501,7 +493,6 @@ class Outputs:
 
 
 def check_outputs(outputs: Outputs) -> None:
-    """Refuse places that cannot be written to, before anything is read."""
     if outputs.html.is_dir():
         raise RunError(
             f"{str(outputs.html)!r} is a directory; name a file, as in --out report.html"

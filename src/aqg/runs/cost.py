@@ -16,67 +16,49 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import Downlink
 from aqg.core.types import IntArray
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
-
-
-def add_bytes(*sizes: int | None) -> int | None:
-    """Add up sizes; None, which is unknown, where one of them is.
-
-    >>> add_bytes(3, 4), add_bytes(3, None)
-    (7, None)
-    """
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+from aqg.sim.training import Training
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of rounds cost; ``download_bytes`` is None where it is not on record.
+    """What a number of rounds cost; without ``simulated_seconds`` where time is not simulated."""
 
-    ``simulated_seconds`` is None where time is not simulated.
-    """
-
-    rounds: int
-    uploads: int
-    bits_per_param: int
-    upload_bytes: int
-    download_bytes: int | None = None
+    rounds: int = 0
+    uploads: int = 0
+    bits_per_param: int = 0
+    upload_bytes: int = 0
+    download_bytes: int = 0
     simulated_seconds: float | None = None
 
     @property
-    def total_bytes(self) -> int | None:
-        """What the clients sent and received."""
-        return add_bytes(self.upload_bytes, self.download_bytes)
+    def total_bytes(self) -> int:
+        return self.upload_bytes + self.download_bytes
 
     def plus(self, record: RoundRecord) -> Cost:
-        """Return the cost with one more round."""
         return Cost(
             self.rounds + 1,
             self.uploads + record.num_uploads,
             self.bits_per_param + record.bits_per_param,
             self.upload_bytes + record.upload_bytes,
-            add_bytes(self.download_bytes, record.download_bytes),
+            self.download_bytes + record.download_bytes,
             record.simulated_seconds,
         )
 
+    def to_json(self) -> dict[str, Any]:
+        row = vars(self) | {"total_bytes": self.total_bytes}
+        return {name: value for name, value in row.items() if value is not None}
+
 
 class Heads(NamedTuple):
-    """What orders and replies say besides frames, in bytes.
+    """What orders and replies say besides frames, in bytes."""
 
-    Attributes:
-        first_order: to a client that is new, with all that the two agree on.
-        order: any other.
-        reply: to either.
-
-    """
-
-    first_order: int
-    order: int
-    reply: int
+    first_order: int  # to a client that is new, with all that the two agree on
+    order: int  # any other
+    reply: int  # to either
 
 
 @cache
@@ -86,7 +68,7 @@ def heads() -> Heads:
     Numbers that grow, such as the round, are of a middling size; they change it by a few bytes.
 
     >>> heads()
-    Heads(first_order=79, order=21, reply=22)
+    Heads(first_order=78, order=21, reply=22)
     """
     digest, other = b"\1" * STATE_DIGEST_BYTES, b"\2" * STATE_DIGEST_BYTES
     order = Order(
@@ -105,7 +87,6 @@ def heads() -> Heads:
         epoch=0,
         uploads=100,
         digest=digest,
-        evaluate=False,
         noise=1.5,
         public=digest,
     )
@@ -133,22 +114,20 @@ def heads() -> Heads:
 class Meter:
     """Adds to records of rounds what travels besides the frames that a simulation measures.
 
-    Args:
-        first_model: bytes of the first model, which each client receives in the first round it
-            takes part in (`aqg.start`). Where whole models travel in every round, the first one
-            is among them.
-        downlink: how the model travels.
+    Each client receives the first model (`aqg.start`) in the first round that it takes part in, and
+    in all others if it holds nothing between them; where whole models travel in every round, it is
+    among them.
 
     >>> from aqg.core.downlink import Exact
-    >>> meter = Meter(1000, Exact())
+    >>> meter = Meter(1000, Training(downlink=Exact()))
     >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
     >>> [meter.charge(record).total_bytes for record in rounds]
-    [1121, 63]
-
+    [1120, 63]
     """
 
-    def __init__(self, first_model: int, downlink: Downlink) -> None:
-        self._first_model = 0 if downlink.name == "full" else first_model
+    def __init__(self, first_model: int, training: Training) -> None:
+        self._first_model = 0 if training.downlink.name == "full" else first_model
+        self._forgets = training.memory == "none"
         self._known: set[int] = set()
         self._at_work: set[int] = set()
 
@@ -160,14 +139,15 @@ class Meter:
     def charge(self, record: RoundRecord) -> RoundRecord:
         """Return the record with all that was sent and received in the round."""
         present, head = _present(record), heads()
-        ordered, new = present - self._at_work, present - self._known
+        ordered = present - self._at_work
+        new = ordered if self._forgets else ordered - self._known
         self.replay(record)
         up = dict.fromkeys(present - self._at_work, head.reply)
         first = head.first_order + self._first_model
         down = {client: first if client in new else head.order for client in ordered}
         return record._replace(
             upload_bytes=record.upload_bytes + sum(up.values()),
-            download_bytes=add_bytes(record.download_bytes, sum(down.values())),
+            download_bytes=record.download_bytes + sum(down.values()),
             client_upload_bytes=_added(record.client_upload_bytes, up),
             client_download_bytes=_added(record.client_download_bytes, down),
         )
@@ -183,10 +163,7 @@ def _added(sizes: tuple[int, ...], more: Mapping[int, int]) -> tuple[int, ...]:
 
 def running_totals(records: Iterable[RoundRecord]) -> list[int]:
     """Return what all clients have sent and received after 0, 1, 2, ... rounds."""
-    return [
-        0,
-        *accumulate(record.upload_bytes + (record.download_bytes or 0) for record in records),
-    ]
+    return [0, *accumulate(record.total_bytes for record in records)]
 
 
 UPLOADS, DOWNLOADS = "client_upload_bytes", "client_download_bytes"
@@ -195,9 +172,8 @@ UPLOADS, DOWNLOADS = "client_upload_bytes", "client_download_bytes"
 
 @dataclass
 class ClientBytes:
-    """Totals per client; None where some round has them not on record.
+    """Totals per client.
 
-    >>> from aqg.sim.record import RoundRecord
     >>> totals = ClientBytes.first(2)
     >>> for number in (1, 2):
     ...     totals.add(RoundRecord(number, None, (4, 0), 9, (), 0, 0, 24, (8, 1), (12, 12)))
@@ -205,33 +181,24 @@ class ClientBytes:
     {'client_upload_bytes': [16, 2], 'client_download_bytes': [24, 24]}
     """
 
-    uploads: IntArray | None
-    downloads: IntArray | None
+    uploads: IntArray
+    downloads: IntArray
 
     @staticmethod
     def first(num_clients: int) -> ClientBytes:
-        """Return the totals before the first round."""
         return ClientBytes(np.zeros(num_clients, np.int64), np.zeros(num_clients, np.int64))
 
     def add(self, record: RoundRecord) -> None:
-        """Count one more round."""
-        self.uploads = _sum(self.uploads, record.client_upload_bytes)
-        self.downloads = _sum(self.downloads, record.client_download_bytes)
+        sent, received = record.client_upload_bytes, record.client_download_bytes
+        self.uploads[: len(sent)] += np.array(sent, np.int64)
+        self.downloads[: len(received)] += np.array(received, np.int64)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays for a checkpoint."""
-        pairs = ((UPLOADS, self.uploads), (DOWNLOADS, self.downloads))
-        return {name: totals for name, totals in pairs if totals is not None}
+        return {UPLOADS: self.uploads, DOWNLOADS: self.downloads}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> ClientBytes:
-        """Return the totals in a checkpoint; an older one has none."""
-        return ClientBytes(arrays.get(UPLOADS), arrays.get(DOWNLOADS))
+        return ClientBytes(arrays[UPLOADS], arrays[DOWNLOADS])
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return the fields of a summary; what is unknown is left out."""
         return {name: totals.tolist() for name, totals in self.to_arrays().items()}
-
-
-def _sum(totals: IntArray | None, sizes: tuple[int, ...]) -> IntArray | None:
-    return None if totals is None or len(sizes) != len(totals) else totals + np.array(sizes)

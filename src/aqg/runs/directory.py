@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
+from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.files import (
     parse_lines,
     read_arrays,
@@ -57,7 +58,7 @@ class Line:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Write as one line; a loss beyond all numbers becomes null, and so do unknown downloads.
+        """Write as one line; a loss beyond all numbers becomes null.
 
         What each client sent and received is not in it: over thousands of rounds with thousands of
         clients that would be most of the file, and the run's totals are in the summary.
@@ -85,51 +86,20 @@ class Line:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Line:
-        """Make a line of an object; raise `ValueError` where a field is missing or no number."""
-        if "widths" not in row:
-            raise ValueError("it has no widths")
         record = RoundRecord(
-            _count(row, "round"),
-            None if row.get("loss") is None else _number(row, "loss"),
-            _counts(row, "widths"),
-            _count(row, "upload_bytes"),
-            _faults(row),
-            _count(row, "statistics_upload_bytes", 0),
-            _count(row, "statistics_download_bytes", 0),
-            None if row.get("download_bytes") is None else _count(row, "download_bytes"),
-            _counts(row, "client_upload_bytes"),
-            _counts(row, "client_download_bytes"),
-            _number(row, "simulated_seconds") if "simulated_seconds" in row else None,
+            row["round"],
+            row["loss"],
+            tuple(row["widths"]),
+            row["upload_bytes"],
+            tuple((client, fault) for client, fault in row.get("faults", ())),
+            row.get("statistics_upload_bytes", 0),
+            row.get("statistics_download_bytes", 0),
+            row["download_bytes"],
+            tuple(row.get(UPLOADS, ())),
+            tuple(row.get(DOWNLOADS, ())),
+            row.get("simulated_seconds"),
         )
         return Line(record, read_metrics(row))
-
-
-def _count(row: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
-    value = row.get(name, otherwise)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 0")
-    return value
-
-
-def _number(row: Mapping[str, Any], name: str) -> float:
-    value = row[name]
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} is {value!r}; it must be a number or null")
-    return value  # type: ignore[no-any-return]
-
-
-def _counts(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    values = row.get(name, [])
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError(f"{name} is {values!r}; it must be a list of whole numbers")
-    return tuple(values)
-
-
-def _faults(row: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
-    try:
-        return tuple((int(client), str(fault)) for client, fault in row.get("faults", ()))
-    except (TypeError, ValueError):
-        raise ValueError(f"faults is {row['faults']!r}; each must be a client and a text") from None
 
 
 METRIC_PREFIX = "test_"
@@ -153,7 +123,6 @@ def metric_fields(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics among the fields of a record."""
     return {
         key.removeprefix(METRIC_PREFIX): float(value)
         for key, value in row.items()
@@ -162,7 +131,6 @@ def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return ``value``, or None where it is no number that JSON can hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -267,8 +235,9 @@ def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
     for number, row in enumerate(parse_lines(file, lines), start=1):
         try:
             line = Line.of(row)
-        except ValueError as error:
-            raise RunError(f"{str(file)!r} is damaged: line {number}: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"it has no usable {error}"
+            raise RunError(f"{str(file)!r} is damaged: line {number}: {what}") from None
         if line.record.round != number:
             raise RunError(
                 f"{str(file)!r} is damaged: line {number} is of round {line.record.round}"
@@ -278,17 +247,13 @@ def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Return the results of a finished run; None where there are none yet."""
     return read_json(path / SUMMARY, "delete it and resume the run")
 
 
 class RunFiles:
     """The files of one run, for the process that runs it and holds the lock.
 
-    Args:
-        path: the run's directory.
-        identity: tells runs apart; a checkpoint or summary of another run is refused.
-
+    A checkpoint or summary of a run with another identity is refused.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -382,6 +347,5 @@ class RunFiles:
 
 
 def rewrite_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Replace ``rounds.jsonl`` by these lines."""
     text = "".join(seal(line.to_json()) + "\n" for line in lines)
     write_atomically(path / ROUNDS, text.encode())

@@ -45,18 +45,20 @@ def seal(text: str) -> str:
     return f"{body},\n  {checksum}\n}}\n" if "\n" in body else f"{body}, {checksum}}}"
 
 
-def is_sealed(content: bytes) -> bool:
-    """Tell whether the text of an object holds a checksum; raise `ValueError` if it is not right.
+def unseal(content: bytes) -> dict[str, Any]:
+    """Read an object with a checksum; raise `ValueError` if there is none, or it is not right.
 
-    >>> is_sealed(seal('{"round": 1}').encode()), is_sealed(b'{"round": 1}')
-    (True, False)
+    >>> unseal(seal('{"round": 1}').encode())
+    {'round': 1}
     """
     found = _SEAL.search(content)
     if found is None:
-        return False
+        raise ValueError("it has no checksum")
     if zlib.crc32(content[: found.start()]) != int(found[1], 16):
         raise ValueError("it does not fit its checksum")
-    return True
+    row: dict[str, Any] = json.loads(content)
+    del row["crc32"]
+    return row
 
 
 def to_json(row: Mapping[str, Any]) -> str:
@@ -70,18 +72,12 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        is_sealed(content)
-        row = parse_json(content)
+        return unseal(content)
     except ValueError as error:
         raise RunError(f"{str(path)!r} is damaged ({error}); {advice}") from None
-    if not isinstance(row, dict):
-        raise RunError(f"{str(path)!r} is damaged (it is not a JSON object); {advice}")
-    row.pop("crc32", None)
-    return row
 
 
 def _read(path: Path) -> bytes | None:
-    """Return a file's content; None where there is no such file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -90,45 +86,19 @@ def _read(path: Path) -> bytes | None:
         raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def parse_json(content: bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and infinity are none."""
-    return _DECODER.decode(content.decode())
-
-
 def whole_lines(path: Path) -> list[bytes]:
     """Return the lines of a file; a last one that is still being written is left out."""
     return (_read(path) or b"").split(b"\n")[:-1]
 
 
 def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Parse lines of a file, an object each; the first damaged one is named.
-
-    Lines may be without a checksum as long as none before them has one.
-    """
-    rows, sealed = [], False
+    """Parse lines of a file, an object each; the first damaged one is named."""
+    rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            before, sealed = sealed, is_sealed(line)
-            if before and not sealed:
-                raise ValueError("it has no checksum, unlike the lines before it")
+            rows.append(unseal(line))
         except ValueError as error:
             raise RunError(f"{str(path)!r} is damaged: line {number}: {error}") from None
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            what = f"is not valid JSON ({error})"
-            raise RunError(f"{str(path)!r} is damaged: line {number} {what}") from None
-        if not isinstance(row, dict):
-            raise RunError(f"{str(path)!r} is damaged: line {number} is not a JSON object")
-        row.pop("crc32", None)
-        rows.append(row)
     return rows
 
 
@@ -162,13 +132,11 @@ class Records:
             raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the file anew with these records."""
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
         write_atomically(self.path, text.encode())
 
 
 def _end_of_lines(path: Path) -> int:
-    """Return where the last whole line of a file ends."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -232,13 +200,7 @@ def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[
 
 @contextmanager
 def locked(directory: Path, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Keep other processes from writing into ``directory``.
-
-    Args:
-        directory: must exist.
-        wait_seconds: how long to wait for one that does, such as one whose parent was killed.
-
-    """
+    """Keep other processes from writing into a directory, after waiting for one that does."""
     try:
         import fcntl
     except ImportError:  # a system without such locks

@@ -14,7 +14,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -25,13 +26,21 @@ from aqg import __version__
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.objectives.base import Objective
-from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
-from aqg.runs.cost import ClientBytes, Meter, add_bytes
-from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
+from aqg.runs.config import RunConfig, resolve, to_toml
+from aqg.runs.cost import ClientBytes, Cost, Meter
+from aqg.runs.directory import (
+    CONFIG,
+    VALIDATION,
+    Line,
+    RunFiles,
+    create_directory,
+    finite_or_none,
+    read_toml,
+)
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import Validator, curve, make_simulation
-from aqg.runs.stopping import NO_LIMITS, Ending, Judge, Limits, has_diverged
+from aqg.runs.stopping import Ending, Judge, has_diverged
 from aqg.runs.summary import Result, Summary, Trace, summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
@@ -56,32 +65,18 @@ Minimum: TypeAlias = float | Callable[[], float | None] | None
 
 @dataclass
 class Progress:
-    """Running totals of a run, for a progress bar."""
+    """What a run cost so far, and its last loss."""
 
-    round: int = 0
+    cost: Cost = field(default_factory=Cost)
     loss: float = math.nan
-    uploads: int = 0
-    upload_bytes: int = 0
-    download_bytes: int | None = 0
-    seconds: float | None = None
 
-    @property
-    def total_bytes(self) -> int | None:
-        """What the clients sent and received; None where the latter is not on record."""
-        return add_bytes(self.upload_bytes, self.download_bytes)
-
-    def add(self, line: Line) -> None:
-        self.round = line.record.round
-        if line.record.loss is not None:
-            self.loss = line.record.loss
-        self.uploads += line.record.num_uploads
-        self.upload_bytes += line.record.upload_bytes
-        self.download_bytes = add_bytes(self.download_bytes, line.record.download_bytes)
-        self.seconds = line.record.simulated_seconds
+    def add(self, record: RoundRecord) -> None:
+        self.cost = self.cost.plus(record)
+        if record.loss is not None:
+            self.loss = record.loss
 
 
 def slug(recipe: str) -> str:
-    """Return a directory name for a recipe spec."""
     return recipe.replace(":", "_").replace("=", "-")
 
 
@@ -96,7 +91,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_settings(directory / CONFIG)
+    settings = read_toml(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
@@ -130,33 +125,23 @@ def run(
     minimum: Minimum,
     directory: Path,
     contact: Contact | None = None,
-    limits: Limits = NO_LIMITS,
+    ceiling: float = math.inf,
     keeps_models: bool = True,
 ) -> Result:
     """Run until the run is over, from the directory's checkpoint if it has one.
 
-    That is after its last round, or earlier as `aqg.runs.stopping` has it.
-
-    Args:
-        config: of the run.
-        problem: that the config describes.
-        minimum: ``f*`` where it is known, or what finds it once the last round is done and saved.
-        directory: of the run; it exists and holds the config.
-        contact: is told `Progress` after every round, and tells when to stop; a note is the
-            `Limits` that hold from now on.
-        limits: beyond which a run with a target that ends it costs too much.
-        keeps_models: leave the best model and the last, and the last checkpoint.
-
-    Raises:
-        Interrupted: when asked to stop, after the round in progress was finished and saved.
-
+    That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
+    ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
+    once the last round is done and saved. The contact is told `Progress` after every round; its
+    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
+    saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
         needs_minimum = bool(config.goal and config.goal.hold and config.goal.kind == "residual")
         if needs_minimum and callable(minimum):
             minimum = minimum()
-        referee = _Referee(config, None if callable(minimum) else minimum, limits)
+        referee = _Referee(config, None if callable(minimum) else minimum, ceiling)
         try:
             return _run(
                 config, problem, minimum, files, contact or Contact(), referee, keeps_models
@@ -183,12 +168,16 @@ def _run(
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
-    meter = Meter(problem.start_bytes, simulation.training.downlink)
+    meter = Meter(problem.start_bytes, simulation.training)
     for line in lines:
         meter.replay(line.record)
-        progress.add(line)
+        progress.add(line.record)
         referee.replay(line)
-    validate = Validator(simulation, config.target_kind) if config.validation else None
+    follow: Callable[[], float] | None = None
+    if config.validation:
+        follow = Validator(simulation, config.target_kind)
+    elif referee.wants_accuracy:
+        follow = partial(_accuracy, simulation)
     checkpoints = Checkpoints()
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
@@ -206,14 +195,10 @@ def _run(
         if is_measured:
             model = _snapshot(simulation)
             metrics = simulation.problem.measure(simulation.averaged)
-        if validate is not None:
-            metrics[VALIDATION] = validate()
-            referee.look_before(number, metrics[VALIDATION])
-            if referee.is_over():
-                break
-        elif referee.wants_accuracy:
-            metrics.setdefault("accuracy", _accuracy(simulation))
-            referee.look_before(number, metrics["accuracy"])
+        if follow is not None:
+            if referee.metric not in metrics:
+                metrics[referee.metric] = follow()
+            referee.look_before(number, metrics[referee.metric])
             if referee.is_over():
                 break
         is_evaluated = (number - 1) % config.eval_every == 0
@@ -224,10 +209,10 @@ def _run(
         client_bytes.add(record)
         line = Line(record.without_clients(), metrics)
         lines.append(line)
-        progress.add(line)
+        progress.add(record)
         files.add(line)
         contact.tell(progress)
-        referee.limits = contact.note() or referee.limits
+        referee.ceiling = contact.note() or referee.ceiling
         is_stop_asked = contact.is_stop_asked()
         if is_stop_asked or checkpoints.is_due():
             checkpoints.time(save)
@@ -237,13 +222,12 @@ def _run(
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.averaged)
-    final_value = math.nan
-    if validate is not None:
-        final_value = validate()
+    measured = dict(metrics)
+    if follow is not None:
+        if referee.metric not in measured:
+            measured[referee.metric] = follow()
         if not referee.is_over():
-            referee.look_before(simulation.next_round, final_value)
-    elif referee.wants_accuracy and not referee.is_over():
-        referee.look_before(simulation.next_round, metrics.get("accuracy", math.nan))
+            referee.look_before(simulation.next_round, measured[referee.metric])
     if models is not None:
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
@@ -255,8 +239,8 @@ def _run(
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
     values = [referee.value_of(line.metrics, line.record.loss) for line in lines]
-    values.append(referee.value_of(metrics | {VALIDATION: final_value}, final_loss))
-    is_followed = validate is not None or referee.has_target
+    values.append(referee.value_of(measured, final_loss))
+    is_followed = follow is not None or referee.has_target
     files.finish(
         summary.to_json()
         | referee.to_json()
@@ -291,46 +275,34 @@ class Checkpoints:
 
 
 class _Referee:
-    """Says when a run is over: by its target, where that ends it, and else by its loss.
+    """Says when a run is over, and in ``ending`` why: by its target, or else by its loss."""
 
-    Attributes:
-        ending: why the run is over; None while it is not.
-        limits: that hold now.
-
-    """
-
-    def __init__(self, config: RunConfig, minimum: float | None, limits: Limits) -> None:
+    def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
         goal = config.goal
-        self._judge: Judge | None = None
         self._eval_every = config.eval_every
         self._minimum = 0.0
-        self._metric = VALIDATION if config.validation else "accuracy"
-        self.wants_accuracy = False
+        self.metric = VALIDATION if config.validation else "accuracy"
         self.ending: Ending | None = None
-        self.limits = limits
+        self.ceiling = ceiling
+        self.has_target = goal is not None and goal.hold > 0
+        self._judge: Judge | None = None
+        self.wants_accuracy = False
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
             self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
             if goal.kind == "residual":
                 if minimum is None:
-                    raise RunError(
-                        f"the target is a {goal}, and the minimum of the loss is unknown"
-                    )
+                    text = f"the target is a {goal}, and the minimum of the loss is unknown"
+                    raise RunError(text)
                 self._minimum = minimum
-
-    @property
-    def has_target(self) -> bool:
-        """Whether a target can end the run."""
-        return self._judge is not None
 
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
         """Return what the target is about; NaN where it was not measured."""
-        if self.wants_accuracy or self._metric == VALIDATION:
-            return metrics.get(self._metric, math.nan)
+        if self.wants_accuracy or self.metric == VALIDATION:
+            return metrics.get(self.metric, math.nan)
         return math.nan if loss is None else loss - self._minimum
 
     def is_over(self) -> bool:
-        """Tell whether the run has come to its end before the last round."""
         return self.ending is not None
 
     def look_before(self, number: int, accuracy: float) -> None:
@@ -339,7 +311,7 @@ class _Referee:
         With a validation set, it is the accuracy or loss there.
         """
         if self._judge is not None and number > 1:
-            self.ending = self._judge.look(accuracy, self.limits)
+            self.ending = self._judge.look(accuracy, self.ceiling)
 
     def look_after(self, record: RoundRecord) -> None:
         """Look at the loss that a round began with, and count the round if it goes on."""
@@ -350,29 +322,25 @@ class _Referee:
             self.ending = "diverged" if is_evaluated and has_diverged(loss) else None
             return
         if not self.wants_accuracy:
-            self.ending = self._judge.look(loss - self._minimum, self.limits)
+            self.ending = self._judge.look(loss - self._minimum, self.ceiling)
         if self.ending is None:
             self._judge.pay(record)
 
     def replay(self, line: Line) -> None:
         """Look at a round that was run before."""
-        limits, self.limits = self.limits, NO_LIMITS
+        ceiling, self.ceiling = self.ceiling, math.inf
         if self.wants_accuracy:
-            self.look_before(line.record.round, line.metrics.get(self._metric, math.nan))
+            self.look_before(line.record.round, line.metrics.get(self.metric, math.nan))
         self.look_after(line.record)
-        self.limits = limits
+        self.ceiling = ceiling
 
     def to_json(self) -> dict[str, Any]:
         """Return why the run ended and what it cost until then, where a target could end it."""
         if self._judge is None:
             return {}
         ending: Ending = self.ending or "rounds"
-        value = self._judge.value
-        outcome = {"ending": ending, "value": finite_or_none(value)}
-        costs = asdict(self._judge.costs(ending))
-        if costs["simulated_seconds"] is None:
-            del costs["simulated_seconds"]
-        return {"outcome": outcome | costs}
+        outcome = {"ending": ending, "value": finite_or_none(self._judge.value)}
+        return {"outcome": outcome | self._judge.costs(ending).to_json()}
 
 
 def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
@@ -396,7 +364,6 @@ def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], 
 
 
 def batch_summary(summaries: Sequence[Summary]) -> str:
-    """Return all runs' results as one JSON object."""
     runs = [summary.to_json() for summary in summaries]
     return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
 
@@ -430,31 +397,17 @@ def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers 
 
 
 class Measured(NamedTuple):
-    """How good a model is.
+    """How good a model is."""
 
-    Attributes:
-        rounds: after how many rounds.
-        measure: what was measured, ``test_NAME`` or ``loss``.
-        value: of it.
-
-    """
-
-    rounds: int
-    measure: str
+    rounds: int  # after how many rounds
+    measure: str  # ``test_NAME`` or ``loss``
     value: float
 
 
 class ModelFiles:
     """Keeps the best model of a run in mind, and writes it and the final one.
 
-    Args:
-        directory: of the run.
-        directions: for each test metric, whether more of it is better; None where nobody said.
-        next_round: the first round that is still to be run.
-
-    Attributes:
-        best: how good the best model is, None before the first.
-
+    ``directions`` has for each test metric whether more of it is better; None where nobody said.
     """
 
     def __init__(
@@ -484,15 +437,7 @@ class ModelFiles:
         loss: float | None,
         tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Remember a model if it is the best so far.
-
-        Args:
-            rounds: after how many rounds it is.
-            metrics: what was measured of it on the test set.
-            loss: its training loss, None where unknown.
-            tensors: makes its tensors, by name.
-
-        """
+        """Remember a model if it is the best so far; ``tensors`` makes its tensors, by name."""
         name = next((name for name in metrics if self._directions.get(name) is not None), None)
         measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
         if value is None or not math.isfinite(value):
@@ -514,7 +459,6 @@ class ModelFiles:
             self._pending = None
 
     def finish(self, rounds: int, tensors: Callable[[], Mapping[str, Any]]) -> None:
-        """Write both models."""
         self.save()
         write_atomically(self._directory / FINAL, to_bytes(tensors(), {"rounds": rounds}))
 

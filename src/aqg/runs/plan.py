@@ -7,6 +7,7 @@ Then come the runs, each a task of its own.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,12 +18,10 @@ from aqg.errors import AqgError, ConfigError
 from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import RunConfig, check_files, load_plugins, read_stored, to_toml
-from aqg.runs.cost import add_bytes
 from aqg.runs.directory import CONFIG, read_config, read_summary
 from aqg.runs.executor import Contact, Done, Event, Place, Plan, run_tasks
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
-from aqg.runs.stopping import NO_LIMITS, Limits
 from aqg.sim.problem import Problem
 
 
@@ -38,18 +37,14 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class StudyPlan(Plan[JobType], Protocol[JobType]):
-    """A plan that can be shown.
+    """A plan that can be shown."""
 
-    Attributes:
-        failures: what went wrong, by the job's name.
-        num_before: how many jobs were finished before.
-        bytes_before: what these sent and received; None where it is not on record.
+    failures: dict[str, AqgError]  # by the job's name
+    num_before: int  # how many jobs were finished before
+    bytes_before: int  # what these sent and received
 
-    """
-
-    failures: dict[str, AqgError]
-    num_before: int
-    bytes_before: int | None
+    @property
+    def num_finished(self) -> int: ...
 
     def problems(self) -> Iterable[RunConfig]:
         """Return configs with every problem that runs may need."""
@@ -73,12 +68,17 @@ class Batch:
             groups.setdefault(problem_key(job.config), []).append(job)
         self.left: Sequence[Job] = [job for group in groups.values() for job in group]
         left = {job.name for job in self.left}
-        done = [read_summary(directory / job.name) or {} for job in jobs if job.name not in left]
+        found = (read_summary(directory / job.name) for job in jobs if job.name not in left)
+        done = [summary for summary in found if summary is not None]
         self.num_before = len(done)
-        self.bytes_before = add_bytes(*(summary.get("total_bytes") for summary in done))
+        self.bytes_before = sum(summary["total_bytes"] for summary in done)
         self._waiting = iter(self.left)
         self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
+
+    @property
+    def num_finished(self) -> int:
+        return self.num_before + self._num_ended - len(self.failures)
 
     def problems(self) -> Iterable[RunConfig]:
         return (job.config for job in self.left)
@@ -142,7 +142,6 @@ _NOT_OF_THE_PROBLEM = frozenset(
 
 
 def problem_key(config: RunConfig) -> Key:
-    """Return what tells problems apart."""
     return tuple((k, v) for k, v in asdict(config).items() if k not in _NOT_OF_THE_PROBLEM)
 
 
@@ -173,7 +172,6 @@ def prepare(
 
 
 def _minimum_key(config: RunConfig) -> Key:
-    """Return what tells minima apart."""
     return tuple(minimum_key(config).items())
 
 
@@ -211,7 +209,7 @@ class Compiling:
 class Train:
     """Run one config in its directory, from its checkpoint if it has one; return its results.
 
-    What it tells is `loop.Progress` and `Compiling`, and a note it takes is `Limits`.
+    What it tells is `loop.Progress` and `Compiling`; a note it takes is a ceiling of bytes.
     """
 
     saves: ClassVar[bool] = True
@@ -220,7 +218,7 @@ class Train:
     minimum: float | None
     directory: Path
     data_dir: Path | None
-    limits: Limits = NO_LIMITS
+    ceiling: float = math.inf
     keeps_models: bool = True
 
     def __call__(self, contact: Contact) -> dict[str, Any]:
@@ -241,7 +239,7 @@ class Train:
                 self.minimum,
                 self.directory,
                 _Seldom(contact),
-                self.limits,
+                self.ceiling,
                 self.keeps_models,
             )
             gc.collect()  # graphs on a GPU hold on to each other, and to its memory
@@ -255,12 +253,11 @@ def train(
     minima: Minima,
     directory: Path,
     data_dir: Path | None,
-    limits: Limits | None = None,
+    ceiling: float | None = None,
     keeps_models: bool = True,
 ) -> Train:
-    """Return the task of a run; ``minima`` come from `prepare`."""
     minimum = minima.get(_minimum_key(config))
-    return Train(config, minimum, directory, data_dir, limits or NO_LIMITS, keeps_models)
+    return Train(config, minimum, directory, data_dir, ceiling or math.inf, keeps_models)
 
 
 class _Seldom(Contact):
@@ -285,7 +282,6 @@ _loaded: dict[Key, Problem] = {}
 
 
 def load(config: RunConfig, data_dir: Path | None) -> Problem:
-    """Build the problem, or return it if it is one of the last."""
     key = problem_key(config)
     if key not in _loaded:
         while sum(map(_size, _loaded.values())) > _MOST_KEPT_BYTES:

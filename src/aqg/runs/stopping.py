@@ -11,7 +11,7 @@
     it has not come half of its way, or at three quarters not three quarters.
 *Too expensive*
     Other runs of the study show that the cost is of no interest, whether or not the target is
-    reached in the end: it is *beyond* what federated averaging needs (`Limits`).
+    reached in the end: it is *beyond* what federated averaging needs.
 """
 
 from __future__ import annotations
@@ -50,22 +50,12 @@ def has_diverged(loss: float) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """When a model is good enough.
+    """When a model is good enough."""
 
-    Attributes:
-        kind: ``"residual"``, the loss above its minimum; ``"loss"`` itself; or ``"accuracy"`` on
-            the test set.
-        value: at most this loss or residual, at least this accuracy.
-        hold: for how many rounds in a row it has to be met, after which the run ends; 0: to the
-            last round.
-        is_mean: whether it is enough that the first of these rounds meets it, and their mean.
-
-    """
-
-    kind: Kind
-    value: float
-    hold: int = 0
-    is_mean: bool = False
+    kind: Kind  # the loss, the loss above its minimum, or the accuracy on the test set
+    value: float  # at most this loss or residual, at least this accuracy
+    hold: int = 0  # for so many rounds in a row, after which the run ends; 0: to the last round
+    is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -106,7 +96,6 @@ class Target:
         return None if self.hold or not streak else len(values) - streak
 
     def is_held(self, values: Sequence[float]) -> bool:
-        """Tell whether the first of these values is good enough, and their mean."""
         return self.is_met(values[0]) and self.is_met(sum(values) / len(values))
 
     def progress(self, start: float, value: float) -> float:
@@ -133,39 +122,29 @@ class Target:
         return f"{self.kind} {self.value:g}"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The bytes in both directions beyond which a run is too expensive."""
-
-    ceiling: float = math.inf
-
-
-NO_LIMITS = Limits()
-
-
 class Judge:
     """Follows a run's costs and its loss, residual or accuracy, and says when it is over.
 
-    Attributes:
-        value: what was looked at last; NaN before the first look.
-
+    ``value`` is what was looked at last; NaN before the first look.
     """
 
     def __init__(self, target: Target, num_rounds: int) -> None:
         self._target = target
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
-        self._costs = self._candidate = Cost(0, 0, 0, 0, 0)
+        self._costs = self._candidate = Cost()
         self._streak = 0
         self._recent: deque[tuple[float, Cost]] = deque(maxlen=max(1, target.hold))
         self._first_value = math.nan
         self.value = math.nan
 
     def pay(self, record: RoundRecord) -> None:
-        """Count what a round cost."""
         self._costs = self._costs.plus(record)
 
-    def look(self, value: float, limits: Limits = NO_LIMITS) -> Ending | None:
-        """Take the value that the rounds paid for so far have led to."""
+    def look(self, value: float, ceiling: float = math.inf) -> Ending | None:
+        """Take the value that the rounds paid for so far have led to.
+
+        More bytes than the ceiling, in both directions, are too expensive.
+        """
         self.value = value
         if math.isnan(self._first_value):
             self._first_value = value
@@ -180,9 +159,7 @@ class Judge:
         if share and self._target.progress(self._first_value, value) < share:
             return "hopeless"
         costs = self._candidate if self._streak else self._costs
-        total = costs.total_bytes
-        spent = costs.upload_bytes if total is None else total
-        return "beyond" if spent > limits.ceiling else None
+        return "beyond" if costs.total_bytes > ceiling else None
 
     def _is_reached(self, value: float) -> bool:
         target = self._target
@@ -199,5 +176,4 @@ class Judge:
         return 0 < target.hold <= len(values) and target.is_held(values)
 
     def costs(self, ending: Ending) -> Cost:
-        """Return what the rounds cost until the target was reached, or else all of them."""
         return self._candidate if ending == "reached" else self._costs

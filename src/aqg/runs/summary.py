@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from aqg.runs.config import RunConfig
-from aqg.runs.cost import Cost, add_bytes
+from aqg.runs.cost import Cost
 from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.runs.stopping import Target, has_diverged
 
@@ -40,25 +41,12 @@ class Trace:
     def of(
         lines: Sequence[Line], final_loss: float, final_metrics: Mapping[str, float] | None = None
     ) -> Trace:
-        """Build the curves from the rounds, and the loss and the metrics after the last."""
         records = [line.record for line in lines]
-        uploads = [0, *accumulate(record.num_uploads for record in records)]
-        bits = [0, *accumulate(record.bits_per_param for record in records)]
-        sizes = [0, *accumulate(record.upload_bytes for record in records)]
-        downloads: list[int | None] = [0]
-        for record in records:
-            downloads.append(add_bytes(downloads[-1], record.download_bytes))
+        costs = accumulate(records, Cost.plus, initial=Cost())
+        losses = [*(record.loss for record in records), final_loss]
         measured = [*(line.metrics for line in lines), final_metrics or {}]
-        costs, losses, kept = [], [], []
-        for k in range(len(records) + 1):
-            loss = records[k].loss if k < len(records) else final_loss
-            if loss is None:
-                continue
-            seconds = records[k - 1].simulated_seconds if k else None
-            costs.append(Cost(k, uploads[k], bits[k], sizes[k], downloads[k], seconds))
-            losses.append(loss)
-            kept.append(measured[k])
-        return Trace(tuple(costs), tuple(losses), tuple(kept))
+        kept = [row for row in zip(costs, losses, measured, strict=True) if row[1] is not None]
+        return Trace(*zip(*kept, strict=True))
 
     def cost_to(self, target: Target, minimum: float | None = None) -> Cost | None:
         """Return the cost of the first point from which a target counts as reached."""
@@ -76,38 +64,21 @@ class Trace:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run's results; ``download_bytes`` is None where it is not on record."""
+    """One run's results."""
 
     recipe: str
-    rounds: int
-    uploads: int
-    bits_per_param: int
-    upload_bytes: int
-    download_bytes: int | None
+    cost: Cost
     final_loss: float
     residual: float | None
     metrics: Mapping[str, float]
     faults: int
     target: Target | None
     target_cost: Cost | None
-    statistics_upload_bytes: int = 0
-    statistics_download_bytes: int = 0
+    statistics: tuple[int, int] = (0, 0)
     first_loss: float | None = None
-    simulated_seconds: float | None = None
-
-    @property
-    def total_bytes(self) -> int | None:
-        """What the clients sent and received."""
-        return add_bytes(self.upload_bytes, self.download_bytes)
-
-    @property
-    def test_accuracy(self) -> float | None:
-        """The accuracy on the test set, where it was measured."""
-        return self.metrics.get("accuracy")
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss left all use."""
         return has_diverged(self.final_loss)
 
     @property
@@ -119,12 +90,7 @@ class Summary:
         """Return the object that ``--json`` prints for this run."""
         row: dict[str, Any] = {
             "recipe": self.recipe,
-            "rounds": self.rounds,
-            "uploads": self.uploads,
-            "bits_per_param": self.bits_per_param,
-            "upload_bytes": self.upload_bytes,
-            "download_bytes": self.download_bytes,
-            "total_bytes": self.total_bytes,
+            **self.cost.to_json(),
             "final_loss": finite_or_none(self.final_loss),
             "residual": finite_or_none(self.residual),
             "test_accuracy": None,
@@ -133,31 +99,20 @@ class Summary:
             "worse_than_start": self.is_worse,
             "faults": self.faults,
         }
-        if self.statistics_upload_bytes or self.statistics_download_bytes:
-            row["statistics_upload_bytes"] = self.statistics_upload_bytes
-            row["statistics_download_bytes"] = self.statistics_download_bytes
-        if self.simulated_seconds is not None:
-            row["simulated_seconds"] = self.simulated_seconds
+        if any(self.statistics):
+            names = ("statistics_upload_bytes", "statistics_download_bytes")
+            row |= zip(names, self.statistics, strict=True)
         if self.target is not None:
-            cost = self.target_cost
-            row["target"] = {
-                self.target.kind: self.target.value,
-                "reached_round": cost.rounds if cost else None,
-                "uploads": cost.uploads if cost else None,
-                "bits_per_param": cost.bits_per_param if cost else None,
-                "upload_bytes": cost.upload_bytes if cost else None,
-                "download_bytes": cost.download_bytes if cost else None,
-                "total_bytes": cost.total_bytes if cost else None,
-            }
-            if self.simulated_seconds is not None:
-                row["target"]["simulated_seconds"] = cost.simulated_seconds if cost else None
+            cost = (self.target_cost or self.cost).to_json()
+            if self.target_cost is None:
+                cost = dict.fromkeys(cost)
+            cost["reached_round"] = cost.pop("rounds")
+            row["target"] = {self.target.kind: self.target.value, **cost}
         return row
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its results and its curves."""
-
     config: RunConfig
     summary: Summary
     trace: Trace
@@ -171,26 +126,22 @@ def summarize(
     minimum: float | None,
     target: Target | None,
 ) -> Summary:
-    """Sum up a finished run; ``minimum`` is ``f*`` where it is known."""
     records = [line.record for line in lines]
-    cost = None
+    reached = None
     if target is not None:
-        cost = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
+        reached = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
     return Summary(
-        recipe=recipe,
-        rounds=len(records),
-        uploads=sum(record.num_uploads for record in records),
-        bits_per_param=sum(record.bits_per_param for record in records),
-        upload_bytes=sum(record.upload_bytes for record in records),
-        download_bytes=add_bytes(*(record.download_bytes for record in records)),
-        final_loss=final_loss,
-        residual=None if minimum is None else final_loss - minimum,
-        metrics=dict(metrics),
-        faults=sum(len(record.faults) for record in records),
-        target=target,
-        target_cost=cost,
-        statistics_upload_bytes=sum(record.statistics_upload_bytes for record in records),
-        statistics_download_bytes=sum(record.statistics_download_bytes for record in records),
-        first_loss=records[0].loss if records else None,
-        simulated_seconds=records[-1].simulated_seconds if records else None,
+        recipe,
+        functools.reduce(Cost.plus, records, Cost()),
+        final_loss,
+        None if minimum is None else final_loss - minimum,
+        dict(metrics),
+        sum(len(record.faults) for record in records),
+        target,
+        reached,
+        (
+            sum(record.statistics_upload_bytes for record in records),
+            sum(record.statistics_download_bytes for record in records),
+        ),
+        records[0].loss if records else None,
     )

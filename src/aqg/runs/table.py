@@ -19,24 +19,14 @@ class Table:
     """Text in cells, written as in Markdown.
 
     Names are in backticks, ``<br>`` is between lines, and ``**`` around what stands out.
-
-    Attributes:
-        name: marks its place in a document.
-        title: in a few words.
-        note: what the numbers are.
-        header: of the columns.
-        rows: as long as the header each.
-        num_labels: how many of the first columns say what a row is about; the others hold numbers
-            and are right-aligned in a terminal. None: all are text.
-
     """
 
-    name: str
+    name: str  # marks its place in a document
     title: str
-    note: str
+    note: str  # what the numbers are
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    num_labels: int | None = None
+    num_labels: int | None = None  # columns that are no numbers; None: all are text
 
     def to_markdown(self) -> str:
         """Write the table with its title and note.
@@ -96,7 +86,6 @@ def _lines(cell: str) -> str:
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Write a header and rows."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
@@ -114,14 +103,12 @@ def records_to_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return write_csv(columns, ([row.get(column) for column in columns] for row in records))
 
 
-def format_bytes(count: float | None) -> str:
+def format_bytes(count: float) -> str:
     """Write a size for humans.
 
-    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000), format_bytes(None)
-    ('812 B', '48.2 kB', '3.14 MB', 'unknown')
+    >>> format_bytes(812), format_bytes(48_200), format_bytes(3_140_000)
+    ('812 B', '48.2 kB', '3.14 MB')
     """
-    if count is None:
-        return "unknown"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.types import to_numpy
+from aqg.core.types import FloatArray, to_numpy
 from aqg.errors import ConfigError, DataError
+from aqg.objectives.base import Objective
 from aqg.objectives.metrics import METRICS, Metric, default_metrics, make_metrics, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
-    from aqg.objectives.base import Objective
 
 
 class Samples(NamedTuple):
@@ -48,7 +45,6 @@ class Problem:
         metrics: what is measured on the test set, in any form that `make_metrics` takes; by default
             what suits the targets.
         start_bytes: what a client receives that gets ``θ^0`` sent (`aqg.start`).
-
     """
 
     objective: Objective
@@ -89,7 +85,6 @@ class Problem:
         >>> problem = Problem.from_module(torch.nn.Linear(8, 2), halves)
         >>> problem.num_clients, problem.clients[0].features.shape
         (2, (10, 8))
-
         """
         from aqg.models.nets import default_loss  # needs torch
         from aqg.objectives import Objective
@@ -135,7 +130,6 @@ class Problem:
             object.__setattr__(self, name, value)
 
     def _checked(self, owner: str, samples: Samples) -> Samples:
-        """Return samples as NumPy arrays in the problem's precision, or say what is wrong."""
         features, labels = (to_numpy(part) for part in samples)
         first = to_numpy(self.clients[0].features)
         if features.ndim < 2:
@@ -157,7 +151,6 @@ class Problem:
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.clients)
 
     @property
@@ -172,8 +165,7 @@ class Problem:
             return ()
         if self.metrics is None:
             return default_metrics(self.test.labels)
-        chosen: tuple[Metric, ...] = self.metrics
-        return chosen
+        return self.metrics
 
     def measure(self, params: FloatArray) -> dict[str, float]:
         """Return the metrics of a model on the test set, by name.
@@ -194,11 +186,7 @@ class Problem:
     def validate(self, params: Any, samples: Samples, kind: str) -> float:
         """Return the accuracy or the loss of a model on samples; NaN where there is none.
 
-        Args:
-            params: the model, finite, on the device where the samples are.
-            samples: the validation set, or a copy of it on a device.
-            kind: ``"accuracy"`` or ``"loss"``.
-
+        ``kind`` is ``"accuracy"`` or ``"loss"``; the model is finite, and where the samples are.
         """
         found = []
         for view in self.objective.views():
@@ -223,16 +211,12 @@ def _is_float(array: NDArray[Any]) -> bool:
 def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Samples:
     """Return the samples of a dataset as two arrays.
 
-    Args:
-        source: a torch dataset whose items are pairs of a sample and its target; a pair of arrays
-            or tensors, samples first; or `Samples`.
-        name: how messages call it.
-        dtype: of samples and targets in floating point; whole numbers stay whole.
+    ``source`` is a torch dataset of pairs of a sample and its target; a pair of arrays or tensors,
+    samples first; or `Samples`. Whole numbers stay whole, others get ``dtype``.
 
     >>> samples = gather(([[0.5, 1.0], [2.0, 4.0]], [0, 1]))
     >>> samples.features.dtype, samples.labels.tolist()
     (dtype('float32'), [0, 1])
-
     """
     features, labels = _columns(source, name)
     if not features.ndim or not labels.ndim or len(features) != len(labels):

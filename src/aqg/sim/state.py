@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Full
-from aqg.core.persistence import (
+from aqg.core.recipe import Recipe
+from aqg.core.round import Clients, init_clients
+from aqg.core.server import (
+    Model,
     clients_from_arrays,
     clients_to_arrays,
+    init_model,
     model_from_arrays,
     model_to_arrays,
 )
-from aqg.core.round import Clients, init_clients
-from aqg.core.server import Model, init_model
+from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log
 from aqg.sim.late import Replies
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import Float64Array
-    from aqg.sim.problem import Problem
-    from aqg.sim.training import Training
+from aqg.sim.problem import Problem
+from aqg.sim.training import Training
 
 _VARYING = (
     *("is_moved", "history", "statistics"),
@@ -37,31 +34,23 @@ _VARYING = (
 
 
 class SimulationState(NamedTuple):
-    """Server and clients together, in NumPy.
+    """Server and clients together, in NumPy."""
 
-    Attributes:
-        model: the model and what moves it.
-        clients: what the clients remember; their links are the server's as well, being equal.
-        statistics: of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none.
-        log: of the model, and who has read how much of it; None where clients receive models.
-        late: replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where
-            time is not simulated.
-
-    """
-
-    model: Model
-    clients: Clients
+    model: Model  # the model and what moves it
+    clients: Clients  # what the clients remember; their links are the server's as well, being equal
+    # of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none
     statistics: Float64Array = np.zeros((0, 0))
+    # of the model, and who has read how much of it; None where clients receive models
     log: LogState | None = None
+    # replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where time is not
+    # simulated
     late: Mapping[str, NDArray[Any]] | None = None
 
     @property
     def round(self) -> int:
-        """The next round, counted from 1."""
         return self.model.round
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
         return {
             **model_to_arrays(self.model),
             **clients_to_arrays(self.clients),
@@ -72,7 +61,6 @@ class SimulationState(NamedTuple):
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
-        """Return the state that `to_arrays` wrote."""
         try:
             model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
             log = LogState.from_arrays(arrays) if "positions" in arrays else None
@@ -85,7 +73,6 @@ class SimulationState(NamedTuple):
 
 
 def initial_state(problem: Problem, recipe: Recipe, training: Training) -> SimulationState:
-    """Return what server and clients start from: nothing sent, nothing remembered."""
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
     model = init_model(recipe, parameters, training.make_step(0.0, 0.0, problem.num_clients))

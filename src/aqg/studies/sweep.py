@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.config import SETTINGS, RunConfig, located, read_settings, resolve
+from aqg.runs.config import SETTINGS, RunConfig, located, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
-from aqg.runs.directory import SUMMARY, create_directory, read_summary
+from aqg.runs.directory import SUMMARY, create_directory, read_summary, read_toml
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
 from aqg.runs.table import records_to_csv
-from aqg.spec import Code
+from aqg.spec import Code, in_words
 
 RUNS = "run"
 """The array of tables in a sweep's file that holds the runs one by one."""
@@ -52,7 +52,6 @@ class Sweep:
     runs: tuple[Job, ...]
 
     def settings_of(self, run: Job) -> dict[str, Any]:
-        """Return the values of the settings that vary."""
         return {name: getattr(run.config, name) for name in self.varying}
 
 
@@ -86,7 +85,6 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
 def _expand_runs(
     fixed: Mapping[str, Any], document: Mapping[str, Any], data_dir: Path | None
 ) -> Sweep:
-    """Make the sweep of runs that are listed one by one."""
     runs = document[RUNS]
     if "grid" in document:
         raise ConfigError("the file has both [grid] and [[run]]; keep one")
@@ -140,8 +138,7 @@ def call_study(code: Code, data_dir: Path | None) -> list[dict[str, Any]]:
     except ConfigError:
         raise
     except Exception as error:  # a generator runs only now
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{code} failed after {len(runs)} runs: {text}") from error
+        raise ConfigError(f"{code} failed after {len(runs)} runs: {in_words(error)}") from error
     if not runs:
         raise ConfigError(f"{code} yields no run; at least 1 is needed")
     return runs
@@ -169,7 +166,6 @@ def _value(value: Any) -> Any:
 
 
 def runs_to_toml(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Write the file of a sweep whose runs are listed one by one."""
     lines: list[str] = []
     for run in runs:
         lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
@@ -216,7 +212,6 @@ def _safe(value: object) -> str:
 
 
 def create_sweep(directory: Path, grid_file: bytes) -> None:
-    """Make a sweep's directory; its runs' directories appear as they start."""
     create_directory(directory)
     write_atomically(directory / GRID, grid_file)
 
@@ -227,7 +222,7 @@ def open_sweep(
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
-    stored = read_settings(directory / GRID)
+    stored = read_toml(directory / GRID)
     if document is not None and dict(document) != stored:
         before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
@@ -266,7 +261,6 @@ def collect(
 
 
 def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``summary.json`` and ``summary.csv``."""
     text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
     table = records_to_csv([_flat_row(row) for row in rows])

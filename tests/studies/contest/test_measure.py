@@ -1,7 +1,5 @@
 """Plateaus, goals, cost and delay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

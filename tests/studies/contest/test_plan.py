@@ -1,7 +1,5 @@
 """What runs next: federated averaging first, then everyone else against it, and nothing twice."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -11,8 +9,7 @@ import pytest
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.directory import SUMMARY
-from aqg.runs.files import to_json
-from aqg.runs.stopping import Limits
+from aqg.runs.files import seal, to_json
 from aqg.studies.contest.measure import Curve
 from aqg.studies.contest.plan import (
     TARGETS,
@@ -104,7 +101,7 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     ]
     assert [job.config.step for job in first] == ["fixed"] * 3 + ["dog"]
     assert all(job.config.target is None and job.config.rounds == 40 for job in first)
-    assert plan.note(first[0]) == Limits()
+    assert plan.note(first[0]) == math.inf
     for job in first:
         plan.take(job, answer(job))
     further = plan.next()
@@ -120,7 +117,7 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     other = next(job for job in later if job.trial.recipe == "stc" and job.trial.seed == 1)
     assert other.config.target == max(goal["accuracy"] for goal in goals.values())
     assert other.config.rounds == 50
-    assert plan.note(other) == Limits(ceiling=40_000)
+    assert plan.note(other) == 40_000
     assert plan.most_left() == 0
 
 
@@ -155,7 +152,7 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     assert {job.trial.seed for job in run_all(plan)} >= {1}
     ours = next(job for job in ended if job.trial.recipe == "auto" and job.trial.task == FIXED.name)
     stc = next(job for job in ended if job.trial.recipe == "stc" and job.trial.task == FIXED.name)
-    assert plan.note(stc) == plan.note(ours) == Limits(ceiling=1600)
+    assert plan.note(stc) == plan.note(ours) == 1600
     assert ours.config.step == "fixed"  # with exact gradients it has a step to find
     searched = {t.setting.multiplier for t in stuck if t.recipe == "auto"}
     assert searched >= {0.5, 1, 2, 4, 8}
@@ -267,7 +264,7 @@ def test_records_of_runs(tmp_path):
     (tmp_path / TRIALS).write_text(whole[0][:-20])
     (again,) = hand_out(ContestPlan(comparison, tmp_path))
     assert again.trial.recipe == "stc"
-    (tmp_path / TRIALS).write_text('{"task": 1}\n')
+    (tmp_path / TRIALS).write_text(seal('{"task": 1}') + "\n")
     with pytest.raises(RunError, match="line 1 is not a trial"):
         read_outcomes(tmp_path)
 

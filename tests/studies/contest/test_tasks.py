@@ -1,7 +1,5 @@
 """Tasks by name, and the problems with natural clients."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -163,7 +161,7 @@ def test_synthetic_clients_differ_in_size_and_labels():
 def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
     """The gradients of stacked clients, as on a GPU, are those of one after the other."""
     pytest.importorskip("torch")
-    from aqg.studies.contest.nets import LongShortTermMemory, MotionRecurrence
+    from benchmarks.unseen import LongShortTermMemory, MotionRecurrence
 
     random = np.random.default_rng(0)
     motion = random.normal(size=(3, 4, 100, 6)).astype(np.float32)
@@ -183,14 +181,15 @@ def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
         assert objective._vectorizes
 
 
+@pytest.mark.soak
 def test_one_trial_without_the_command_line():
     code = """
 import sys
 from pathlib import Path
 for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
     sys.modules[name] = None
-from aqg.studies.contest.plan import run_trial
 from aqg.studies.contest.search import SELF_SETTING, Setting
+from tests.studies.contest.trials import run_trial
 setting = Setting("fedavg", multiplier=SELF_SETTING)
 outcome = run_trial("unseen-synthetic", "fedavg", setting, data_dir=Path("data"), rounds=1)
 assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0

@@ -1,7 +1,5 @@
 """Outcomes made by hand, for tables and verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from aqg.runs.cost import Cost

@@ -1,7 +1,5 @@
 """Verdicts follow from the runs: the same claim comes out either way, as the data say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

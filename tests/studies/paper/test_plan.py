@@ -1,7 +1,5 @@
 """The plan covers the paper: every row, every rate, at its lengths."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -3,19 +3,26 @@
 A golden frame is never rewritten: decoders of this version must read it for ever.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import Grid
-from aqg.core.halves import HalfUpload, SparseUpload, to_halves
-from aqg.core.messages import AnyUpload, DenseUpload, Message, Skip, Upload
-from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.core.messages import (
+    BlockUpload,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    quantize_blocks,
+    quantize_buckets,
+    quantize_rotated,
+    to_halves,
+)
 from aqg.wire import Known, encode
 from aqg.wire.frame import Mode
 
@@ -24,7 +31,7 @@ from tests.wire.samples import laplace_upload
 HERE = Path(__file__).parent
 
 
-def golden_messages() -> dict[str, Message]:
+def golden_messages():
     """Return one message for each mode, method and number of planes."""
     random = np.random.default_rng(2024)
     smooth = np.repeat(laplace_upload(Grid.MIDTREAD, 4, 100, 2.0, seed=1).levels, 10)
@@ -46,18 +53,18 @@ def golden_messages() -> dict[str, Message]:
     }
 
 
-def golden_known(length: int) -> Known:
+def golden_known(length):
     """Return what both ends know in the hinted golden frame: numbers that are exact anywhere."""
     reference = (np.arange(length) % 17 - 8) * np.float32(0.25)
     return Known(reference.astype(np.float32), (np.arange(length) % 7 - 3).astype(np.int8))
 
 
-def keep(vector: np.ndarray, indices: np.ndarray) -> SparseUpload:
+def keep(vector, indices):
     """Return a sparse message of these coordinates."""
     return SparseUpload(indices, *to_halves(vector[indices]), len(vector))
 
 
-def golden_field_messages() -> dict[str, AnyUpload]:
+def golden_field_messages():
     """Return messages of every mode, and both ways to code places."""
     random = np.random.default_rng(2025)
     vector = random.standard_t(3, 3000) * 1e-3
@@ -75,7 +82,7 @@ def golden_field_messages() -> dict[str, AnyUpload]:
     }
 
 
-def content_crc32(message: Message) -> int:
+def content_crc32(message):
     """Return the checksum of what a message stands for."""
     if isinstance(message, Upload):
         return zlib.crc32(message.levels.astype("<u2").tobytes())
@@ -86,7 +93,7 @@ def content_crc32(message: Message) -> int:
     return zlib.crc32((message.values(np.float64) + 0.0).astype("<f8").tobytes())
 
 
-def main() -> None:
+def main():
     """Write those frames that are not there yet, and the list of all."""
     for list_name, messages in (
         ("frames.json", golden_messages()),

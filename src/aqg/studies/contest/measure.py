@@ -77,18 +77,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run on the validation set; entry ``k`` is after ``k`` rounds.
+    """A run on the validation set; entry ``k`` is after ``k`` rounds."""
 
-    Attributes:
-        values: accuracies or losses; NaN where the model holds NaN or infinity.
-        total_bytes: sent and received by all clients until then.
-        tests: pairs of rounds and test accuracy, where it was measured.
-
-    """
-
-    values: tuple[float, ...]
-    total_bytes: tuple[int, ...]
-    tests: tuple[tuple[int, float], ...] = ()
+    values: tuple[float, ...]  # accuracies or losses; NaN for a model with NaN or infinity
+    total_bytes: tuple[int, ...]  # sent and received by all clients until then
+    tests: tuple[tuple[int, float], ...] = ()  # rounds and test accuracy, where it was measured
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Curve:
@@ -110,7 +103,6 @@ class Curve:
         return next((value for at, value in self.tests if at >= rounds), None)
 
     def reach(self, goal: Target) -> Crossing | None:
-        """Return when the run reaches a goal; None if it does not."""
         rounds = goal.first_reached(self.values)
         if rounds is None:
             return None
@@ -119,8 +111,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Crossing:
-    """When a run reached a goal: its rounds and bytes, and the test accuracy then."""
-
     rounds: int
     total_bytes: int
     test: float | None = None
@@ -162,22 +152,17 @@ def points_above(kind: Kind, plateau: float, reference: float) -> float:
 class Reference:
     """Federated averaging on one task and seed: what others are measured against.
 
-    Attributes:
-        plateau: of its best run; None where the target is fixed.
-        crossings: by target, of the run that reaches it in the fewest rounds.
-        ceiling: bytes beyond which another recipe is of no interest: those of a run to the last
-            round, or where the target is fixed some times those that reach it.
-
+    Bytes beyond the ceiling are of no interest: those of a run to the last round or, where the
+    target is fixed, some times those that reach it.
     """
 
-    plateau: float | None
+    plateau: float | None  # of its best run; None where the target is fixed
     targets: Mapping[str, Target]
-    crossings: Mapping[str, Crossing]
+    crossings: Mapping[str, Crossing]  # of the run that reaches it in the fewest rounds
     ceiling: float
 
     @property
     def hardest(self) -> Target:
-        """The target with which runs of other recipes end."""
         reached = [self.targets[name] for name in self.crossings]
         is_share = reached[0].kind == "accuracy"
         return max(reached, key=lambda target: target.value if is_share else -target.value)
@@ -269,7 +254,6 @@ def rank(goal: Goal, curve: Curve, reference: Reference) -> Rank:
 
 
 def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
-    """Order runs of federated averaging by their plateaus; those that did not end come last."""
     plateau = plateau_of(curve, goal.num_rounds)
     return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
 

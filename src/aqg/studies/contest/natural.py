@@ -20,6 +20,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.data import load_dataset, parse_partition
-from aqg.data.files import read_arrays
+from aqg.data.datasets import read_arrays
 from aqg.errors import DataError
 from aqg.models import DataShape, make_module
 from aqg.objectives import make_objective
@@ -41,8 +42,6 @@ HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 TEST_PERSONS = (9, 10)
 LENGTH = 64
 """Characters that the transformer sees."""
-_SYNTHETIC_STREAM = 0x5717
-"""Keeps the samples apart from other random numbers of the same seed."""
 _CIFAR_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 _CIFAR_DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
@@ -103,18 +102,13 @@ def watch(
     Neighboring windows overlap, so a random test set would hold half of what was trained on. The
     validation set is the last fifth of every recording, and the window before it is left out.
     """
-    problem = _watch(data_dir, dtype, _motion_network(), False, round(1 / fraction), validates)
+    problem = watch_problem(
+        data_dir, dtype, _motion_network(), False, round(1 / fraction), validates
+    )
     return problem if validates else replace(problem, validation=None)
 
 
-def arms(data_dir: Path, dtype: str) -> Problem:
-    """Make a client of each arm of eight persons, with a recurrent network; test as in `watch`."""
-    from aqg.studies.contest.nets import MotionRecurrence
-
-    return _watch(data_dir, dtype, MotionRecurrence(), by_arm=True)
-
-
-def _watch(
+def watch_problem(
     data_dir: Path,
     dtype: str,
     module: nn.Module,
@@ -149,7 +143,6 @@ def _watch(
 
 
 def _motion_network(width: int = 24) -> nn.Module:
-    """Make three convolutions along time, with batch normalization, and a linear layer."""
     from torch import Tensor, nn
 
     class TimeFirst(nn.Module):
@@ -173,16 +166,15 @@ def shakespeare(
     clients: int,
     by: str = "role",
     skip: int = 0,
-    net: str = "transformer",
     metrics: str | None = None,
+    make_net: Callable[[int], nn.Module] | None = None,
 ) -> Problem:
     """Make a client of each of the largest roles, or plays (``by=play``).
 
-    The ``skip`` largest of all are left out. The last tenth of every client's speeches is its part
-    of the test set.
+    The ``skip`` largest of all are left out, and by default a transformer reads them. The last
+    tenth of every client's speeches is its part of the test set.
     """
     from aqg.models.nets import Transformer
-    from aqg.studies.contest.nets import LongShortTermMemory
 
     speeches = read_roles(data_dir)
     alphabet = alphabet_of(speeches)
@@ -199,7 +191,7 @@ def shakespeare(
         parts.append(text_windows(texts[:last], alphabet))
         tests.append(text_windows(texts[last:], alphabet))
     return Problem.from_module(
-        LongShortTermMemory(len(alphabet)) if net == "lstm" else Transformer(len(alphabet), LENGTH),
+        Transformer(len(alphabet), LENGTH) if make_net is None else make_net(len(alphabet)),
         clients=parts,
         test=tuple(np.concatenate(part)[::4] for part in zip(*tests, strict=True)),
         metrics=metrics,
@@ -208,7 +200,6 @@ def shakespeare(
 
 
 def read_roles(data_dir: Path) -> dict[str, list[str]]:
-    """Return the speeches of every role."""
     file = data_dir / "shakespeare" / "roles.json.gz"
     try:
         with gzip.open(file, "rt", encoding="utf-8") as text:
@@ -274,7 +265,6 @@ def cifar10(
 
 
 def _image_network() -> nn.Module:
-    """Make three convolutions with group normalization and two linear layers."""
     from torch import Tensor, nn
 
     class ChannelsFirst(nn.Module):
@@ -286,53 +276,3 @@ def _image_network() -> nn.Module:
         layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1))
         layers += [nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-def vision_transformer(data_dir: Path, seed: int, dtype: str, clients: int, images: int) -> Problem:
-    """Split some of MNIST's images by Dirichlet(1) over labels, with a vision transformer."""
-    from aqg.studies.contest.nets import VisionTransformer
-
-    data = load_dataset("mnist", data_dir)
-    assert data.test_features is not None
-    assert data.test_labels is not None
-    step = len(data) // images
-    data = replace(
-        data, features=data.features[::step][:images], labels=data.labels[::step][:images]
-    )
-    parts = parse_partition("dirichlet:1.0").split(data, clients, seed)
-    return Problem.from_module(
-        VisionTransformer(),
-        clients=[(data.features[part], data.labels[part]) for part in parts],
-        test=(data.test_features, data.test_labels),
-        dtype=dtype,
-    )
-
-
-def synthetic(seed: int, dtype: str, clients: int) -> Problem:
-    """Draw Synthetic(1, 1) of Li et al. (2020), with a perceptron of one hidden layer.
-
-    Every client labels samples of a distribution of its own by a linear model of its own. A tenth
-    of its samples is in the test set.
-    """
-    random = np.random.default_rng([_SYNTHETIC_STREAM, seed])
-    num_features, num_classes = 60, 10
-    sizes = random.lognormal(4.0, 2.0, clients).astype(np.int64) + 50
-    deviations = np.arange(1, num_features + 1) ** -0.6  # of variances j^-1.2
-    parts, tests = [], []
-    for size in sizes.tolist():
-        model_mean, feature_mean = random.normal(size=2)
-        weights = random.normal(model_mean, 1.0, (num_features, num_classes))
-        bias = random.normal(model_mean, 1.0, num_classes)
-        center = random.normal(feature_mean, 1.0, num_features)
-        features = center + deviations * random.normal(size=(size, num_features))
-        labels = (features @ weights + bias).argmax(axis=1)
-        last = size - size // 10
-        parts.append(Samples(features[:last].astype(dtype), labels[:last]))
-        tests.append((features[last:].astype(dtype), labels[last:]))
-    objective = make_objective("mlp:64", num_features, num_classes, l2=0.0, scaling="mean")
-    return Problem(
-        objective=objective,
-        clients=tuple(parts),
-        initial_params=objective.init_params(seed).astype(dtype),
-        test=Samples(*(np.concatenate(part) for part in zip(*tests, strict=True))),
-    )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ from aqg.errors import AqgError, ConfigError, RunError
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
-from aqg.runs.loop import create_run, run, slug
+from aqg.runs.loop import slug
 from aqg.runs.plan import Job
-from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.stopping import Limits, Target
+from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
     FEDAVG,
@@ -65,24 +63,14 @@ FEWER_SEEDS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
-
-    Attributes:
-        tasks: on what.
-        recipes: names, in the order they are run, federated averaging first.
-        seeds: how many; each makes its own split, start, batches, dropouts and targets.
-        search: find every recipe's best setting first, on seed 0; ``quick``: in a small part of the
-            grid.
-        downlink: how clients receive the model; what suits each recipe, by default.
-
-    """
+    """What is compared; recipes are run in their order, federated averaging first."""
 
     tasks: tuple[Task, ...]
     recipes: tuple[str, ...]
-    seeds: int
-    search: bool = False
-    quick: bool = False
-    downlink: str = AUTO
+    seeds: int  # how many; each makes its own split, start, batches, dropouts and targets
+    search: bool = False  # find every recipe's best setting first, on seed 0
+    quick: bool = False  # in a small part of the grid
+    downlink: str = AUTO  # how clients receive the model; by default what suits each recipe
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
@@ -106,7 +94,6 @@ class Comparison:
     def extended(
         self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
     ) -> Comparison:
-        """Return the comparison with more tasks and recipes, and another number of seeds."""
         return replace(
             self,
             tasks=in_order((*self.tasks, *tasks)),
@@ -160,8 +147,6 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: a task by name, a recipe by name, its setting and the seed."""
-
     task: str
     recipe: str
     setting: Setting
@@ -169,7 +154,6 @@ class Trial:
 
     @property
     def directory(self) -> str:
-        """Where the run is kept: ``TASK/RECIPE/SETTING-seed-N``."""
         setting = str(self.setting).replace("×", "").replace(", ", "-").replace(" ", "-")
         return "/".join(map(safe, (self.task, self.recipe, f"{setting}-seed-{self.seed}")))
 
@@ -181,22 +165,13 @@ class TrialJob(Job):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
-
-    Attributes:
-        trial: what was run.
-        ending: why it ended, as in `aqg.runs.stopping`; ``"rounds"``: the rounds were over.
-        curve: on the validation set or, where the task has none, of what its target measures.
-        seconds: that it took.
-        upload_bytes: until a fixed target was reached, or to the end; None where it had none.
-
-    """
+    """What came of a trial."""
 
     trial: Trial
-    ending: str
-    curve: Curve
+    ending: str  # as in `aqg.runs.stopping`
+    curve: Curve  # on the validation set or, without one, of what the target measures
     seconds: float
-    upload_bytes: int | None = None
+    upload_bytes: int | None = None  # where the target is fixed
 
     def to_json(self) -> dict[str, Any]:
         trial, setting = self.trial, self.trial.setting
@@ -214,7 +189,6 @@ class Outcome:
 
     @staticmethod
     def of_run(trial: Trial, summary: Mapping[str, Any], seconds: float = 0.0) -> Outcome:
-        """Return what a finished run says of itself in its ``summary.json``."""
         found = summary.get("outcome", {"ending": "diverged" if summary["diverged"] else "rounds"})
         curve = Curve.from_json(summary["curve"])
         return Outcome(trial, found["ending"], curve, seconds, found.get("upload_bytes"))
@@ -225,7 +199,6 @@ class Outcome:
 
 
 def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
-    """Return all outcomes on record by trial, the last one of each."""
     records = Records(directory / TRIALS)
     found = {}
     for number, row in enumerate(records.read(), start=1):
@@ -247,8 +220,7 @@ class Findings:
     """
 
     def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
-        self._tasks = {task.name: task for task in comparison.tasks}
-        self._num_seeds = comparison.seeds
+        self._seeds = range(comparison.seeds)
         self._ranks: dict[Trial, Rank] = {}
         self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
         self.references: dict[tuple[str, int], Reference] = {}
@@ -257,33 +229,31 @@ class Findings:
         for task in comparison.tasks:
             self._refer(task)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, task: Task) -> None:
         trial = outcome.trial
         self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
         if trial.recipe == FEDAVG:
             self._ranks = {t: found for t, found in self._ranks.items() if t.task != trial.task}
-            self._refer(self._tasks[trial.task])
+            self._refer(task)
 
     def _refer(self, task: Task) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
         own = self.by_pair.get((FEDAVG, task.name), {})
-        for seed in range(self._num_seeds):
-            self.references.pop((task.name, seed), None)
-            if (found := make_reference(task.goal, ())) is not None:
-                self.references[task.name, seed] = found
-        if task.goal.target is None and self._pending_fixed(task)[0]:
+        is_fixed = task.goal.target is not None
+        for seed in self._seeds:
+            self._measure(task, seed, [])
+        if not is_fixed and self._pending_fixed(task)[0]:
             return
         chosen = self.fedavg_settings(task)
-        for seed in range(self._num_seeds):
+        for seed in self._seeds:
             if all(Trial(task.name, FEDAVG, setting, seed) in own for setting in chosen):
-                curves = [
-                    o.curve
-                    for trial, o in own.items()
-                    if trial.seed == seed and (task.goal.target is None or trial.setting in chosen)
-                ]
-                found = make_reference(task.goal, curves)
-                if found is not None:
-                    self.references[task.name, seed] = found
+                mine = {t.setting: o.curve for t, o in own.items() if t.seed == seed}
+                self._measure(task, seed, [mine[s] for s in mine if not is_fixed or s in chosen])
+
+    def _measure(self, task: Task, seed: int, curves: Sequence[Curve]) -> None:
+        self.references.pop((task.name, seed), None)
+        if (found := make_reference(task.goal, curves)) is not None:
+            self.references[task.name, seed] = found
 
     def _searched_curves(self, task: Task) -> dict[Setting, Curve]:
         own = self.by_pair.get((FEDAVG, task.name), {}).items()
@@ -302,7 +272,6 @@ class Findings:
         return found
 
     def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
-        """Return the ranks of the settings that were tried on seed 0."""
         goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
         if reference is None and recipe != FEDAVG:
             return {}
@@ -353,7 +322,6 @@ class Findings:
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
-        """Return federated averaging's setting that reaches the target in the fewest rounds."""
         curves = self._searched_curves(task)
         found = make_reference(task.goal, curves.values())
         if found is None:
@@ -483,11 +451,10 @@ class ContestPlan:
         self._failed: set[Trial] = set()
         self.failures: dict[str, AqgError] = {}
         self.num_before = 0
-        self.bytes_before: int | None = 0
+        self.bytes_before = 0
 
     @property
     def num_finished(self) -> int:
-        """How many trials have an outcome, those of other recipes and tasks among them."""
         return len(self._outcomes)
 
     def problems(self) -> Iterator[RunConfig]:
@@ -503,9 +470,8 @@ class ContestPlan:
 
     def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
-        while (found := self._next_trial()) is not None:
-            trial, task = found
-            job = TrialJob(trial.directory, self._config(trial, task), trial)
+        while (trial := self._next_trial()) is not None:
+            job = TrialJob(trial.directory, self._config(trial), trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # it ended at an easier target than today's
                 shutil.rmtree(place, ignore_errors=True)
@@ -535,32 +501,31 @@ class ContestPlan:
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def note(self, job: TrialJob) -> Limits:
+    def note(self, job: TrialJob) -> float:
         """Return the bytes beyond which a run is of no interest: those of the reference.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.
         """
         trial = job.trial
         reference = self._findings.references.get((trial.task, trial.seed))
-        task = next(task for task in self._comparison.tasks if task.name == trial.task)
-        if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
-            return Limits()
-        return Limits(reference.ceiling)
+        is_free = trial.recipe == FEDAVG or is_ours(trial.recipe, self._task_of(trial))
+        return math.inf if reference is None or is_free else reference.ceiling
 
-    def _next_trial(self) -> tuple[Trial, Task] | None:
-        for recipe, task in self._comparison.pairs():
-            for trial in self._pending(recipe, task)[0]:
-                if trial not in self._under_way and trial not in self._failed:
-                    return trial, task
-        return None
+    def _task_of(self, trial: Trial) -> Task:
+        return next(task for task in self._comparison.tasks if task.name == trial.task)
+
+    def _next_trial(self) -> Trial | None:
+        pending = (t for pair in self._comparison.pairs() for t in self._pending(*pair)[0])
+        busy = self._under_way.keys() | self._failed
+        return next((trial for trial in pending if trial not in busy), None)
 
     def _pending(self, recipe: str, task: Task) -> tuple[list[Trial], int]:
         """Return what is pending, but for runs that were made just now: none is made twice."""
         found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
         return [trial for trial in found[0] if trial not in self._made], found[1]
 
-    def _config(self, trial: Trial, task: Task) -> RunConfig:
-        target = None
+    def _config(self, trial: Trial) -> RunConfig:
+        task, target = self._task_of(trial), None
         if task.goal.target is None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
             target = self._findings.references[task.name, trial.seed].hardest
         return make_config(trial, task, target, self._comparison.downlink, self._device)
@@ -570,13 +535,12 @@ class ContestPlan:
         self._records.add(outcome.to_json())
         self._outcomes[trial] = outcome
         self._made.add(trial)
-        self._findings.add(outcome)
+        self._findings.add(outcome, self._task_of(trial))
         if trial.recipe == FEDAVG:
             write_targets(self._directory, self._findings)
 
 
 def write_targets(directory: Path, findings: Findings) -> None:
-    """Write federated averaging's plateaus and targets, for people to read."""
     rows: dict[str, dict[str, Any]] = {}
     for (task, seed), reference in findings.references.items():
         if reference.plateau is not None:
@@ -606,52 +570,3 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     for recipe, name in pairs:
         shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
     return len(stored) - len(kept)
-
-
-def run_trial(
-    task: str,
-    recipe: str,
-    setting: Setting | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    data_dir: Path | None = None,
-    target: Target | None = None,
-    rounds: int | None = None,
-) -> Outcome:
-    """Run one trial, for machines that have PyTorch and NumPy and little else.
-
-    What comes of it goes into a comparison's directory: ``Records(DIRECTORY /
-    "trials.jsonl").add(outcome.to_json())``.
-
-    Args:
-        task: its name.
-        recipe: its name.
-        setting: the recipe as it is by default; ``Setting("fedavg", multiplier=SELF_SETTING)`` is
-            federated averaging with our step.
-        seed: of the run.
-        device: where to compute the larger tasks; the small ones always run on the CPU.
-        data_dir: where datasets are kept.
-        target: with which the run ends; without one it goes to the task's last round, as those of
-            federated averaging and `auto` do. A task with a fixed target has its own.
-        rounds: fewer than the task has, to try it out.
-
-    >>> outcome = run_trial("digits-local", "fedavg", rounds=2)
-    >>> outcome.ending, outcome.curve.num_rounds
-    ('rounds', 2)
-
-    """
-    (chosen,) = select_tasks([task])
-    trial = Trial(task, recipe, setting or default_setting(recipe, chosen), seed)
-    config = make_config(trial, chosen, target, device=device)
-    if rounds is not None:
-        config = replace(config, rounds=rounds, eval_every=1)
-    problem = build_problem(config, data_dir)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "run"
-        create_run(directory, config)
-        minimum = find_minimum(config, problem) if chosen.goal.kind == "residual" else None
-        run(config, problem, minimum, directory, keeps_models=False)
-        summary = read_summary(directory)
-    assert summary is not None, "a run that is over leaves a summary"
-    return Outcome.of_run(trial, summary, time.monotonic() - started)

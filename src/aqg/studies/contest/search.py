@@ -65,7 +65,6 @@ class Setting:
         return text + named.get(self.multiplier, f", step ×{self.multiplier:g}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; a downlink that is not chosen is left out."""
         row = asdict(self)
         if self.downlink == AUTO:
             del row["downlink"]
@@ -131,7 +130,6 @@ class Ladder:
     first: tuple[float, ...]
 
     def beside(self, value: float) -> list[float]:
-        """Return the next smaller and the next larger value, as far as there are any."""
         if value not in self.values:
             return []
         place = self.values.index(value)
@@ -154,10 +152,7 @@ class Ladder:
 def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) -> list[Point]:
     """Return what the search needs next; nothing when it is over.
 
-    Args:
-        ladders: in the order in which they are searched.
-        rank: of a point that was tried, to be compared, the best being the smallest; None for one
-            that was not.
+    ``rank`` is that of a point that was tried, the best being the smallest; else None.
 
     >>> ladders = [Ladder("step", (1, 2, 4, 8, 16), (1, 2)), Ladder("keep", (0.1, 1), (1, 0.1))]
     >>> tried = {}
@@ -165,7 +160,6 @@ def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) 
     ...     tried |= {point: abs(point[0] - 8) + point[1] for point in needed}
     >>> min(tried, key=tried.get), len(tried)
     ((8, 0.1), 8)
-
     """
     best = [ladder.first[0] for ladder in ladders]
     axes = list(range(len(ladders)))
@@ -199,7 +193,6 @@ def fixed_steps(task: Task) -> Ladder:
 
 
 def ladders_of(recipe: str, task: Task, quick: bool = False) -> list[Ladder]:
-    """Return what a recipe can be tried with: steps, and the values of each of its parameters."""
     steps = fixed_steps(task)
     if _sets_its_step(OURS, task.config):
         steps = replace(steps, first=(*steps.first, SELF_SETTING))
@@ -267,7 +260,6 @@ Tuned: TypeAlias = Mapping[str, Mapping[str, Setting]]
 
 
 def write_tuned(tuned: Tuned) -> str:
-    """Return settings as JSON, a line for each recipe."""
     tasks = []
     for task, recipes in tuned.items():
         rows = [f"  {json.dumps(name)}: {json.dumps(s.to_json())}" for name, s in recipes.items()]
@@ -276,7 +268,6 @@ def write_tuned(tuned: Tuned) -> str:
 
 
 def read_tuned(path: Path | None = None) -> Tuned:
-    """Read settings from a file, by default those that come with the package."""
     try:
         file = path or resources.files("aqg.studies.contest").joinpath(TUNED)
         rows = json.loads(file.read_text(encoding="utf-8"))

@@ -33,25 +33,14 @@ _OF_THE_TARGET = ("target", "target_kind", "hold")
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn.
-
-    Attributes:
-        name: how the command line calls it.
-        config: of its runs, up to recipe, step size, seed and device.
-        files: that it needs, relative to the data directory.
-        uses_device: whether a GPU is worth its while.
-        is_hold_out: whether it is set aside, to be run once, when the default recipe is final. No
-            choice was made by it.
-        is_own: whether it is the user's own.
-
-    """
+    """One thing to learn, by the name that the command line has for it."""
 
     name: str
-    config: RunConfig
-    files: tuple[str, ...] = ()
-    uses_device: bool = True
-    is_hold_out: bool = False
-    is_own: bool = False
+    config: RunConfig  # of its runs, up to recipe, step size, seed and device
+    files: tuple[str, ...] = ()  # that it needs, relative to the data directory
+    uses_device: bool = True  # whether a GPU is worth its while
+    is_hold_out: bool = False  # set aside: no choice was made by it
+    is_own: bool = False  # the user's own
 
     @cached_property
     def goal(self) -> Goal:
@@ -68,18 +57,17 @@ class Task:
         return "full-batch" if self.config.training().local.is_one_gradient else "local"
 
     def with_target(self, target: Target) -> RunConfig:
-        """Return the config of a run that ends at a target made from federated averaging's."""
         rounds = math.ceil(MOST_DELAY * self.config.rounds)
         return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
 
     def missing_file(self, data_dir: Path | None) -> Path | None:
-        """Return the first of its files that is not there."""
-        folder = data_directory(data_dir)
-        return next((folder / f for f in self.files if not (folder / f).is_file()), None)
+        code = None if self.config.problem is None else Code.parse(self.config.problem)
+        paths = [data_directory(data_dir) / file for file in self.files]
+        paths += [] if code is None else [code.path]
+        return next((path for path in paths if not path.is_file()), None)
 
 
 def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
-    """Return the config with a target that ends the run once it is met some rounds in a row."""
     hold, kind = _HOLD[target.kind], target.kind
     is_followed = kind == "accuracy" or config.validation > 0
     eval_every = max(1, config.rounds // _LOSS_POINTS) if is_followed else 1
@@ -90,6 +78,11 @@ def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settin
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32"} | settings
     config = RunConfig(recipe="gd", target_kind=kind, **chosen)
     return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
+
+
+_NATURAL_FILE = Path(__file__).with_name("natural.py")
+_UNSEEN_FILE = Path(__file__).parents[4] / "benchmarks" / "unseen.py"
+_UNSEEN_NAMES = ("unseen-synthetic", "unseen-arms", "unseen-vit", "unseen-lstm")
 
 
 def _averaging(
@@ -104,11 +97,12 @@ def _averaging(
 ) -> Task:
     """Make a task whose goal is federated averaging's plateau; its step is rate · steps / clients.
 
-    ``settings`` may name a ``function`` in ``natural.py`` that makes the problem.
+    ``settings`` may name a ``function`` that makes the problem, in ``natural.py`` or, of what is
+    set aside, in the checkout's ``benchmarks``.
     """
     chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
     if function := settings.pop("function", None):
-        problem = f"{Path(__file__).with_name('natural.py')}:{function}"
+        problem = f"{_UNSEEN_FILE if name in _UNSEEN_NAMES else _NATURAL_FILE}:{function}"
         chosen |= {"problem": problem, "dataset": OWN, "model": OWN, "partition": OWN}
     chosen |= settings
     chosen["alpha"] = chosen["local_rate"] * chosen["local_steps"] / chosen["clients"]
@@ -168,7 +162,6 @@ _AWAY = _bursts(clients=16, rounds=100, length=15)
 
 
 def _tasks() -> Iterator[Task]:
-    """Yield those with a fixed target, the others, the cheap ones first, and those set aside."""
     fixed, averaging = _fixed, _averaging
     yield fixed("digits-softmax", "residual", 1e-3, **_LABEL, **_DIGITS_SOFTMAX)
     yield fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC)
@@ -221,7 +214,7 @@ def _tasks() -> Iterator[Task]:
     function = "vision_transformer:clients=6:images=10000"
     yield averaging("unseen-vit", function=function, **_UNSEEN, **local)
     local = _local(16, 10, 0.5) | {"clients": 100, "rounds": 150, "participation": 0.1}
-    function = "shakespeare:clients=100:skip=60:net=lstm"
+    function = "roles:clients=100:skip=60"
     yield averaging("unseen-lstm", function=function, **_ROLES, **_UNSEEN, **local)
 
 
@@ -253,7 +246,6 @@ def parse_tasks(text: str | None) -> tuple[Task, ...]:
 
 
 def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
-    """Return the tasks of these names, in the order of `TASKS`."""
     chosen = set(names)
     for name in sorted(chosen):
         if name not in TASKS:
@@ -270,12 +262,7 @@ def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
-    """Return the tasks whose files are there, and a line about each of the others.
-
-    Raises:
-        DataError: where nothing is left.
-
-    """
+    """Return the tasks whose files are there, and a line about each of the others."""
     kept, lines = [], []
     for task in tasks:
         missing = task.missing_file(data_dir)
@@ -372,7 +359,6 @@ def to_row(task: Task) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Task:
-    """Read what `to_row` wrote; no file that it names is opened."""
     config = read_stored(row)
     return Task(_name(config), config, is_own=True)
 

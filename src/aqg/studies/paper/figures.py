@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.types import Float64Array
+from aqg.report.pictures import new_figure, tidy
 from aqg.runs.files import write_atomically
 from aqg.studies.paper.outcomes import (
     RUN_DIRECTORY,
@@ -69,7 +70,6 @@ _POINTS = 160
 
 
 def all_figures(results: Results) -> dict[str, bytes]:
-    """Return PNG pictures by name, those that the results have runs for."""
     figures: dict[str, bytes | None] = {
         "figure-5-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
         "figure-6-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
@@ -125,11 +125,7 @@ def _figure(
     """Draw a row of panels for each label; None without any. ``paper`` has counts to mark."""
     if not panels:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 0.7 + 3.1 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 0.7 + 3.1 * len(panels))
     rows = figure.subplots(len(panels), len(_PANELS), sharey="row", squeeze=False)
     for axes, (label, outcomes) in zip(rows, panels.items(), strict=True):
         for recipe in recipes:
@@ -150,7 +146,6 @@ def _figure(
 
 
 def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], recipe: str) -> None:
-    """Draw the median over seeds, and the range as a band, in every panel."""
     shown = [o for o in outcomes if o.name in results.curves]
     if not shown:
         return
@@ -216,9 +211,7 @@ def _finish(axes: Sequence[Axes], ylabel: str) -> None:
         if name != "rounds":
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.grid(True, which="major", color="#e2e2e2", linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     axes[0].legend(frameon=False, fontsize=8, loc="best")
 
 
@@ -235,7 +228,6 @@ def _png(figure: Any) -> bytes:
 
 
 def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
-    """Write results, tables and pictures of what is finished; return the results."""
     plan = adopt_devices(plan, directory)
     results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
     results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})

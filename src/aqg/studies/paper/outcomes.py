@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, has_diverged
 from aqg.runs.summary import Trace
 from aqg.runs.table import records_to_csv
-from aqg.studies.paper.plan import ALWAYS_SEND, BLOCKS, PlannedRun, Scale
+from aqg.studies.paper.plan import BLOCKS, PlannedRun, Scale
 
 RUN_DIRECTORY = "runs"
 RUNS = "runs.csv"
@@ -49,10 +49,7 @@ _COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download
 """Columns of results; those of some runs have no downloads."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Costs so far and the loss, at a few dozen rounds of a run."""
-
+class Curve(NamedTuple):
     costs: tuple[Cost, ...]
     losses: tuple[float, ...]
 
@@ -95,7 +92,6 @@ class Outcome:
 
     @property
     def converged(self) -> bool:
-        """Whether the run ended within `CONVERGED` of the minimum."""
         return self.residual < CONVERGED
 
     @property
@@ -163,50 +159,40 @@ class Results:
     perturbed: tuple[Perturbed, ...] = ()
 
     def select(self, **settings: object) -> list[Outcome]:
-        return [
-            outcome
-            for outcome in self.outcomes
-            if all(getattr(outcome, name) == value for name, value in settings.items())
-        ]
+        wanted = settings.items()
+        return [o for o in self.outcomes if all(getattr(o, k) == value for k, value in wanted)]
 
 
 def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
     """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
-    found = {p.run.name: read_summary(directory / p.run.name) for p in plan}
-    summaries = {name: summary for name, summary in found.items() if summary is not None}
-    finished = [p for p in plan if p.run.name in summaries]
+    found = [(p, read_summary(directory / p.run.name)) for p in plan]
+    finished = [(p, summary) for p, summary in found if summary is not None]
     minima: dict[str, float] = {}
-    for planned in finished:
-        summary = summaries[planned.run.name]
+    for planned, summary in finished:
         if summary["residual"] is not None:
             minima[_loss_key(planned)] = summary["final_loss"] - summary["residual"]
     outcomes, curves, perturbed = [], {}, []
-    for planned in finished:
-        if planned.section == ROUNDING_SECTION:
-            lines = read_lines(directory / planned.run.name)
-            row = Perturbed.of(planned.run.config, lines, summaries[planned.run.name])
-            perturbed.append(row)
-            continue
+    versions: dict[str, dict[str, set[str]]] = {}
+    for planned, summary in finished:
         config, name = planned.run.config, planned.run.name
-        summary = summaries[name]
-        final = np.inf if summary["final_loss"] is None else summary["final_loss"]
-        trace = Trace.of(read_lines(directory / name), final)
+        lines = read_lines(directory / name)
+        if planned.section == ROUNDING_SECTION:
+            perturbed.append(Perturbed.of(config, lines, summary))
+            continue
+        final = np.inf if summary["diverged"] else summary["final_loss"]
+        trace = Trace.of(lines, final)
         minimum = minima.get(_loss_key(planned))
+        made_by = summary["versions"]
+        settings = {key: getattr(config, key) for key in _OF_THE_CONFIG}
         outcomes.append(
             Outcome(
                 name=name,
                 section=planned.section,
-                recipe=config.recipe,
-                partition=config.partition,
-                scaling=config.scaling,
-                alpha=config.alpha,
-                dropout=config.dropout,
-                seed=config.seed,
-                machine=summary.get("versions", {}).get("machine", ""),
-                device=config.device,
+                **settings,
+                machine=made_by["machine"],
                 minimum=minimum,
                 start_loss=trace.losses[0],
-                final_loss=np.inf if has_diverged(final) else final,
+                final_loss=final,
                 peak_loss=max(trace.losses),
                 test_accuracy=summary["test_accuracy"],
                 total=trace.costs[-1],
@@ -214,36 +200,27 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
             )
         )
         curves[name] = thin(trace)
-    kept = tuple(outcomes)
-    shown = main_reading(kept)
-    for outcome in kept:
+        place = versions.setdefault(f"{planned.section}: {made_by['machine']}", {})
+        for library, version in made_by.items():
+            if library != "machine":
+                place.setdefault(library, set()).add(version)
+    shown = main_reading(outcomes)
+    for outcome in outcomes:
         if outcome.section == "logistic" and (outcome.scaling, outcome.alpha) != shown:
             del curves[outcome.name]
-    about = {**about, "versions": _versions(finished, summaries)}
-    return Results(kept, curves, about, perturbed=tuple(perturbed))
+    joined = {
+        place: {library: " and ".join(sorted(several)) for library, several in rows.items()}
+        for place, rows in versions.items()
+    }
+    about = {**about, "versions": joined}
+    return Results(tuple(outcomes), curves, about, perturbed=tuple(perturbed))
+
+
+_OF_THE_CONFIG = ("recipe", "partition", "scaling", "alpha", "dropout", "seed", "device")
 
 
 def _loss_key(planned: PlannedRun) -> str:
-    """Return what tells losses, and so their minima, apart."""
     return json.dumps(minimum_key(planned.run.config))
-
-
-def _versions(
-    finished: Iterable[PlannedRun], summaries: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, str]]:
-    """Return the versions that made the runs of each section on each kind of processor."""
-    found: dict[str, dict[str, set[str]]] = {}
-    for planned in finished:
-        if planned.section == ROUNDING_SECTION:
-            continue
-        versions = dict(summaries[planned.run.name].get("versions", {}))
-        place = found.setdefault(f"{planned.section}: {versions.pop('machine', '')}", {})
-        for name, version in versions.items():
-            place.setdefault(name, set()).add(version)
-    return {
-        place: {name: " and ".join(sorted(several)) for name, several in versions.items()}
-        for place, versions in found.items()
-    }
 
 
 def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
@@ -258,16 +235,9 @@ def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
     alphas = sorted({o.alpha for o in runs if o.scaling == "sum"})
     if not alphas:
         return (runs[0].scaling, runs[0].alpha) if runs else None
-    stable = [
-        alpha
-        for alpha in alphas
-        if all(
-            o.converged
-            for o in runs
-            if (o.scaling, o.alpha) == ("sum", alpha) and o.recipe in ("qgd", "laq")
-        )
-    ]
-    return "sum", max(stable, default=alphas[0])
+    pair = [o for o in runs if o.scaling == "sum" and o.recipe in ("qgd", "laq")]
+    lost = {o.alpha for o in pair if not o.converged}
+    return "sum", max((alpha for alpha in alphas if alpha not in lost), default=alphas[0])
 
 
 def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
@@ -296,11 +266,7 @@ def write_results(directory: Path, results: Results) -> None:
         path = directory / OTHER_MACHINES / f"{machine}.csv"
         write_atomically(path, _csv(map(_flat, outcomes)))
     rows = (
-        {
-            "name": name,
-            **{column: getattr(cost, column) for column in _COST_FIELDS},
-            "loss": f"{loss:.10g}",
-        }
+        {"name": name, **_columns(cost), "loss": f"{loss:.10g}"}
         for name, curve in results.curves.items()
         for cost, loss in zip(curve.costs, curve.losses, strict=True)
     )
@@ -315,9 +281,7 @@ def read_results(directory: Path) -> Results:
         outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
         points: dict[str, list[tuple[Cost, float]]] = {}
         for row in _rows(directory / CURVES):
-            cost = _read_cost(row)
-            assert cost is not None
-            points.setdefault(row["name"], []).append((cost, float(row["loss"])))
+            points.setdefault(row["name"], []).append((_total(row), float(row["loss"])))
         elsewhere = {
             path.stem: tuple(_unflat(row) for row in _rows(path))
             for path in sorted((directory / OTHER_MACHINES).glob("*.csv"))
@@ -334,10 +298,7 @@ def read_results(directory: Path) -> Results:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"the results in {str(directory)!r} are damaged: {error}") from None
-    curves = {
-        name: Curve(tuple(cost for cost, _ in pairs), tuple(loss for _, loss in pairs))
-        for name, pairs in points.items()
-    }
+    curves = {name: Curve(*zip(*pairs, strict=True)) for name, pairs in points.items()}
     return Results(outcomes, curves, about, elsewhere, perturbed)
 
 
@@ -345,29 +306,30 @@ _SETTINGS = tuple(one.name for one in fields(Outcome) if one.name not in ("total
 
 
 def _flat(outcome: Outcome) -> dict[str, Any]:
-    row = {name: getattr(outcome, name) for name in _SETTINGS}
-    row |= {name: getattr(outcome.total, name) for name in _COST_FIELDS}
+    row = {name: getattr(outcome, name) for name in _SETTINGS} | _columns(outcome.total)
     for residual in RESIDUALS:
-        cost = outcome.reached.get(residual)
-        for name in _COST_FIELDS:
-            row[f"{name}_to_{residual:g}"] = None if cost is None else getattr(cost, name)
+        row |= _columns(outcome.reached.get(residual), f"_to_{residual:g}")
     return row
 
 
+def _columns(cost: Cost | None, suffix: str = "") -> dict[str, Any]:
+    return {name + suffix: cost and getattr(cost, name) for name in _COST_FIELDS}
+
+
 def _unflat(row: Mapping[str, str]) -> Outcome:
-    given = _typed(Outcome, _SETTINGS, row)
     costs = {residual: _read_cost(row, f"_to_{residual:g}") for residual in RESIDUALS}
-    total = _read_cost(row)
-    assert total is not None
-    return Outcome(
-        **given,
-        total=total,
-        reached={residual: cost for residual, cost in costs.items() if cost is not None},
-    )
+    reached = {residual: cost for residual, cost in costs.items() if cost is not None}
+    return Outcome(**_typed(Outcome, _SETTINGS, row), total=_total(row), reached=reached)
+
+
+def _total(row: Mapping[str, str]) -> Cost:
+    cost = _read_cost(row)
+    if cost is None:
+        raise ValueError("a row has no costs")
+    return cost
 
 
 def _typed(made: type, names: Iterable[str], row: Mapping[str, str]) -> dict[str, Any]:
-    """Read columns by the types of a dataclass's fields: text, whole numbers, or numbers."""
     types = {one.name: one.type for one in fields(made)}
     readers = {"str": str, "int": int}
     return {
@@ -394,7 +356,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def of_setting(results: Results, setting: str, recipe: str) -> list[Outcome]:
-    """Return our runs, one per seed, of a block of the paper's table."""
     section, partition = BLOCKS[setting]
     found = results.select(section=section, partition=partition, recipe=recipe)
     if section == "logistic":
@@ -405,9 +366,10 @@ def of_setting(results: Results, setting: str, recipe: str) -> list[Outcome]:
 
 def cost_of(results: Results, outcome: Outcome) -> Cost | None:
     """Return what the paper counts: all 500 rounds, or those until the residual is reached."""
-    if outcome.section == "logistic":
+    if outcome.section in ("logistic", "network"):
         return outcome.total
-    return outcome.reached.get(results.about["softmax_residual"])
+    kind = "dropout" if outcome.section == "dropouts" else "softmax"
+    return outcome.reached.get(results.about[f"{kind}_residual"])
 
 
 def cost_to_the_end(results: Results, outcome: Outcome) -> Cost | None:
@@ -415,50 +377,8 @@ def cost_to_the_end(results: Results, outcome: Outcome) -> Cost | None:
 
     A logistic run has 500 rounds whether it converges or not.
     """
-    if outcome.section == "logistic" and not outcome.converged:
-        return None
-    return cost_of(results, outcome)
-
-
-def savings(
-    results: Results, setting: str, recipe: str, residual: float | None = None
-) -> tuple[list[float], str]:
-    """Return what part of LAQ's bits is saved, seed by seed, and what to say about where.
-
-    Logistic: over 500 rounds, on the seeds where both converge. Network: until ``residual``, by
-    default the smallest one where the most seeds have both arrive.
-    """
-    ours, laq = of_setting(results, setting, recipe), of_setting(results, setting, "laq")
-    if recipe in ("laq", *ALWAYS_SEND) or not ours or not laq:
-        return [], ""
-    where = []
-    if setting.startswith("logistic"):
-        ratios = paired_ratios(ours, laq, lambda o: cost_to_the_end(results, o))
-    else:
-        goal = results.about["softmax_residual"]
-        at = arrival_of_both(results, setting, recipe) if residual is None else residual
-        ratios = paired_ratios(ours, laq, lambda o: o.reached.get(at))
-        where = [f"at {at:g}"] if at != goal else []
-    if len(ratios) < len(ours):
-        where.append(f"{len(ratios)} of {len(ours)} seeds")
-    return [1 - ratio for ratio in ratios], f" ({', '.join(where)})" if where and ratios else ""
-
-
-def arrival_of_both(results: Results, setting: str, recipe: str) -> float:
-    """Return the smallest residual where the most seeds have both a rule and LAQ arrive."""
-    runs = [of_setting(results, setting, name) for name in (recipe, "laq")]
-    allowed = [r for r in RESIDUALS if r >= results.about["softmax_residual"]]
-
-    def num_both(residual: float) -> int:
-        first, second = ({o.seed for o in some if residual in o.reached} for some in runs)
-        return len(first & second)
-
-    return max(allowed, key=lambda residual: (num_both(residual), -residual))
-
-
-def costs_to(outcomes: Sequence[Outcome], residual: float) -> list[Cost]:
-    """Return what each run that arrives at the residual, and stays, cost until then."""
-    return [cost for o in outcomes if (cost := o.reached.get(residual)) is not None]
+    is_lost = outcome.diverged or (outcome.section == "logistic" and not outcome.converged)
+    return None if is_lost else cost_of(results, outcome)
 
 
 def paired_ratios(
@@ -478,15 +398,14 @@ def paired_ratios(
 
 
 def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedRun, ...]:
-    """Let runs that were begun on another device stay on it."""
-    return tuple(PlannedRun(planned.section, _adopt(planned.run, directory)) for planned in plan)
-
-
-def _adopt(run: Job, directory: Path) -> Job:
-    place = directory / RUN_DIRECTORY / run.name
-    if not (place / CONFIG).exists():
-        return run
-    return Job(run.name, replace(run.config, device=read_config(place).get("device", "cpu")))
+    adopted = []
+    for section, run in plan:
+        place = directory / RUN_DIRECTORY / run.name
+        if (place / CONFIG).exists():
+            device = read_config(place).get("device", "cpu")
+            run = Job(run.name, replace(run.config, device=device))
+        adopted.append(PlannedRun(section, run))
+    return tuple(adopted)
 
 
 def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -500,26 +419,17 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 
 
 def describe(plan: Sequence[PlannedRun], scale: Scale) -> dict[str, Any]:
-    """Return what a reader of the results has to know about how they were made."""
     devices = sorted({planned.run.config.device for planned in plan})
-    return {
-        "aqg": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "devices": devices,
-        **asdict(scale),
-    }
+    versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    return versions | {"devices": devices} | asdict(scale)
 
 
 def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
-    """Return what of a plan the results in ``directory`` do not have."""
     results = read_results(directory)
-    names = {outcome.name for outcome in results.outcomes}
-    keys = {one.key for one in results.perturbed}
-
-    def is_here(planned: PlannedRun) -> bool:
-        if planned.section == ROUNDING_SECTION:
-            return key_of(planned.run.config) in keys
-        return planned.run.name in names
-
-    return tuple(planned for planned in plan if not is_here(planned))
+    here = {outcome.name for outcome in results.outcomes} | {one.key for one in results.perturbed}
+    return tuple(
+        planned
+        for planned in plan
+        if (key_of(planned.run.config) if planned.section == ROUNDING_SECTION else planned.run.name)
+        not in here
+    )

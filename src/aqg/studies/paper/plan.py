@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -74,41 +74,26 @@ TABLE_2 = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How long and how often everything is run.
+    """How long and how often everything is run."""
 
-    Attributes:
-        readings: loss scaling and step size of the logistic runs.
-        logistic_seeds: how many; a seed is a way to deal the samples to the clients.
-        perturbed_alphas: step sizes at which logistic runs are repeated with perturbed data,
-            ``perturbations`` times each.
-        dtype: the precision of runs on MNIST.
-        softmax_rounds: of the runs behind the network rows of the paper's table, which are measured
-            at ``softmax_residual``.
-        softmax_seeds: how many; a seed is a start and, IID, a way to deal the samples.
-        dropout_rates: ``p``, for each split that is run with dropouts.
-        network_rounds: of the 784-200-10 runs, with ``network_seeds``, those of `ONE_SEED` aside.
-        notes: what was shortened, in words.
-
-    """
-
-    readings: tuple[tuple[str, float], ...]
-    logistic_seeds: int
-    perturbed_alphas: tuple[float, ...]
+    readings: tuple[tuple[str, float], ...]  # loss scaling and step size of the logistic runs
+    logistic_seeds: int  # a seed is a way to deal the samples to the clients
+    perturbed_alphas: tuple[float, ...]  # of logistic runs that are repeated with perturbed data
     perturbations: int
-    dtype: str
-    softmax_rounds: int
-    softmax_residual: float
-    softmax_seeds: int
+    dtype: str  # of runs on MNIST
+    softmax_rounds: int  # of the runs behind the network rows of the paper's table
+    softmax_residual: float  # where these are measured
+    softmax_seeds: int  # a seed is a start and, IID, a way to deal the samples
     dropout_rounds: int
     dropout_residual: float
-    dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]
+    dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]  # for each split
     dropout_seeds: int
     dropout_eval_every: int
-    network_rounds: int
+    network_rounds: int  # of the 784-200-10 runs
     network_splits: tuple[str, ...]
-    network_seeds: int
+    network_seeds: int  # of all but `ONE_SEED`
     logistic_rounds: int = 500
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was shortened, in words
 
 
 _PAPER_RATES = (0.2, 0.5, 0.7, 0.8, 0.9)
@@ -168,10 +153,7 @@ QUICK = Scale(
 )
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run and the section of the results that it belongs to."""
-
+class PlannedRun(NamedTuple):
     section: str
     run: Job
 
@@ -199,26 +181,22 @@ def make_plan(
     scale: Scale, device: str = "cpu", sections: Sequence[str] = SECTIONS
 ) -> tuple[PlannedRun, ...]:
     """Return every run, long ones first; logistic runs are always on the CPU."""
-    makers = {
-        "softmax": _softmax,
-        "network": _network,
-        "dropouts": _dropouts,
-        "logistic": _logistic,
-        "rounding": _rounding,
-    }
     mnist = {"dataset": "mnist", "dtype": scale.dtype, "device": device}
     return tuple(
-        _planned(section, {**({} if section in ("logistic", "rounding") else mnist), **settings})
-        for section, maker in makers.items()
+        _planned(section, (mnist if section in _ON_MNIST else {}) | settings)
+        for section in (*_ON_MNIST, "logistic", "rounding")
         if section in sections
-        for settings in maker(scale)
+        for settings in _settings(scale, section)
     )
+
+
+_ON_MNIST = ("softmax", "network", "dropouts")
 
 
 def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
     (config,) = resolve({"downlink": "full", "start": "digest", **settings})
     name = f"{section}_{config.partition.replace(':', '-')}"
-    if section in ("logistic", "rounding"):
+    if section not in _ON_MNIST:
         name += f"_{config.scaling}-{config.alpha:g}"
     if section == "dropouts":
         name += f"_p{config.dropout:g}"
@@ -228,62 +206,39 @@ def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
     return PlannedRun(section, Job(name, config))
 
 
-def _logistic(scale: Scale) -> Iterator[dict[str, Any]]:
-    for seed, partition, (scaling, alpha), recipe in product(
-        range(scale.logistic_seeds), ("iid", BY_SOURCE), scale.readings, TABLE_RECIPES
-    ):
-        yield {
-            "dataset": "heterogeneous",
-            "partition": partition,
-            "recipe": recipe,
-            "seed": seed,
-            "scaling": scaling,
-            "alpha": alpha,
-            "rounds": scale.logistic_rounds,
-        }
-
-
-def _rounding(scale: Scale) -> Iterator[dict[str, Any]]:
-    """Yield the logistic runs on perturbed data, and for each the one on the data itself."""
-    readings = tuple(("sum", alpha) for alpha in scale.perturbed_alphas)
-    for settings in _logistic(replace(scale, logistic_seeds=1, readings=readings)):
-        if settings["recipe"] in PERTURBED_RECIPES:
-            for draw in range(scale.perturbations + 1):
-                yield {**settings, "perturbation": draw}
-
-
-def _softmax(scale: Scale) -> Iterator[dict[str, Any]]:
-    for seed, partition, recipe in product(
-        range(scale.softmax_seeds), ("iid", "label"), TABLE_RECIPES
-    ):
-        rounds = scale.softmax_rounds
-        yield {"partition": partition, "recipe": recipe, "seed": seed, "rounds": rounds}
-
-
-def _dropouts(scale: Scale) -> Iterator[dict[str, Any]]:
-    cells = [(partition, rate) for partition, rates in scale.dropout_rates for rate in rates]
-    for seed, (partition, rate), recipe in product(
-        range(scale.dropout_seeds), cells, DROPOUT_RECIPES
-    ):
-        yield {
-            "partition": partition,
-            "recipe": recipe,
-            "seed": seed,
-            "rounds": scale.dropout_rounds,
-            "dropout": rate,
-            "eval_every": scale.dropout_eval_every,
-        }
-
-
-def _network(scale: Scale) -> Iterator[dict[str, Any]]:
-    for seed, partition, recipe in product(
-        range(scale.network_seeds), scale.network_splits, NETWORK_RECIPES
-    ):
-        if seed == 0 or recipe not in ONE_SEED:
-            yield {
-                "partition": partition,
-                "recipe": recipe,
-                "seed": seed,
-                "model": "mlp:200",
-                "rounds": scale.network_rounds,
-            }
+def _settings(scale: Scale, section: str) -> Iterator[dict[str, Any]]:
+    both: tuple[dict[str, Any], ...] = ({"partition": "iid"}, {"partition": "label"})
+    recipes: tuple[str, ...] = TABLE_RECIPES
+    match section:
+        case "softmax":
+            seeds, cells = scale.softmax_seeds, both
+            fixed: dict[str, Any] = {"rounds": scale.softmax_rounds}
+        case "network":
+            seeds, recipes = scale.network_seeds, NETWORK_RECIPES
+            cells = tuple({"partition": partition} for partition in scale.network_splits)
+            fixed = {"model": "mlp:200", "rounds": scale.network_rounds}
+        case "dropouts":
+            seeds, recipes = scale.dropout_seeds, DROPOUT_RECIPES
+            cells = tuple(
+                {"partition": partition, "dropout": rate}
+                for partition, rates in scale.dropout_rates
+                for rate in rates
+            )
+            fixed = {"rounds": scale.dropout_rounds, "eval_every": scale.dropout_eval_every}
+        case _:
+            is_moved = section == "rounding"
+            seeds = 1 if is_moved else scale.logistic_seeds
+            recipes = PERTURBED_RECIPES if is_moved else TABLE_RECIPES
+            moved = tuple(("sum", alpha) for alpha in scale.perturbed_alphas)
+            cells = tuple(
+                {"partition": partition, "scaling": scaling, "alpha": alpha}
+                for partition in ("iid", BY_SOURCE)
+                for scaling, alpha in (moved if is_moved else scale.readings)
+            )
+            fixed = {"dataset": "heterogeneous", "rounds": scale.logistic_rounds}
+    for seed, cell, recipe in product(range(seeds), cells, recipes):
+        if section == "network" and seed and recipe in ONE_SEED:
+            continue
+        # Of moved data, the first run is on the data itself.
+        for draw in range(scale.perturbations + 1 if section == "rounding" else 1):
+            yield {**cell, **fixed, "recipe": recipe, "seed": seed, "perturbation": draw}

@@ -1,13 +1,9 @@
 """One share of the digits, behind a mod that does what the test orders, once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord
 from flwr.supernode.runtime import run_clientapp
@@ -15,14 +11,9 @@ from flwr.supernode.runtime import run_clientapp
 from aqg.flower import make_client_app
 from aqg.flower.demo import digits_task
 from aqg.flower.envelope import RECORD, pack, unpack
-from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flwr.app import Context, Message
-    from flwr.clientapp.typing import ClientAppCallable
+from tests.flower.own_messages import envelope_of, flipped, reply_in
 
 BEFORE = ("backup", "restore", "wipe", "damage", "linger")
 AFTER = ("announce", "corrupt", "drop", "delay", "replay")
@@ -31,7 +22,7 @@ SHORTEST_UPLOAD = 10
 """A frame of fewer bytes moves no mirror."""
 
 
-def misbehave(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def misbehave(message, context, call_next):
     """Look for an order beside the state directory, and carry it out with the next upload."""
     is_order = message.metadata.message_type == "train" and unpack(message.content).parts
     if not is_order:  # the server evaluates, or asks a node to introduce itself
@@ -50,8 +41,8 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
         os.unlink(order)
         message.content = content
         again = call_next(message, context)
-        assert part_of(again, reply_from_bytes).stale, "an order was obeyed twice"
-    frame = b"" if reply.has_error() else part_of(reply, reply_from_bytes).frame
+        assert reply_in(again).stale, "an order was obeyed twice"
+    frame = b"" if reply.has_error() else reply_in(reply).frame
     earlier = state.with_name(f"{state.name}.earlier")
     if deed in AFTER and len(frame) >= SHORTEST_UPLOAD:
         os.unlink(order)
@@ -61,7 +52,7 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     return reply
 
 
-def stay_away(order: Path, rounds: int) -> None:
+def stay_away(order, rounds):
     """Lose so many orders: the handler never sees them."""
     if rounds == 0:
         os.unlink(order)
@@ -70,7 +61,7 @@ def stay_away(order: Path, rounds: int) -> None:
     raise ConnectionError("the order is lost, as ordered")
 
 
-def prepare(deed: str, state: Path, message: Message) -> None:
+def prepare(deed, state, message):
     """Do what happens to disks and to orders before a client sees them."""
     copy = state.with_name(f"{state.name}.backup")
     match deed:
@@ -82,13 +73,12 @@ def prepare(deed: str, state: Path, message: Message) -> None:
             shutil.rmtree(state)
             shutil.copytree(copy, state)
         case "damage":
-            order = part_of(message, order_from_bytes)
-            put(message, replace(order, log=flipped(order.log)))
+            damage_part(message)
         case "linger":  # with the entries read, and nothing saved
             ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
 
 
-def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Message:
+def change_reply(deed, argument, reply, earlier):
     """Do to a reply what happens on networks."""
     match deed:
         case "drop":
@@ -98,35 +88,22 @@ def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Mes
         case "announce":  # the reply, without ever sending what is in it
             run_clientapp.push_objects = lambda *_, **__: time.sleep(FOREVER)
         case "corrupt":
-            upload = part_of(reply, reply_from_bytes)
-            put(reply, replace(upload, frame=flipped(upload.frame)))
+            damage_part(reply)
         case "replay":
             reply.content[RECORD] = ConfigRecord.inflate(earlier.read_bytes())
     return reply
 
 
-def keep(reply: Message, path: Path) -> None:
+def keep(reply, path):
     """Write an upload down, for a later replay."""
     path.write_bytes(reply.content[RECORD].deflate())
 
 
-def part_of(message: Message, read: Callable[[bytes], Any]) -> Any:
-    """Return the order or the reply in a message."""
-    return read(unpack(message.content).parts[0])
-
-
-def put(message: Message, part: Any) -> None:
-    """Replace it, with checksums that fit."""
-    envelope = unpack(message.content)
-    envelope.parts = [to_bytes(part)]
+def damage_part(message):
+    """Flip a bit of the order or the reply in a message, in an envelope that is in order."""
+    envelope = envelope_of(message)
+    envelope.parts = [flipped(envelope.parts[0])]
     message.content[RECORD] = pack(envelope)
-
-
-def flipped(data: bytes) -> bytes:
-    """Return bytes with one bit in their middle flipped."""
-    damaged = bytearray(data)
-    damaged[len(data) // 2] ^= 0x10
-    return bytes(damaged)
 
 
 app = make_client_app(lambda context: digits_task(context.run_config, context), mods=[misbehave])

@@ -1,14 +1,85 @@
-"""Networks of the tasks that are set aside: recurrent ones, and a vision transformer.
+"""The problems that are set aside: made once, when the default recipe was final.
 
-Recurrences are written with linear layers, since `torch.func.vmap`, by which clients train side by
-side on a GPU, does not run those of PyTorch.
+Their tasks, ``unseen-NAME`` of ``aqg compare``, are run from a checkout. Recurrences are written
+with linear layers, since `torch.func.vmap`, by which clients train side by side on a GPU, does not
+run those of PyTorch.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from aqg.data import load_dataset, parse_partition
+from aqg.objectives import make_objective
+from aqg.sim.problem import Problem, Samples
+from aqg.studies.contest.natural import shakespeare, watch_problem
+
+_SYNTHETIC_STREAM = 0x5717
+"""Keeps the samples apart from other random numbers of the same seed."""
+
+
+def arms(data_dir: Path, dtype: str) -> Problem:
+    """Make a client of each arm of eight persons, with a recurrent network; test as in `watch`."""
+    return watch_problem(data_dir, dtype, MotionRecurrence(), by_arm=True)
+
+
+def vision_transformer(data_dir: Path, seed: int, dtype: str, clients: int, images: int) -> Problem:
+    """Split some of MNIST's images by Dirichlet(1) over labels, with a vision transformer."""
+    data = load_dataset("mnist", data_dir)
+    assert data.test_features is not None
+    assert data.test_labels is not None
+    step = len(data) // images
+    data = replace(
+        data, features=data.features[::step][:images], labels=data.labels[::step][:images]
+    )
+    parts = parse_partition("dirichlet:1.0").split(data, clients, seed)
+    return Problem.from_module(
+        VisionTransformer(),
+        clients=[(data.features[part], data.labels[part]) for part in parts],
+        test=(data.test_features, data.test_labels),
+        dtype=dtype,
+    )
+
+
+def synthetic(seed: int, dtype: str, clients: int) -> Problem:
+    """Draw Synthetic(1, 1) of Li et al. (2020), with a perceptron of one hidden layer.
+
+    Every client labels samples of a distribution of its own by a linear model of its own. A tenth
+    of its samples is in the test set.
+    """
+    random = np.random.default_rng([_SYNTHETIC_STREAM, seed])
+    num_features, num_classes = 60, 10
+    sizes = random.lognormal(4.0, 2.0, clients).astype(np.int64) + 50
+    deviations = np.arange(1, num_features + 1) ** -0.6  # of variances j^-1.2
+    parts, tests = [], []
+    for size in sizes.tolist():
+        model_mean, feature_mean = random.normal(size=2)
+        weights = random.normal(model_mean, 1.0, (num_features, num_classes))
+        bias = random.normal(model_mean, 1.0, num_classes)
+        center = random.normal(feature_mean, 1.0, num_features)
+        features = center + deviations * random.normal(size=(size, num_features))
+        labels = (features @ weights + bias).argmax(axis=1)
+        last = size - size // 10
+        parts.append(Samples(features[:last].astype(dtype), labels[:last]))
+        tests.append((features[last:].astype(dtype), labels[last:]))
+    objective = make_objective("mlp:64", num_features, num_classes, l2=0.0, scaling="mean")
+    return Problem(
+        objective=objective,
+        clients=tuple(parts),
+        initial_params=objective.init_params(seed).astype(dtype),
+        test=Samples(*(np.concatenate(part) for part in zip(*tests, strict=True))),
+    )
+
+
+def roles(data_dir: Path, dtype: str, clients: int, skip: int) -> Problem:
+    """Make a client of each role, the ``skip`` largest left out, with an LSTM."""
+    return shakespeare(data_dir, dtype, clients, skip=skip, make_net=LongShortTermMemory)
 
 
 class GatedRecurrence(nn.Module):
@@ -25,7 +96,6 @@ class GatedRecurrence(nn.Module):
         self.from_state = nn.Linear(width, 3 * width)
 
     def forward(self, steps: Tensor) -> Tensor:
-        """Return ``(n, width)`` for ``(n, length, inputs)``."""
         state = steps.new_zeros(*steps.shape[:-2], self.width)
         for given in self.from_input(steps).unbind(-2):
             reset, update, new = given.chunk(3, dim=-1)
@@ -52,7 +122,6 @@ class MotionRecurrence(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Return a logit per class."""
         *leading, length, channels = windows.shape
         pieces = windows.reshape(*leading, length // self.piece, self.piece * channels)
         logits: Tensor = self.head(self.recurrence(pieces))
@@ -75,7 +144,6 @@ class LongShortTermMemory(nn.Module):
         self.head = nn.Linear(width, num_tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token after each."""
         given = self.from_input(self.tokens(tokens))
         state = given.new_zeros(*given.shape[:-2], self.width)
         cell, states = state, []
@@ -108,7 +176,6 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return a logit per class, from the mean over patches."""
         count = self.side // self.patch
         grid = images.reshape(*images.shape[:-1], count, self.patch, count, self.patch)
         patches = grid.transpose(-3, -2).flatten(-2).flatten(-3, -2)
@@ -120,8 +187,6 @@ class VisionTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a perceptron, each beside a shortcut and behind a LayerNorm."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
