@@ -70,7 +70,8 @@ def test_a_kernel_that_is_compiled_is_announced_once_and_then_cached(tmp_path):
     assert run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path)) == "done\n"
 
 
-@pytest.mark.parametrize("home_is_writable", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("home_is_writable", [True, False])
 def test_kernels_work_where_the_package_cannot_be_written(tmp_path, home_is_writable):
     package = tmp_path / "aqg"
     shutil.copytree(

@@ -139,6 +139,9 @@ class RunSettings(CommonSettings):
         "How clients get the first model: fresh tensors drawn from the seed, known by its digest, "
         "rounded, or exact.", PROBLEM, ("auto", "seed", "digest", "rounded", "exact"),
         shown="`seed`; with `init`, `exact`")
+    memory: str = setting("model",
+        "What clients hold between rounds: the model, and what their recipe keeps; or nothing, "
+        "like phones that appear once.", PROBLEM, ("model", "none"))
     clients: int = setting(..., "How many clients.", PROBLEM, FROM_1, shown="the dataset's")
     samples: int | None = setting(None, "Use so many training samples only.", PROBLEM, FROM_1)
     l2: float = setting(0.01, "Weight of the regularizer.", PROBLEM, FROM_0)
@@ -202,6 +205,10 @@ class FlowerSettings(CommonSettings):
 
     num_clients: int = setting(...,
         "How many clients the federation has, connected or not.", SERVER, FROM_1)
+    start: str = setting("auto",
+        "How clients get the first model: drawn from the seed, known by its digest, rounded, or "
+        "exact. `auto` is `seed` where all layers look freshly initialized, else `exact`.", SERVER,
+        ("auto", "seed", "digest", "rounded", "exact"))
     rounds: int = setting(...,
         "How many rounds in all, those before a restart included; 3 of `AQG`, and `num_rounds` of "
         "`start` comes first.", SERVER, FROM_1, key="num-server-rounds")

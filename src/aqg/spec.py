@@ -91,7 +91,7 @@ def _type(parameter: inspect.Parameter) -> type:
     if parameter.annotation in named:
         return named[parameter.annotation]
     if parameter.annotation in named.values():
-        return parameter.annotation  # type: ignore[no-any-return]
+        return parameter.annotation
     return float if parameter.default is parameter.empty else type(parameter.default)
 
 
@@ -168,7 +168,7 @@ class Code:
         function = getattr(load_file(self.path), self.function, None)
         if not callable(function):
             raise ConfigError(f"{str(self.path)!r} has no function {self.function!r}")
-        return function  # type: ignore[no-any-return]
+        return function
 
     def call(self, **offered: Any) -> Any:
         """Call the function with its options and those of the arguments offered that it takes."""

@@ -239,6 +239,7 @@ def test_sweeps_take_own_problems(folder, capsys):
     refuse(capsys, "sweep", "--resume", "out", "--allow-code", message=message)
 
 
+@pytest.mark.soak
 def test_numbers_and_tokens_are_learned(folder):
     run("--dataset numbers.npz --model model.py:regressor", *LOCAL, "--out numbers --rounds 20")
     summary = json.loads((folder / "numbers/auto" / SUMMARY).read_text())

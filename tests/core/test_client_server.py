@@ -5,15 +5,18 @@ import pytest
 
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
-from aqg.core.persistence import (
-    clients_from_arrays,
-    clients_to_arrays,
-    model_from_arrays,
-    model_to_arrays,
-)
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.round import init_client, respond
-from aqg.core.server import broadcast, finish_round, init_server, take_message
+from aqg.core.server import (
+    broadcast,
+    clients_from_arrays,
+    clients_to_arrays,
+    finish_round,
+    init_server,
+    model_from_arrays,
+    model_to_arrays,
+    take_message,
+)
 from aqg.errors import ConfigError, MessageError
 
 SIZE = 30

@@ -98,9 +98,9 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
     [
         *(
             pytest.param(d, most, marks=pytest.mark.soak)
-            for d, most in [(Full(), 6.9), (Exact(), 8.9)]
+            for d, most in [(Full(), 6.9), (Exact(), 7.5)]
         ),
-        (Condensed(), 8.9),
+        (Condensed(), 7.5),
     ],
 )
 def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_vectors):

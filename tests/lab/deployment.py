@@ -35,7 +35,7 @@ _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
 _COMMAND_SECONDS = 60.0
-_SECONDS_BETWEEN_LOOKS = 1.0  # every look is a command of Flower
+_SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second of CPU
 
 ConfigValue = bool | int | float | str
 

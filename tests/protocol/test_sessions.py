@@ -17,7 +17,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 from aqg.wire.entry import SNAPSHOT_MARK
 
-from tests.problems import tiny_problem
+from tests.problems import soak, tiny_problem
 
 NUM_PARAMS = 6
 TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))
@@ -63,9 +63,9 @@ def error(server):
         ("lean", "exact", False),
         ("lean", "auto", True),
         ("auto", "auto", False),
-        ("auto", "exact", True),
+        soak("auto", "exact", True),
         ("stc:keep=0.5", "exact", False),
-        ("gd", "auto", True),
+        soak("gd", "auto", True),
         ("qsgd", "auto", False),
     ],
 )
@@ -209,9 +209,7 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert error(again) < 0.02
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 4, 5, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2, 3))]
-)
+@pytest.mark.parametrize("seed", [4, *map(soak, (0, 1, 2, 3, 5))])
 def test_everything_goes_wrong_at_once(tmp_path, seed):
     """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""
     rng = np.random.default_rng(seed)
@@ -438,6 +436,33 @@ def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
     order = whole_order(server, 0)
     assert order.snapshot[0] == SNAPSHOT_MARK
     assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
+
+
+@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
+def test_clients_may_hold_nothing_between_rounds(recipe):
+    """A phone that appears once answers like one that has been there all the time."""
+    options = {"recipe": recipe, "layout": LAYOUT, "sampled": 0.5, "seed": 3}
+    given = np.random.default_rng(0).uniform(-0.2, 0.2, 1240).astype(np.float32)
+    servers = [ServerSession(given, 2, memory=memory, **options) for memory in ("model", "none")]
+    clients = [ClientSession(), ClientSession()]
+    sizes = [], []
+    for number in range(12):
+        for server, sized in zip(servers, sizes, strict=True):
+            for m in (0, 1):
+                keeps = server is servers[0]
+                client = clients[m] if keeps else ClientSession()
+                order = server.order(m)
+                sized.append(len(order))
+                made = np.random.default_rng((number, m))
+                reply = client.answer(
+                    order, lambda model, _round, made=made: 0.1 * (model + made.random(len(model)))
+                )
+                assert server.take(m, reply).is_taken
+            server.step()
+    assert servers[0].parameters.tobytes() == servers[1].parameters.tobytes()
+    assert max(sizes[0][2:]) < min(sizes[1][4:])
+    with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients remember"):
+        ServerSession(given, 2, recipe="lean", memory="none")
 
 
 def test_ways_to_start_are_checked():

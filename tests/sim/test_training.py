@@ -24,7 +24,7 @@ from aqg.sim.state import SimulationState
 from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 from aqg.wire import decode
 
-from tests.problems import SOME_RECIPES, assert_same, crossed, tiny_problem
+from tests.problems import SOME_RECIPES, assert_same, crossed, soak, tiny_problem
 
 FEATURES = {
     "minibatch": Training(LocalTraining(batch_size=8)),
@@ -278,7 +278,11 @@ def test_without_memory_the_sampled_sum_estimates_the_full_one():
     assert np.linalg.norm(mean - total) < 0.15 * np.linalg.norm(total)
 
 
-@pytest.mark.parametrize("feature", [f for f in FEATURES if f not in ("minibatch", "steps")])
+@pytest.mark.parametrize(
+    "feature",
+    ["weights", "sampling", "momentum", "adam", "everything"]
+    + [soak(feature) for feature in ("minibatch steps", "epochs")],
+)
 def test_lean_converges_with_every_feature(feature):
     """Of the way that gradient descent goes in the same setting, it lacks at most 0.2 %."""
     options = {"training": FEATURES[feature], "step_size": STEP_SIZES.get(feature, 0.05)}

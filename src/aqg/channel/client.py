@@ -19,6 +19,7 @@ import numpy as np
 
 from aqg import __version__
 from aqg.channel.copies import PublicCopy, xor
+from aqg.channel.first import decode_first
 from aqg.channel.server import MOVING, OPEN, agreement
 from aqg.channel.tensors import (
     Kind,
@@ -41,6 +42,7 @@ from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
+from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import read_varint
 
@@ -166,6 +168,7 @@ def receive(
     memory: Memory,
     version: str = __version__,
     recipe: Recipe | None = None,
+    start: Callable[[], Values | None] = lambda: None,
 ) -> Held:
     """Return the model that an order is about, and remember it.
 
@@ -175,6 +178,7 @@ def receive(
         memory: the client's.
         version: of the server's `aqg`, for messages.
         recipe: in place of the one that the server names.
+        start: returns the node's own first model, where it has one.
 
     Raises `OutOfReachError` where the whole model is needed, and `ConfigError`, `MessageError` or
     `WireError` where the order cannot be used.
@@ -185,15 +189,12 @@ def receive(
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
     store = memory.copies(order.run)
-    found = None if whole is not None else store.load()
-    if whole is None and found is None:
-        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
-    schema = found[1] if found is not None else Schema.of(whole or {})
-    made = _agree(order, schema, version, recipe)
-    try:
-        copy = _follow(order, whole, None if found is None else found[0], schema, made)
-    except (LostError, WireError) as error:
-        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    if order.first:
+        try:
+            whole = decode_first(order.first, start)
+        except OtherModelError as error:
+            raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    copy, schema, made = _open(order, whole, store, version, recipe)
     store.save(copy, schema, order)
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
@@ -204,6 +205,22 @@ def receive(
         own = memory.own(order.run).load() if beside.own else {}
         held = held._replace(values={**values, **own})
     return held
+
+
+def _open(
+    order: Order, whole: Values | None, store: CopyStore, version: str, recipe: Recipe | None
+) -> tuple[PublicCopy, Schema, Recipe]:
+    """Return the copy that an order leads to; that before it is not held any more."""
+    found = None if whole is not None else store.load()
+    if whole is None and found is None:
+        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
+    schema = found[1] if found is not None else Schema.of(whole or {})
+    made = _agree(order, schema, version, recipe)
+    try:
+        copy = _follow(order, whole, None if found is None else found[0], schema, made)
+    except (LostError, WireError) as error:
+        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    return copy, schema, made
 
 
 def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:

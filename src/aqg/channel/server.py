@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aqg.channel.copies import PublicCopy
+from aqg.channel.first import First, choose_way
 from aqg.channel.publishing import Steps, condense, entry_of, measure_change, squared_norm
 from aqg.channel.tensors import (
     Kind,
@@ -54,6 +55,8 @@ _CAUTION = 0.03
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
 
 
+_MOST_SUMMED = 1 << 20
+"""Coordinates of which replies are summed up; of larger models that many are a sample."""
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
@@ -177,17 +180,23 @@ class Channel:
         candidates = [n for n, k in self._kinds.items() if k is Kind.VECTOR]
         if not candidates:
             raise ConfigError("no tensor holds finite numbers that can be compressed")
-        copy = PublicCopy.of(self._values, self.schema, self.schema.bitmap(candidates))
-        self._copy = copy.digested()
+        layout = self.schema.bitmap(candidates)
+        way = choose_way(settings.start, self._values, self.schema, layout)
+        self._first = First.of(way, self._values, self.schema, layout, settings.seed)
+        if self._first is not None:
+            self._values = dict(self._first.values(self._values))
+        self._copy = PublicCopy.of(self._values, self.schema, layout).digested()
         self._given: Values = values
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
         self._log = ModelLog(merges=True)
         self._changed: dict[str, int] = {}  # since which version kept tensors are as they are
-        self._snapshot: tuple[int, bytes] = (0, b"")
+        self._snapshot: tuple[tuple[int, bool], bytes] = (0, False), b""
         self._positions: dict[int, int] = {}
         self._offered: dict[int, int] = {}  # the version since which a node has not replied
+        self._tried: set[int] = set()  # nodes that were sent the first model
+        self._strangers: set[int] = set()  # those who could do nothing with it
         self._informed: dict[int, bytes] = {}  # layouts of orders whose terms nodes have
         self._numbers: dict[int, int] = {}
         self._peers: dict[int, tuple[bytes, Peer]] = {}
@@ -243,7 +252,9 @@ class Channel:
         """Return a node's order, and whether the node needs the whole public copy as well."""
         copy, settings, place = self._copy, self._settings, self._place(node)
         position = self._positions.get(place, 0)
-        is_full = position < self._log.first
+        is_behind = position < self._log.first
+        first = self._from_first(place) if is_behind else b""
+        is_full = is_behind and not first
         specs = self.schema.chosen(copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         stamp = self._peer(place, copy.layout, size, dtype).entry.stamp
@@ -266,13 +277,14 @@ class Channel:
             layout=_layout(self._is_open, copy),
             constants=self._beside(),
             public=copy.digest,
-            log=b"" if position == copy.version else self._entries(place, position, is_full),
-            snapshot=self._whole_snapshot() if is_full else b"",
-            statistics=b"" if is_full else self._kept_since(position),
+            log=b"" if position == copy.version else self._entries(place, position, is_behind),
+            snapshot=self._snapshot_since(first) if is_behind else b"",
+            statistics=b"" if is_behind else self._kept_since(position),
+            first=first,
             noise=self._noise,
             exact=settings.exact,
         )
-        is_informed = not is_full and self._informed.get(place) == order.layout
+        is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
@@ -283,10 +295,10 @@ class Channel:
         """Return the number of a client in the keys of its random draws."""
         return self._numbers.setdefault(place, len(self._numbers))
 
-    def _entries(self, place: int, position: int, is_full: bool) -> bytes:
+    def _entries(self, place: int, position: int, is_behind: bool) -> bytes:
         """Return what leads from a version to this one."""
         copy, log = self._copy, self._log
-        if is_full:
+        if is_behind:
             return encode_log(copy.version, [])
         delivery = log.entries_since(position, lambda: copy.public)
         is_sure = self._offered.setdefault(place, copy.version) == copy.version
@@ -307,13 +319,36 @@ class Channel:
         """Return which tensors beside the vector our own server takes; empty where all."""
         return b""
 
-    def _whole_snapshot(self) -> bytes:
-        """Return what there is of the copy's vector beside the whole model."""
-        copy = self._copy
-        if copy.version > 1 and self._snapshot[0] != copy.version:
-            sent = flatten(self.copied(), self.schema.chosen(copy.layout))
-            self._snapshot = copy.version, encode_snapshot(copy.public, sent)
+    def _snapshot_since(self, first: bytes) -> bytes:
+        """Return what leads from the first model, or from the whole one, to the copy's vector."""
+        copy, key = self._copy, (self._copy.version, bool(first))
+        if copy.version == 1:
+            return b""
+        if self._snapshot[0] != key:
+            sent = self.copied() if self._first is None or not first else self._first.values({})
+            specs = self.schema.chosen(copy.layout)
+            self._snapshot = key, encode_snapshot(copy.public, flatten(sent, specs))
         return self._snapshot[1]
+
+    def _from_first(self, place: int) -> bytes:
+        """Return what a node starts from that holds nothing; empty: it gets the whole model."""
+        if self._first is None or place in self._strangers:
+            return b""
+        copy = self._copy
+        first = self._first.encode(copy.kept, self._changed)
+        is_shorter = len(first) + len(self._snapshot_since(first)) < self.whole_bytes
+        if is_shorter:
+            self._tried.add(place)
+        return first if is_shorter else b""
+
+    def is_new(self, node: int) -> bool:
+        """Tell whether a node has never answered, or has lost what it had."""
+        return self._place(node) not in self._positions
+
+    def is_compact(self, node: int) -> bool:
+        """Tell whether a node that has never answered was sent the first model in few bytes."""
+        place = self._place(node)
+        return place in self._tried - self._strangers and place not in self._positions
 
     def copied(self) -> Values:
         """Return the tensors of the public copy."""
@@ -328,8 +363,11 @@ class Channel:
 
     def forget(self, node: int) -> None:
         """Take note that a node holds nothing."""
+        place = self._place(node)
+        if place in self._tried and place not in self._positions:
+            self._strangers.add(place)
         for noted in (self._positions, self._informed, self._offered):
-            noted.pop(self._place(node), None)
+            noted.pop(place, None)
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
@@ -389,10 +427,8 @@ class Channel:
                 self._num_sent += num_nonzero(taken.message)
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
             total, count = self._sums.get(taken.layout, (None, 0))
-            if total is None:
-                total = np.zeros(taken.update.size, taken.update.dtype)
-            taken.update.add_to(total)
-            self._sums[taken.layout] = total, count + 1
+            sample = taken.update.sample(_MOST_SUMMED)
+            self._sums[taken.layout] = sample if total is None else total + sample, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
             self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
@@ -469,7 +505,7 @@ class Channel:
             copy = copy.with_layout(self.schema, layout)
             self._log = ModelLog(copy.version, merges=True)  # whoever is behind cannot follow
         specs = self.schema.chosen(copy.layout)
-        mean = self._mean_square(copy.layout)
+        mean = self._mean_square(copy.layout, len(copy.vector))
         entry = Entry(copy.version, is_step=False)
         if is_news:
             square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
@@ -536,7 +572,7 @@ class Channel:
         _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
         return num_changed > 0
 
-    def _mean_square(self, layout: bytes) -> float | None:
+    def _mean_square(self, layout: bytes, size: int) -> float | None:
         """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
         total, count = self._sums.pop(layout, (None, 0))
         self._senders = max(1, count)
@@ -544,7 +580,7 @@ class Channel:
         energy, self._energy = self._energy, 0.0
         if total is None:
             return None
-        square = squared_norm(total)
+        square = squared_norm(total) * max(1.0, size / len(total))
         if energy:
             self._budget = self._budget.after(self._recipe.noise, square, energy, count)
         return square / count**2

@@ -207,10 +207,14 @@ class Update:
             return replace(content, levels=levels).values(self.dtype.type)
         return content[start:stop]
 
-    def add_to(self, total: FloatArray) -> None:
-        """Add it to a vector, in place."""
-        for start in range(0, self.size, PIECE):
-            total[start : start + PIECE] += self.part(start, start + PIECE)
+    def sample(self, most: int) -> FloatArray:
+        """Return every value, or of a longer vector every so many-th."""
+        stride = -(-self.size // most) if self.size else 1
+        content = self._content
+        if isinstance(content, Upload):
+            levels = np.ascontiguousarray(content.levels[::stride])
+            return replace(content, levels=levels).values(self.dtype.type)
+        return np.array(content[::stride])
 
     def squared_norm(self) -> float:
         """Return ``‖u‖²``, summed in double precision."""

@@ -130,8 +130,7 @@ def make_downlink(spec: str) -> Downlink:
     >>> make_downlink("condensed:tolerance=0.03")
     Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
-    made: Downlink = make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
-    return made
+    return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
 
 
 def describe_downlink(downlink: Downlink) -> str:

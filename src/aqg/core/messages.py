@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,7 @@ class Skip:
     """
 
     fault: str | None = None
-
-    @property
-    def width(self) -> int:
-        return 0
+    width: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +86,7 @@ class Upload(ByValue):
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
         table = value_table(self.grid, self.width, self.step, dtype)
-        values: FloatArray = table[self.levels]
-        return values
+        return table[self.levels]
 
 
 def _require_kind(what: str, array: NDArray[Any], dtype: type[np.generic]) -> None:
@@ -107,9 +103,7 @@ class DenseUpload(ByValue):
     def __post_init__(self) -> None:
         _require_kind("values", self.dense, np.float32)
 
-    @property
-    def width(self) -> int:
-        return 32
+    width: ClassVar[int] = 32
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -150,8 +144,7 @@ def check_halves(halves: NDArray[np.float16], exponent: int) -> None:
 
 def from_halves(halves: NDArray[np.float16], exponent: int, dtype: type[np.floating]) -> FloatArray:
     """Return ``halves · 2^e``, exact in float32 and float64."""
-    values: FloatArray = halves.astype(dtype) * dtype(math.ldexp(1.0, exponent))
-    return values
+    return halves.astype(dtype) * dtype(math.ldexp(1.0, exponent))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +157,7 @@ class HalfUpload(ByValue):
     def __post_init__(self) -> None:
         check_halves(self.halves, self.exponent)
 
-    @property
-    def width(self) -> int:
-        return 16
+    width: ClassVar[int] = 16
 
     def __len__(self) -> int:
         return len(self.halves)
@@ -206,9 +197,7 @@ class SparseUpload(ByValue):
                 f"{len(self.halves)} values need as many int64"
             )
 
-    @property
-    def width(self) -> int:
-        return 16
+    width: ClassVar[int] = 16
 
     def __len__(self) -> int:
         return self.length
@@ -308,9 +297,7 @@ class BlockUpload(ByValue):
                 f"{len(self.levels)} levels need {expected} float32"
             )
 
-    @property
-    def width(self) -> int:
-        return 8
+    width: ClassVar[int] = 8
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -328,8 +315,7 @@ class BlockUpload(ByValue):
     def values(self, dtype: type[np.floating]) -> FloatArray:
         integers = self.levels.astype(dtype) - dtype(TOP)
         steps = np.repeat(self.steps.astype(dtype), self.block)[: len(integers)]
-        values: FloatArray = integers * steps
-        return values
+        return integers * steps
 
 
 # Vargaftik et al., DRIVE: One-bit Distributed Mean Estimation; EDEN: Communication-Efficient and
@@ -512,8 +498,7 @@ class RotatedUpload(ByValue):
             factors[start : start + length] = scale / length**0.5 / unit
             start += length
         integers *= random_signs(self.seed, len(integers))
-        values: FloatArray = (integers * factors)[: self.length].astype(dtype)
-        return values
+        return (integers * factors)[: self.length].astype(dtype)
 
 
 AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload

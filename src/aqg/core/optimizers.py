@@ -136,8 +136,7 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     >>> make_optimizer("momentum:beta=0.8")
     Momentum(beta=0.8)
     """
-    made: SGD | Momentum | Adam = make_named("optimizer", spec, OPTIMIZERS)
-    return made
+    return make_named("optimizer", spec, OPTIMIZERS)
 
 
 def _require_decay(name: str, value: float) -> None:

@@ -50,13 +50,11 @@ def thresholds(case: Case) -> Float64Array:
         raise ConfigError("the paper's criterion needs the stage StoredErrors in the recipe")
     # T_b uses the errors of width b_max - b + 1: the list of widths, read backwards.
     errors = case.stored_errors + case.innovation.errors
-    result: Float64Array = np.asarray(case.movement)[..., None] + 3.0 * errors[..., ::-1]
-    return result
+    return np.asarray(case.movement)[..., None] + 3.0 * errors[..., ::-1]
 
 
 def _passes(case: Case) -> BoolArray:
-    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
-    return result
+    return case.innovation.quantized_norm[..., None] >= thresholds(case)
 
 
 @dataclass(frozen=True)

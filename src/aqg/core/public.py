@@ -73,14 +73,12 @@ class Public(NamedTuple):
 
     @property
     def parameters(self) -> FloatArray:
-        params: FloatArray = self.track.position[0]
-        return params
+        return self.track.position[0]
 
     @property
     def velocity(self) -> FloatArray:
         """What moves the model in every round, ``(n,)``; ``(0,)`` where nothing does."""
-        velocity: FloatArray = self.track.velocity[0]
-        return velocity
+        return self.track.velocity[0]
 
     @property
     def vectors(self) -> tuple[NDArray[Any], ...]:
@@ -191,8 +189,7 @@ def _multiples(vector: FloatArray, quantum: float) -> IntArray:
     """Return a vector over its quantum; what someone else may send is cut to what a mark takes."""
     with np.errstate(over="ignore", invalid="ignore"):
         multiples = np.nan_to_num(vector.astype(np.float64) / quantum)
-    found: IntArray = multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
-    return found
+    return multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
 
 
 PRIME = (1 << 61) - 1

@@ -136,3 +136,17 @@ def widest_weights(recipe: Recipe) -> tuple[float, ...]:
     """Return ``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to cover."""
     factors = [stage.widest for stage in recipe.stages if isinstance(stage, WiderTolerance)]
     return tuple(max(factors, default=1.0) * weight for weight in recipe.movement.weights)
+
+
+MEMORIES = ("model", "none")
+
+
+def require_memory(memory: str, recipe: Recipe) -> None:
+    """Raise unless clients of a recipe may hold that much between rounds."""
+    if memory not in MEMORIES:
+        raise ConfigError(f"memory is {memory!r}; choose from {', '.join(MEMORIES)}")
+    if memory == "none" and (recipe.memory.keeps_mirror or recipe.keeps_residual):
+        raise ConfigError(
+            "memory is 'none' with a recipe whose clients remember what they sent; use auto with "
+            "local steps or batches, or qsgd"
+        )

@@ -1,6 +1,6 @@
 """A client's round: measure, decide, upload, settle. Written once, over a leading axis of clients.
 
-One client is an axis of length one (`aqg.core.round`); the simulator hands in blocks of many. What
+One client is an axis of length one (`respond`); the simulator hands in blocks of many. What
 differs between them is the `aqg.core.space.Space` in which vectors live.
 
 `compress` takes the clients' vectors through the stages of their recipe, and corrects the clients'
@@ -173,7 +173,7 @@ def describe_fault(vector: FloatArray) -> str:
 
 
 ClientState = Clients
-"""What a client remembers between rounds: `aqg.core.round.Clients` with an axis of length one."""
+"""What a client remembers between rounds: `Clients` with an axis of length one."""
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
@@ -206,21 +206,12 @@ def respond(
 ) -> tuple[ClientState, Message]:
     """Decide what to send of this round's ``gradient``, and encode it.
 
-    Args:
-        recipe: the compressor.
-        state: the client's state before the round.
-        gradient: ``g_m^k``, flat, in the precision of the state.
-        movement: the number that the server broadcast with the model.
-        key: integers (seed, client, round) that make the round's randomness.
-        loss: the client's loss, which some recipes follow.
-        level_factor: how many levels it uses over the average, in recipes that give more of them
-            to clients that count more.
-        noise: the noise that the upload may carry, as the server says.
+    ``key`` are integers (seed, client, round) that make the round's randomness; ``noise`` is what
+    the upload may carry, as the server says; ``level_factor`` is how many levels the client uses
+    over the average, in recipes that give more of them to clients that count more.
 
-    Returns:
-        The state after the round and the message to send. A gradient with NaN, infinity or values
-        beyond any grid gives a `Skip` that says so, and leaves the state as it was (the loss, if
-        it is finite, is noted all the same).
+    A gradient with NaN, infinity or values beyond any grid gives a `Skip` that says so, and leaves
+    the state as it was (the loss, if it is finite, is noted all the same).
     """
     check_gradient(state, gradient)
     seed, client, round_number = key

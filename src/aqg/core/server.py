@@ -11,7 +11,7 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -35,7 +35,7 @@ from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.public import Entry, Public
 from aqg.core.quantizers import TERNARY_WIDTH
 from aqg.core.recipe import Recipe
-from aqg.core.round import check_precision
+from aqg.core.round import Clients, check_precision
 from aqg.core.space import Array, NumpySpace, Space
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
@@ -47,13 +47,14 @@ from aqg.core.track import (
     move_directions,
     next_direction,
 )
-from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
 _NO_NOISE = Budget()
 _FIRST = np.arange(1)
+_PIECE = 1 << 18
 
 
 class Step(NamedTuple):
@@ -347,11 +348,14 @@ def on_grid(
         base = snap(base, quantum)
     if upload.width > TERNARY_WIDTH or power < quantum:
         power = max(power, quantum)
-        levels = np.rint(space.get(vector) * (size / power)).clip(-middle, middle)
-        levels = np.where(upload.levels == middle, 0, levels)
-        if not levels.any():
+        levels, whole = np.empty_like(upload.levels), space.get(vector)
+        for start in range(0, len(levels), _PIECE):
+            piece = slice(start, start + _PIECE)
+            numbers = np.rint(whole[piece] * (size / power)).clip(-middle, middle)
+            levels[piece] = np.where(upload.levels[piece] == middle, 0, numbers) + middle
+        if (levels == middle).all():
             return None
-        upload = replace(upload, levels=(levels + middle).astype(upload.levels.dtype))
+        upload = replace(upload, levels=levels)
     return replace(upload, step=power), quantum, base
 
 
@@ -393,13 +397,11 @@ class ServerState(NamedTuple):
 
     @property
     def parameters(self) -> FloatArray:
-        params: FloatArray = self.model.parameters
-        return params
+        return self.model.parameters
 
     @property
     def averaged(self) -> FloatArray:
-        params: FloatArray = self.model.averaged
-        return params
+        return self.model.averaged
 
     @property
     def public(self) -> Public:
@@ -411,8 +413,7 @@ class ServerState(NamedTuple):
 
     def mirror(self, client: int) -> FloatArray:
         """Return ``ref_m`` of a client, ``(n,)``; ``(0,)`` where the recipe keeps none."""
-        mirror: FloatArray = self.peers[client].track.position[0]
-        return mirror
+        return self.peers[client].track.position[0]
 
 
 def init_server(
@@ -483,7 +484,7 @@ def check_message(model: Model, client: int, message: AnyUpload, weight: float) 
         raise MessageError(
             f"client {client} sent {len(message)} coordinates; the model has {num_params}"
         )
-    if not _is_number(weight):
+    if not is_number(weight):
         raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
     message.validate()
 
@@ -517,13 +518,13 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
 
     The state must have been made for the same optimizer, rule and downlink.
     """
-    if not _is_number(step.size):
+    if not is_number(step.size):
         raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
-    if not (_is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
+    if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
         raise ConfigError(
             f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
         )
-    if not (_is_number(step.sampled) and 0 < step.sampled <= 1):
+    if not (is_number(step.sampled) and 0 < step.sampled <= 1):
         raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
     for name in ("velocity", "rest"):
@@ -542,10 +543,6 @@ def age_weight(age: int) -> float:
     [1.0, 0.5]
     """
     return 1.0 / math.sqrt(1.0 + age)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
 
 
 Value = TypeVar("Value")
@@ -607,3 +604,94 @@ def _replace(node: Any, depth: int, index: int, leaf: tuple[Any]) -> Any:
     place = index // _FANOUT ** (depth - 1) % _FANOUT
     children[place] = _replace(children[place], depth - 1, index, leaf)
     return tuple(children)
+
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_STAGE = "stage/"
+"""What the names of stages' arrays begin with: ``stage/NAME/FIELD``."""
+
+
+def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
+    """Return clients' state as arrays that any array format can hold."""
+    return {
+        "num_params": np.array(state.num_params, np.int64),
+        "mirrors": state.track.position,
+        "directions": state.track.direction,
+        "skipped_rounds": state.skipped_rounds,
+        **{
+            f"{_STAGE}{name}/{field}": table
+            for name, fields in state.stages.items()
+            for field, table in fields.items()
+        },
+    }
+
+
+def clients_from_arrays(arrays: Arrays) -> Clients:
+    stages: dict[str, dict[str, NDArray[Any]]] = {}
+    for key, table in arrays.items():
+        if key.startswith(_STAGE):
+            name, field = key.removeprefix(_STAGE).split("/")
+            stages.setdefault(name, {})[field] = np.array(table)
+    mirrors = np.array(arrays["mirrors"])
+    directions = np.array(arrays["directions"])
+    track = Track(mirrors, np.zeros((len(mirrors), 0)), directions, np.asarray(mirrors.any(axis=1)))
+    skipped_rounds = np.array(arrays["skipped_rounds"])
+    return Clients(int(arrays["num_params"]), track, skipped_rounds, stages)
+
+
+def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
+    return {
+        "round": np.array(model.round, np.int64),
+        "parameters": model.parameters,
+        "total": model.total,
+        "history": np.array(model.history, np.float64),
+        "momentum": model.optimizer.momentum,
+        "variance": model.optimizer.variance,
+        "velocity": model.velocity,
+        "velocity_direction": model.direction,
+        "rest": model.rest,
+        "quantum": np.array(model.quantum),
+        "gap": np.array(model.gap),
+        "is_moved": np.array(model.is_moved),
+        "num_sent": np.array(model.num_sent, np.int64),
+        "budget": np.array([*model.budget, model.upload_energy]),
+        **({} if model.step is None else _step_to_arrays(model.step)),
+    }
+
+
+def model_from_arrays(arrays: Arrays) -> Model:
+    *budget, upload_energy = arrays["budget"].tolist()
+    return Model(
+        round=int(arrays["round"]),
+        parameters=np.array(arrays["parameters"]),
+        velocity=np.array(arrays["velocity"]),
+        direction=np.array(arrays["velocity_direction"]),
+        total=np.array(arrays["total"]),
+        history=tuple(arrays["history"].tolist()),
+        optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
+        rest=np.array(arrays["rest"]),
+        quantum=float(arrays["quantum"]),
+        gap=float(arrays["gap"]),
+        is_moved=bool(arrays["is_moved"]),
+        step=_step_from_arrays(arrays) if "step_start" in arrays else None,
+        num_sent=int(arrays["num_sent"]),
+        budget=Budget(*budget),
+        upload_energy=upload_energy,
+    )
+
+
+_STEP_VECTORS = ("start", "mean")
+
+
+def _step_to_arrays(state: StepState) -> dict[str, NDArray[Any]]:
+    numbers = [number for name, number in state._asdict().items() if name not in _STEP_VECTORS]
+    vectors = {f"step_{name}": getattr(state, name) for name in _STEP_VECTORS}
+    return {**vectors, "step_numbers": np.array(numbers, np.float64)}
+
+
+def _step_from_arrays(arrays: Arrays) -> StepState:
+    vectors: dict[str, Any] = {n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS}
+    names = [name for name in StepState._fields if name not in _STEP_VECTORS]
+    numbers = arrays["step_numbers"].tolist()
+    return StepState(**vectors, **dict(zip(names, numbers, strict=True)))

@@ -215,20 +215,13 @@ class NumpySpace:
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
         """Apply a function to items of so many values in all, on several threads where it pays."""
-        return map_messages(function, items, num_values)
+        if num_values < _THREAD_LENGTH:
+            return [function(item) for item in items]
+        return map_threads(function, items, num_threads())
 
 
 Space = NumpySpace
 """A space of any kind: all are made from this one."""
-
-
-def map_messages(
-    function: Callable[[Item], Result], items: Sequence[Item], num_values: int
-) -> list[Result]:
-    """Apply a function that makes or reads messages of so many values in all."""
-    if num_values < _THREAD_LENGTH:
-        return [function(item) for item in items]
-    return map_threads(function, items, num_threads())
 
 
 def as_index(clients: IntArray) -> slice | IntArray:

@@ -349,8 +349,7 @@ def level_factors(weights: Float64Array) -> Float64Array | None:
     if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
         return None
     powers = weights ** (2 / 3)
-    factors: Float64Array = powers * math.sqrt(powers.sum() / np.square(weights).sum())
-    return factors
+    return powers * math.sqrt(powers.sum() / np.square(weights).sum())
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 With local training, the server's natural step is that of federated averaging, which makes the mean
 of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
-Friend, ICML 2023). All of it is made from the model and the
-server's updates, and is the server's own affair.
+Friend, ICML 2023). All of it is made from the model and the server's updates.
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
 going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
@@ -165,8 +164,7 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     >>> make_step("dog:first=0.1").first
     0.1
     """
-    made: Fixed | DistanceOverGradients = make_named("step", spec, STEPS, also=(AUTO,))
-    return made
+    return make_named("step", spec, STEPS, also=(AUTO,))
 
 
 def resolve_step(

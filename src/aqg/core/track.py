@@ -167,8 +167,7 @@ def correct(
             advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
             noise=terms.noise,
         )
-        upload: AnyUpload = recipe.quantizer.quantize(chosen[index], request)
-        return upload
+        return recipe.quantizer.quantize(chosen[index], request)
 
     return space.map(encode, range(len(senders)), len(senders) * chosen[0].size), gaps
 
@@ -240,8 +239,7 @@ def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
     if memory is Memory.LATEST:
         return part.values(dtype)
     if not isinstance(part, Upload):
-        total: FloatArray = position + part.values(dtype)
-        return total
+        return position + part.values(dtype)
     return add_levels(position, part.levels, value_table(part.grid, part.width, part.step, dtype))
 
 

@@ -1,5 +1,6 @@
 """Names for the arrays that travel through the package."""
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +18,11 @@ Levels = NDArray[np.unsignedinteger[Any]]
 
 def is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Tell whether this is a number that is finite."""
+    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
 
 
 class ByValue:

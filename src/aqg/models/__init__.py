@@ -102,5 +102,4 @@ def _built_in(spec: str, shape: DataShape) -> nn.Module:
         "resnet8": nets.make_resnet8,
         "transformer": nets.make_transformer,
     }
-    module: nn.Module = make_named("model", spec, makers, shape)
-    return module
+    return make_named("model", spec, makers, shape)

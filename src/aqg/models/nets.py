@@ -149,8 +149,7 @@ class Transformer(nn.Module):
         hidden = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        return self.head(self.norm(hidden))
 
 
 class AttentionBlock(nn.Module):
@@ -173,8 +172,7 @@ class AttentionBlock(nn.Module):
         query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for p in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.dropout(self.projection(mixed.transpose(-3, -2).flatten(-2)))
-        result: Tensor = hidden + self.dropout(self.perceptron(self.norm2(hidden)))
-        return result
+        return hidden + self.dropout(self.perceptron(self.norm2(hidden)))
 
 
 def make_transformer(

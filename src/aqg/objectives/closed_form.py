@@ -210,8 +210,7 @@ def narrow_outputs(inputs: FloatArray, weight: FloatArray) -> FloatArray:
     """
     torch = _library_for(inputs, weight.shape[-1])
     if torch is None:
-        outputs: FloatArray = weight.swapaxes(-1, -2) @ inputs.swapaxes(-1, -2)
-        return outputs
+        return weight.swapaxes(-1, -2) @ inputs.swapaxes(-1, -2)
     *clients, num_samples, _ = inputs.shape
     outputs = np.empty((*clients, weight.shape[-1], num_samples), inputs.dtype)
     for client in np.ndindex(*clients):

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Message, Skip
 from aqg.core.optimizers import ServerOptimizer
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import Entry, Public, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.server import Peer as Client
@@ -29,6 +28,8 @@ from aqg.core.server import (
     Step,
     forget,
     init_server,
+    model_from_arrays,
+    model_to_arrays,
     publish_round,
     take_message,
 )

@@ -53,7 +53,7 @@ class _Fields:
 
     def to_fields(self) -> dict[str, Field]:
         """Return names and values."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every user is a dataclass
+        return asdict(self)  # type: ignore[call-overload]  # every user is a dataclass
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Self:
@@ -107,6 +107,9 @@ class Order(_Fields):
     noise: float = 1.0  # the scalar of `aqg.core.messages.Broadcast`
     # whether updates are gradients over all of a client's samples, without noise
     exact: bool = False
+    # what a client starts from that holds nothing (`aqg.channel.first`); empty where it holds a
+    # model, or receives it as a whole
+    first: bytes = b""
 
     def __post_init__(self) -> None:
         _require_state("digest", self.digest)
@@ -240,7 +243,7 @@ _FORMS: dict[type[Any], _Form] = {
     Order: _form(
         *(Order, 0x83, 0x84, "log"),
         *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
-        "snapshot",
+        *("snapshot", "first"),
     ),
     Reply: _form(
         *(Reply, 0x92, 0x93, "frame"),

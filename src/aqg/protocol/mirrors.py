@@ -254,8 +254,7 @@ def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> 
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.track.position
     if recipe.memory.keeps_mirror:
-        update: FloatArray = mirror[0]
-        return update
+        return mirror[0]
     if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
     return message.values(mirror.dtype.type)

@@ -14,15 +14,16 @@ import shutil
 import time
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.core.public import Public
+from aqg.core.server import clients_from_arrays, clients_to_arrays
 from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
@@ -32,18 +33,28 @@ from aqg.protocol.mirrors import ClientMirror, Snapshot
 Vector = NDArray[Any]
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on disk when this returns."""
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes another's place, whole or not at all, and is on disk then."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns, and so is its name."""
+    with _replacing(path) as file:
+        file.write(content)
+    try:
+        sync_directory(path.parent)
+    except OSError as error:
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
@@ -61,16 +72,8 @@ def sync_directory(path: Path) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
     """Save named arrays, whole or not at all, without a copy of them in memory."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    with _replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def read_arrays(path: Path) -> dict[str, Vector]:

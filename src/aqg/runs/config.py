@@ -21,7 +21,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
-from aqg.data.files import Facts, peek
+from aqg.data.datasets import Facts, peek
 from aqg.errors import ConfigError
 from aqg.models import is_module
 from aqg.runs.directory import read_toml
@@ -152,6 +152,7 @@ class RunConfig(RunSettings):
             resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
             make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
+            self.memory,
         )
 
     def _local(self) -> LocalTraining:

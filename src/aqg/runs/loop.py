@@ -168,7 +168,7 @@ def _run(
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
-    meter = Meter(problem.start_bytes, simulation.training.downlink)
+    meter = Meter(problem.start_bytes, simulation.training)
     for line in lines:
         meter.replay(line.record)
         progress.add(line.record)

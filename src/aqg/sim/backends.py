@@ -200,8 +200,7 @@ def join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return array.__array_interface__["data"][0]
 
 
 PIECE_LENGTH = 512

@@ -55,9 +55,12 @@ def initial_log(num_clients: int) -> LogState:
 class Downloads:
     """The log of a simulation, and how far each client has read it."""
 
-    def __init__(self, start: FloatArray, state: LogState, merges: bool) -> None:
+    def __init__(
+        self, start: FloatArray, state: LogState, merges: bool, forgets: bool = False
+    ) -> None:
         self.start = start
         self.merges = merges
+        self.forgets = forgets  # whether clients hold nothing but the first model, each time anew
         self.load(state)
 
     def load(self, state: LogState) -> None:
@@ -95,7 +98,7 @@ class Downloads:
         ``public`` returns the public model as it is, for a snapshot.
         """
         log = self.log
-        now, is_everyone = log.round, len(present) == len(self._positions)
+        now, is_everyone = log.round, len(present) == len(self._positions) and not self.forgets
         if is_everyone and self._shared == now - 1 >= log.first:
             self._shared = now
             return [(present, log_overhead(now - 1, 1)), (present, log.entries[-1])]
@@ -108,7 +111,7 @@ class Downloads:
                 continue
             delivery = log.deliver(position, lambda: self._snapshot_size(public), public)
             frames.append((clients, delivery.num_bytes))
-        self.positions[present] = now
+        self._note(present)
         self._shared = now if is_everyone else None
         return frames
 
@@ -122,8 +125,12 @@ class Downloads:
                 held, lambda: encode_snapshot(public, self.start), lambda: public
             )
         plan = {client: found[int(self.positions[client])] for client in present.tolist()}
-        self.positions[present] = self.log.round
+        self._note(present)
         return plan
+
+    def _note(self, present: IntArray) -> None:
+        if not self.forgets:
+            self.positions[present] = self.log.round
 
     def follow(self, held: Public, delivery: Delivery, recipe: Recipe) -> Public:
         """Return what a client holds after a delivery; a restored one holds the model already."""
@@ -141,8 +148,10 @@ class Downloads:
             self.log.cut(self._shared)
 
 
-def make_downloads(problem: Problem, recipe: Recipe, downlink: Downlink) -> Downloads | None:
+def make_downloads(
+    problem: Problem, recipe: Recipe, downlink: Downlink, forgets: bool
+) -> Downloads | None:
     if isinstance(downlink, Full):
         return None
     log = initial_log(problem.num_clients)
-    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink))
+    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink), forgets)

@@ -85,6 +85,7 @@ class FastSimulation:
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1 and late is None
         num_at_work = self.training.num_sampled(count)
+        self.training.check_memory(recipe, self.statistics.are_averaged)
         check_late(late, recipe, num_at_work, self.statistics.are_averaged)
         self._replies = None if late is None else Replies(late, problem, seed)
         self.backend: Backend = make_backend(problem, device)
@@ -98,7 +99,8 @@ class FastSimulation:
         self._model = _model_in(self.backend.put, state.model)
         if state.log is not None:
             merges = lies_on_grid(self.recipe, self._step.downlink)
-            self._downloads = Downloads(self.problem.initial_params, state.log, merges)
+            start, forgets = self.problem.initial_params, self.training.memory == "none"
+            self._downloads = Downloads(start, state.log, merges, forgets)
         if self._replies is not None and state.late is not None:
             self._replies.load(state.late)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
@@ -111,14 +113,12 @@ class FastSimulation:
     @property
     def parameters(self) -> FloatArray:
         """The current model."""
-        params: FloatArray = self.backend.get(self._model.parameters)
-        return params
+        return self.backend.get(self._model.parameters)
 
     @property
     def averaged(self) -> FloatArray:
         """The mean of the models so far, where the step's rule keeps one; else the model."""
-        params: FloatArray = self.backend.get(self._model.averaged)
-        return params
+        return self.backend.get(self._model.averaged)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""

@@ -78,8 +78,7 @@ class Speeds:
         if not self.jitter:
             return times
         random = np.random.default_rng([seed, _JITTER, number])
-        varied: Float64Array = times * np.exp(self.jitter * random.normal(size=len(times)))
-        return varied
+        return times * np.exp(self.jitter * random.normal(size=len(times)))
 
 
 def _equal(*, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
@@ -113,8 +112,7 @@ class Outages:
     def of_round(self, number: int, num_clients: int, seed: int) -> Float64Array:
         random = np.random.default_rng([seed, _OUTAGES, number])
         is_held_up = random.random(num_clients) < self.chance
-        delays: Float64Array = is_held_up * random.exponential(self.seconds, num_clients)
-        return delays
+        return is_held_up * random.exponential(self.seconds, num_clients)
 
 
 OUTAGES = {"random": Outages}
@@ -229,8 +227,7 @@ class Replies:
     @property
     def at_work(self) -> BoolArray:
         """Who has not replied yet, ``(M,)``."""
-        busy: BoolArray = self._rounds > 0
-        return busy
+        return self._rounds > 0
 
     def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:
         """Let clients begin; their replies come after download, training, outage and upload."""

@@ -165,8 +165,7 @@ class Problem:
             return ()
         if self.metrics is None:
             return default_metrics(self.test.labels)
-        chosen: tuple[Metric, ...] = self.metrics
-        return chosen
+        return self.metrics
 
     def measure(self, params: FloatArray) -> dict[str, float]:
         """Return the metrics of a model on the test set, by name.

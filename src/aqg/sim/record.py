@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aqg.core.messages import AnyUpload, Skip, Upload
-from aqg.core.space import Space, map_messages
+from aqg.core.space import Space
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, IntArray
 from aqg.protocol.log import Content, length
@@ -104,7 +104,7 @@ def frame_sizes(
     def size(index: int) -> int:
         return encoded_size(uploads[index], known=contexts[index])
 
-    return map_messages(size, range(len(uploads)), sum(map(len, uploads)))
+    return space.map(size, range(len(uploads)), sum(map(len, uploads)))
 
 
 def make_record(

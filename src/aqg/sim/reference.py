@@ -42,6 +42,7 @@ class ReferenceSimulation:
         self.recipe = recipe = recipe.for_updates(self.training.local.sees_all_samples)
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
+        self.training.check_memory(recipe, self.statistics.are_averaged)
         self.problem = problem = self.statistics.problem
         self.num_clients, self.start = problem.num_clients, problem.initial_params
         factors = level_factors(self.weights)
@@ -51,7 +52,8 @@ class ReferenceSimulation:
         self.clients = [init_client(recipe, len(self.start), problem.dtype)] * self.num_clients
         self.models = [init_public(recipe, self.start)] * self.num_clients  # what each client holds
         self.replies = make_replies(self.training, recipe, problem, seed, self.statistics)
-        self.downloads = make_downloads(problem, recipe, self.training.downlink)
+        forgets = self.training.memory == "none"
+        self.downloads = make_downloads(problem, recipe, self.training.downlink, forgets)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
@@ -96,7 +98,8 @@ class ReferenceSimulation:
         news = server.broadcast(self.recipe, self.server)
         if delivery is None or self.downloads is None:
             return news, full_download_bytes(news.parameters)
-        self.models[m] = held = self.downloads.follow(self.models[m], delivery, self.recipe)
+        held = self.downloads.follow(self.models[m], delivery, self.recipe)
+        self.models[m] = self.models[m] if self.downloads.forgets else held
         movement = self.recipe.movement.of(held.history)
         return Broadcast(held.round, held.parameters, movement, news.noise), delivery.num_bytes
 
@@ -140,5 +143,6 @@ class ReferenceSimulation:
         self.replies.load(state.late)
         if self.downloads is not None and state.log is not None:
             self.downloads.load(state.log)
-            self.models = [self.server.public] * self.num_clients
+            if not self.downloads.forgets:
+                self.models = [self.server.public] * self.num_clients
         self.statistics.load(state.statistics)

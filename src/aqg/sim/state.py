@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.downlink import Full
-from aqg.core.persistence import (
+from aqg.core.recipe import Recipe
+from aqg.core.round import Clients, init_clients
+from aqg.core.server import (
+    Model,
     clients_from_arrays,
     clients_to_arrays,
+    init_model,
     model_from_arrays,
     model_to_arrays,
 )
-from aqg.core.recipe import Recipe
-from aqg.core.round import Clients, init_clients
-from aqg.core.server import Model, init_model
 from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log

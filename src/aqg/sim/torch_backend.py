@@ -73,8 +73,7 @@ class TorchBackend(NumpySpace):
                     for m in clients
                 ]
             )
-        result: Float64Array = self.get(losses.double())
-        return result
+        return self.get(losses.double())
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
         if self._stack is not None:
@@ -140,8 +139,7 @@ class TorchBackend(NumpySpace):
         return table[torch.as_tensor(index, device=self.device)]
 
     def rows(self, table: Tensor, clients: IntArray) -> Sequence[FloatArray]:
-        rows: Sequence[FloatArray] = self.get(self.take(table, clients))
-        return rows
+        return self.get(self.take(table, clients))
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
         table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
@@ -154,8 +152,7 @@ class TorchBackend(NumpySpace):
         return rows.clone() if is_shared else rows
 
     def usable(self, vectors: Tensor) -> BoolArray:
-        usable: BoolArray = self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
-        return usable
+        return self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray

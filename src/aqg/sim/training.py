@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.recipe import Recipe, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, IntArray
@@ -222,8 +223,7 @@ class BernoulliDropout:
         if self.rate == 0.0:
             return np.zeros(num_clients, np.bool_)
         generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
-        away: BoolArray = generator.random(num_clients) < self.rate
-        return away
+        return generator.random(num_clients) < self.rate
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,8 @@ class Training:
             found from round to round with that as the natural one.
         late: what time replies take, and for how many of them a round waits; None: time is not
             simulated, and rounds wait for all.
+        memory: what clients hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it.
     """
 
     local: LocalTraining = field(default_factory=LocalTraining)
@@ -297,6 +299,7 @@ class Training:
     downlink: Downlink = field(default_factory=Full)
     step: StepRule = field(default_factory=Fixed)
     late: Late | None = None
+    memory: str = "model"
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
@@ -313,6 +316,15 @@ class Training:
             dropout_rate = 0.0
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
+    def check_memory(self, recipe: Recipe, averages_statistics: bool) -> None:
+        """Raise where clients that hold nothing between rounds would have to."""
+        require_memory(self.memory, recipe)
+        if self.memory == "none" and averages_statistics:
+            raise ConfigError(
+                f"memory is {self.memory!r} with a module whose running statistics the server "
+                "averages, and of which clients are told the changes; use another normalization"
+            )
+
     @property
     def waits_for_some(self) -> bool:
         return self.late is not None and self.late.buffer_size is not None
@@ -322,8 +334,7 @@ class Training:
         if self.weighting == "equal":
             return np.ones(problem.num_clients)
         sizes = np.array([len(samples.labels) for samples in problem.clients], np.float64)
-        weights: Float64Array = sizes / sizes.mean()
-        return weights
+        return sizes / sizes.mean()
 
     def num_sampled(self, num_clients: int) -> int:
         """Return how many of ``M`` clients the server asks in a round, or has at work at a time.

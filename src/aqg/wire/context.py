@@ -428,8 +428,7 @@ def _initial_estimates() -> NDArray[np.int32]:
 def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return estimates with these log-odds, as sure of them as after two decisions."""
     p = np.take(LOGISTIC.astype(np.int64), odds.clip(-1000, 1000) + ODDS_LIMIT)
-    estimates: NDArray[np.int64] = p << 12 | 2
-    return estimates
+    return p << 12 | 2
 
 
 INITIAL_ESTIMATES = _initial_estimates()

@@ -3,7 +3,6 @@
 ``docs/reference/frame-format.md`` describes each byte.
 """
 
-import enum
 import struct
 import zlib
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from aqg.core.types import FloatArray, Levels, is_whole
 from aqg.errors import MessageError, WireError
 from aqg.wire import context, payloads
 from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.payloads import Mode
 from aqg.wire.sections import (
     BYTES,
     decode_planes,
@@ -34,25 +34,6 @@ VERSION = 1
 CRC_BYTES = 4
 UPLOAD_HEAD_BYTES = 4
 MIDTREAD_BIT = 0x10
-
-
-class Mode(enum.IntEnum):
-    """How the payload is written. Modes 6, 7 are kept for levels, 16..31 for other messages."""
-
-    SKIP = 0
-    RAW = 1
-    CODED = 2
-    CONTEXT = 3
-    HINTED = 4
-    GAPS = 5
-    DENSE = 8
-    DENSE_CODED = 9
-    HALF = payloads.HALF
-    SPARSE = payloads.SPARSE
-    BLOCKS = payloads.BLOCKS
-    ROTATED = payloads.ROTATED
-    BUCKETS = payloads.BUCKETS
-    TURNED = payloads.TURNED
 
 
 class Known(NamedTuple):
@@ -108,8 +89,7 @@ def encode(
         if isinstance(message, DenseUpload):
             mode, payload = _encode_dense(message, threads)
         else:
-            number, payload = payloads.encode_other(message, threads)
-            mode = Mode(number)
+            mode, payload = payloads.encode_other(message, threads)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
     checksum = zlib.crc32(body) ^ (_hints_checksum(hints) if mode is Mode.HINTED else 0)

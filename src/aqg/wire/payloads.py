@@ -7,6 +7,7 @@ Rice code, needs about a tenth of a bit per place more, without a table to learn
 symbols. ``docs/reference/frame-format.md`` describes each byte.
 """
 
+import enum
 import struct
 
 import numpy as np
@@ -34,8 +35,27 @@ from aqg.wire.bitpack import pack, unpack
 from aqg.wire.sections import BLOCKED_LENGTH, BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_part, read_varint, write_varint
 
+
+class Mode(enum.IntEnum):
+    """How the payload is written. Modes 6, 7 are kept for levels, 16..31 for other messages."""
+
+    SKIP = 0
+    RAW = 1
+    CODED = 2
+    CONTEXT = 3
+    HINTED = 4
+    GAPS = 5
+    DENSE = 8
+    DENSE_CODED = 9
+    HALF = 10
+    SPARSE = 11
+    BLOCKS = 12
+    ROTATED = 13
+    BUCKETS = 14
+    TURNED = 15
+
+
 Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload
-HALF, SPARSE, BLOCKS, ROTATED, BUCKETS, TURNED = 10, 11, 12, 13, 14, 15
 SIGNS = Alphabet(width=2, size=3)
 MAGNITUDES = [BYTES, Alphabet(width=7, size=128)]
 BLOCK_LEVELS = Alphabet(width=8, size=2 * TOP + 1)
@@ -45,17 +65,17 @@ SEED_BYTES = 4
 SCALE_BYTES = 4
 
 
-def encode_other(upload: Other, threads: int | None) -> tuple[int, bytes]:
+def encode_other(upload: Other, threads: int | None) -> tuple[Mode, bytes]:
     threads = _useful_threads(len(upload), threads)
     if isinstance(upload, HalfUpload):
-        return HALF, _encode_half(upload, threads)
+        return Mode.HALF, _encode_half(upload, threads)
     if isinstance(upload, SparseUpload):
-        return SPARSE, _encode_sparse(upload, threads)
+        return Mode.SPARSE, _encode_sparse(upload, threads)
     if isinstance(upload, RotatedUpload):
-        return (ROTATED if upload.width == 1 else TURNED), _encode_rotated(upload)
+        return (Mode.ROTATED if upload.width == 1 else Mode.TURNED), _encode_rotated(upload)
     if upload.block == BLOCK:
-        return BLOCKS, _encode_blocks(upload, threads)
-    return BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
+        return Mode.BLOCKS, _encode_blocks(upload, threads)
+    return Mode.BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
 
 
 def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: int | None) -> Other:
@@ -64,18 +84,18 @@ def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: in
     Memory is taken in proportion to ``length`` only.
     """
     threads = _useful_threads(length, threads)
-    if mode == HALF:
+    if mode == Mode.HALF:
         return _decode_half(payload, length, threads)
-    if mode == SPARSE:
+    if mode == Mode.SPARSE:
         return _decode_sparse(payload, length, threads)
-    if mode == BLOCKS:
+    if mode == Mode.BLOCKS:
         return _decode_blocks(payload, length, threads, BLOCK)
-    if mode == BUCKETS:
+    if mode == Mode.BUCKETS:
         block, start = read_varint(payload, 0)
         if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
             raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
         return _decode_blocks(payload[start:], length, threads, block)
-    if mode == ROTATED:
+    if mode == Mode.ROTATED:
         return _decode_rotated(payload, length, width=1)
     width = int(payload[0]) if len(payload) else 0
     if width not in WIDTHS or width == 1:

@@ -16,6 +16,7 @@ from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import WireError
 from aqg.wire import frame
+from aqg.wire.payloads import Mode
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_part, read_varint, read_zigzag, write_varint, write_zigzag
 
@@ -27,7 +28,7 @@ _MANTISSA = 53
 _EXPONENTS = range(-1200, 1201)
 _BLOCK = 1 << 18
 """Values that are decoded together."""
-_PLACES_MODES = (frame.Mode.RAW, frame.Mode.CODED, frame.Mode.CONTEXT, frame.Mode.GAPS)
+_PLACES_MODES = (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS)
 
 
 class _Difference(NamedTuple):
@@ -72,7 +73,7 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None 
     if mode not in _PLACES_MODES:
         raise WireError(f"the places of a vector are coded in mode {mode}, which holds none")
     payload, rest = read_part(data, 2, "the places claim")
-    levels = frame.decode_levels(frame.Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
+    levels = frame.decode_levels(Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
     if len(levels) and int(levels.max()) > 2:
         raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
     count = int(np.count_nonzero(levels != 1))

@@ -540,7 +540,7 @@ def _draw_panel(
     axis.spines[["top", "right"]].set_visible(False)
     if never:
         names = textwrap.fill("not reached: " + ", ".join(never), 44)
-        axis.text(0.02, 0.98, names, transform=axis.transAxes, fontsize=7, va="top")
+        axis.text(0.02, 0.08, names, transform=axis.transAxes, fontsize=7, va="bottom")
 
 
 def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
