@@ -27,6 +27,8 @@ from aqg.sim.problem import Problem
 
 Array = Any
 """A NumPy array or a torch tensor."""
+Keys = Sequence[Sequence[int]]
+"""Integers (seed, client, round) for each client."""
 
 _BATCHES = 0xBA7C
 """Keeps the batches apart from other random numbers of the same seed."""
@@ -121,7 +123,7 @@ class LocalTraining:
         labels: Array,  # their labels, ``(N,)``
         starts: Sequence[int],  # where each client's samples begin
         sizes: Sequence[int],  # how many each has
-        keys: Sequence[Sequence[int]],  # integers (seed, client, round) for each
+        keys: Keys,  # integers (seed, client, round) for each
     ) -> tuple[Array, Array]:
         """Let many clients take each step together; up to rounding, the same as `update` for each.
 
@@ -157,7 +159,7 @@ class LocalTraining:
         objective: ClosedForm,
         starts: Sequence[int],
         sizes: Sequence[int],
-        keys: Sequence[Sequence[int]],
+        keys: Keys,
         num_steps: Sequence[int],
     ) -> tuple[IntArray, Float64Array]:
         batch_size = min(self.batch_size or max(sizes), max(sizes))
