@@ -52,12 +52,8 @@ class LocalTraining:
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        counts = {
-            "batch_size": self.batch_size,
-            "local_steps": self.steps,
-            "local_epochs": self.epochs,
-        }
-        for name, count in counts.items():
+        counts = (self.batch_size, self.steps, self.epochs)
+        for name, count in zip(("batch_size", "local_steps", "local_epochs"), counts, strict=True):
             if count is not None and count < 1:
                 raise ConfigError(f"{name} is {count}; it must be at least 1")
         if self.epochs is not None and self.steps != 1:
