@@ -2,7 +2,10 @@
 
 import argparse
 import difflib
+import gzip
 import io
+import json
+import logging
 import re
 import sys
 import tomllib
@@ -86,3 +89,32 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
     assert up < whole / 20
     assert down < whole / 2  # each node receives the whole of it once
     assert accuracy > 0.25  # from 0.11, in four rounds
+
+
+def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
+    """The whole benchmark, with a small model and invented plays."""
+    pytest.importorskip("torch")
+    from benchmarks import flowertune
+
+    roles = {f"play__{k}": ["to be or not to be, that is the question " * 20] for k in range(22)}
+    (tmp_path / "shakespeare").mkdir()
+    with gzip.open(tmp_path / "shakespeare" / "roles.json.gz", "wt") as file:
+        json.dump(roles, file)
+    out = tmp_path / "flowertune.md"
+    small = ["--rounds", "12", "--base-steps", "1", "--width", "64", "--layers", "1"]
+    monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("AQG_STATE_DIR", "")
+    monkeypatch.setattr(sys, "argv", ["flowertune.py", *small, "--out", str(out)])
+    try:
+        flowertune.main()
+    finally:
+        logging.disable(logging.NOTSET)
+    rows = [line.split("|") for line in out.read_text().splitlines() if " MB | " in line]
+    (up, down, first), (own_up, own_down, own_first) = (
+        [float(cell.split()[0]) for cell in row[3:6]] for row in rows
+    )
+    whole = 4 * 4 * 64 * 32 / 2**20  # four matrices of 32-bit numbers
+    assert up == pytest.approx(2 * 12 * whole, rel=0.1)
+    assert down == pytest.approx(up, rel=0.1)
+    assert own_up < up / 10
+    assert own_down - own_first < (down - first) / 5

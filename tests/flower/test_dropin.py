@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections import Counter
 
@@ -32,12 +31,6 @@ from tests.flower.small_app import (
     make_app,
 )
 from tests.problems import soak
-
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path, monkeypatch):
-    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
-    random.seed(0)  # strategies shuffle nodes
 
 
 class Grid(MemoryGrid):

@@ -14,7 +14,6 @@ from aqg.flower import Compressed, aqg_mod
 
 from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, TARGETS, app_of, distance, make_app
 from tests.flower.test_dropin import FLOOR, everyone, make_grid, run, unevaluated
-from tests.flower.test_dropin import _own_state as _own_state
 
 ODD = 101
 """The node that misbehaves, client 1."""

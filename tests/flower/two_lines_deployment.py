@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 APP = Path(__file__).parent / "dropin_app"
 BIN = Path(sys.executable).parent
-HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 240
+HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 300
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER: processes whose parents have ended become children of this one."""
 
@@ -150,7 +150,7 @@ def end_children() -> None:
 
 def wait_for(port: int) -> None:
     """Wait until somebody listens."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:

@@ -82,7 +82,7 @@ def test_reports_and_pictures_have_them(finished):
     found = read_run(directory, "lean")
     assert set(found.metrics) == {"mse", "r2", "largest_error"}
     assert "test_mse" not in found.extras
-    assert result_of(found).metrics["mse"] == result.summary.metrics["mse"]
+    assert result_of(found)["metrics"]["mse"] == result.summary.metrics["mse"]
     header = curves_csv([found]).splitlines()[0]
     assert header.endswith("residual,mse,r2,largest_error")
     assert "largest_error" in summary_csv([found]).splitlines()[0]

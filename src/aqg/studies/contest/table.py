@@ -469,8 +469,8 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
         _draw_panel(axis, task, [cell for cell in shown if cell.task == task], looks)
     handles: dict[str, Any] = {}
     for axis in panels:
-        found: Any = axis.get_legend_handles_labels()
-        for artist, name in zip(*found, strict=True):
+        legend: Any = axis.get_legend_handles_labels()
+        for artist, name in zip(*legend, strict=True):
             if name not in handles or artist.get_markerfacecolor() != _OPEN:
                 handles[name] = artist
     order = [name for name in comparison.recipes if name in handles]
@@ -540,7 +540,7 @@ def _draw_panel(
     axis.spines[["top", "right"]].set_visible(False)
     if never:
         names = textwrap.fill("not reached: " + ", ".join(never), 44)
-        axis.text(0.02, 0.98, names, transform=axis.transAxes, fontsize=7, va="top")
+        axis.text(0.02, 0.08, names, transform=axis.transAxes, fontsize=7, va="bottom")
 
 
 def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
