@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +33,6 @@ POLICIES = ("average", "local", "frozen")
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 """How the buffers of normalization layers are called, where there is no module to look at."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-Patterns: TypeAlias = str | Sequence[str] | None
-"""Names such as ``"*.lora_*"``."""
 
 
 class Buffers(NamedTuple):
@@ -74,8 +70,8 @@ class ModelLayout:
         cls,
         module: nn.Module,
         *,
-        include: Patterns = None,
-        exclude: Patterns = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
         statistics: str = "average",
     ) -> Self:
         """Describe a module.
@@ -133,8 +129,8 @@ class ModelLayout:
     def of_arrays(
         cls,
         rows: Iterable[tuple[str, Sequence[int], str]],
-        include: Patterns = None,
-        exclude: Patterns = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
         statistics: str = "average",
     ) -> Self:
         """Describe a model that is given as names, shapes and dtypes of NumPy arrays.
@@ -276,7 +272,7 @@ class ModelLayout:
         write_tensors(module, self.counters, buffers.counts)
 
 
-def _patterns(given: Patterns) -> tuple[str, ...]:
+def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
     return (given,) if isinstance(given, str) else tuple(given)
