@@ -130,7 +130,7 @@ class SteppingChannel(Channel):
         """Return what is sent now."""
         if is_train:
             self._replies = {}
-        return Phase(self, False, self.copied(), self._copy)
+        return Phase(self, False, self._named(dict(self.copied())), self._copy)
 
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read; it counts in the next step."""
@@ -153,10 +153,6 @@ class SteppingChannel(Channel):
         """Go on with other weights of clients."""
         if not np.array_equal(weights, self.book.weights):
             self.book.reweigh(weights)
-
-    def copied(self) -> dict[str, Tensor]:
-        """Return the tensors of the public copy."""
-        return self._named(self._copy.values(self.schema))
 
     def step(self, clients: set[int], is_step: bool) -> None:
         """Take in these clients' replies, in their order, and take a step, or none."""
