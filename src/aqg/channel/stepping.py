@@ -112,7 +112,8 @@ class SteppingChannel(Channel):
             self._recipe, start, weights, optimizer, stepping.downlink, rule
         )
         self.book.publisher = None  # the log is the channel's
-        self._copy = self._copy._replace(public=self.book.public).digested()
+        self._copy = self._copy._replace(public=self.book.public)
+        self._copy = self._copy.without(self._aliases).digested()
         self._log = ModelLog(merges=lies_on_grid(self._recipe, stepping.downlink))
         self._means: dict[str, Float64Array] = {}
 
@@ -215,7 +216,7 @@ class SteppingChannel(Channel):
         kept = {name: named["kept"][name] for name in self._copy.kept}
         digests = {name: tensor_digest(tensor) for name, tensor in kept.items()}
         self._copy = PublicCopy(self._copy.layout, self.book.public.marked(), kept, digests)
-        self._copy = self._copy.digested()
+        self._copy = self._copy.without(self._aliases).digested()
         self._values = {**self._copy.values(self.schema), **named["value"]}
         self._means = named["mean"]
         data, ends = arrays["log_bytes"].tobytes(), np.cumsum(arrays["log_sizes"]).tolist()
