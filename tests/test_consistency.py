@@ -137,7 +137,9 @@ def options(command):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_in_text_exist(page):
     scripts = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.py")
+        path.read_text(encoding="utf-8")
+        for folder in ("benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
     )
     known = options(typer.main.get_command(app))
     prose = _FENCED.sub("", TEXTS[page])

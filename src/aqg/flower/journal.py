@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_FORMAT = 4
+_FORMAT = 5
 LOSS = "loss"
 
 
