@@ -234,7 +234,7 @@ class World:
 
     def checkpoint(self):
         book, publisher = self.book, self.book.publisher
-        return book.state, book.entries, book.weights, publisher and publisher.state()
+        return book.state, tuple(book.entries), book.weights, publisher and publisher.state()
 
     def give_order(self, client):
         stamp, state = self.book.entries[client].stamp, self.book.state
@@ -346,14 +346,14 @@ class World:
     def take_in(self):
         for client, (reply, mirror, is_bad) in sorted(self.arrived.items()):
             before = self.book.state
-            entries = self.book.entries
+            entries = tuple(self.book.entries)
             if reply.stale and not is_bad:
                 self.seen["stale"] += 1
                 continue
             verdict = self.book.accept(client, reply, self.incarnation)
             if verdict.message is None:
                 assert same(self.book.state, before), "a reply that was not taken changed something"
-                assert self.book.entries == entries
+                assert tuple(self.book.entries) == entries
                 self.seen["rejected"] += 1
             else:
                 assert not is_bad, "a tampered reply was taken"

@@ -360,7 +360,7 @@ def test_a_bad_reply_changes_nothing(change, complaint):
     pair = Pair()
     pair.round()
     good = pair.answer(pair.order())
-    state, entries = pair.book.state, pair.book.entries
+    state, entries = pair.book.state, list(pair.book.entries)
     verdict = pair.book.accept(0, replace(good, **change), 1)
     assert verdict.message is None
     assert complaint in verdict.problem

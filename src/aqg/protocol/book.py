@@ -73,6 +73,9 @@ class MirrorBook:
     publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
     rule: StepRule = _FIXED  # for the length of steps
 
+    def __post_init__(self) -> None:
+        self.entries = list(self.entries)  # they are replaced as replies are taken
+
     @staticmethod
     def first(
         recipe: Recipe,
