@@ -113,7 +113,7 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
         simulation = make_simulation(config, problem)
         validate = Validator(simulation, config.target_kind)
         values, records = [validate()], []
-        meter = Meter(problem.start_bytes, config.training().downlink)
+        meter = Meter(problem.start_bytes, config.training())
         for _ in range(config.rounds):
             records.append(meter.charge(simulation.run_round(evaluate=False)))
             values.append(validate())

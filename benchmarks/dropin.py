@@ -1,7 +1,7 @@
 """What the two lines cost and save on a Flower app.
 
 python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lora, before and after
-python benchmarks/dropin.py example              # the same, with the bytes on the line
+python benchmarks/dropin.py example              # on the line, and as ``flwr list`` counts
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
 python benchmarks/dropin.py memory --parameters 10000000    # peak memory of either side
@@ -81,8 +81,10 @@ def deployed(**options: Any) -> Iterator[Deployment]:
             yield deployment
 
 
-def run(deployment: Deployment, app: Path, config: dict[str, Any]) -> str:
-    """Run an app, and return what its server printed."""
+def run(
+    deployment: Deployment, app: Path, config: dict[str, Any], counted: list[Any] | None = None
+) -> str:
+    """Run an app, and return what its server printed; put what Flower counted into a list."""
     before = len(server_log(deployment))
     number = deployment.run(app, config)
     while not (status := deployment.status(number)).startswith("finished"):
@@ -90,6 +92,9 @@ def run(deployment: Deployment, app: Path, config: dict[str, Any]) -> str:
     log = server_log(deployment)
     if status != "finished:completed":
         raise SystemExit(f"run {status}\n{log[-4000:]}")
+    if counted is not None:
+        traffic = deployment.counted(number)
+        counted.append((traffic.up_bytes, traffic.down_bytes))
     return log[before:]
 
 
@@ -107,25 +112,25 @@ def moved(deployment: Deployment) -> np.ndarray:
 
 
 def measure_examples(options: argparse.Namespace) -> None:
-    print("| app | accuracy, last 5 rounds | handed up | handed down | line up | line down |")
-    print("|---|---|---|---|---|---|")
+    print("| app | accuracy, last 5 rounds | handed up, down | on the line | by Flower's meter |")
+    print("|---|---|---|---|---|")
     for example in options.example or EXAMPLES:
         for name in ("before", "after"):
-            accuracies, handed, line = [], [], []
+            accuracies, handed, line, counted = [], [], [], []
             for seed in range(options.runs):
                 with deployed() as deployment:
                     start = moved(deployment)
                     config = {"rounds": options.rounds, "num-clients": 3}
-                    log = run(deployment, ROOT / "examples" / example / name, config)
+                    log = run(deployment, ROOT / "examples" / example / name, config, counted)
                     line.append((moved(deployment) - start) / 3 / options.rounds)
                 found = [float(x) for x in re.findall(r"accuracy ([\d.]+)", log)]
                 accuracies.append(np.mean(found[-5:]))
                 handed.append(handed_bytes(log) / 3 / options.rounds)
                 print(f"# {example} {name} {seed}: {accuracies[-1]:.4f}", flush=True)
-            up, down = np.mean(handed, axis=0)
-            line_up, line_down = np.mean(line, axis=0)
+            flowers = np.array(counted) / 3 / options.rounds
             shown = ", ".join(f"{100 * a:.2f}" for a in accuracies)
-            cells = [f"{x / 1000:,.1f} kB" for x in (up, down, line_up, line_down)]
+            means = (np.mean(sizes, axis=0) / 1000 for sizes in (handed, line, flowers))
+            cells = [f"{up:,.1f}, {down:,.1f} kB" for up, down in means]
             print(f"| {example}, {name} | {shown} % | {' | '.join(cells)} |", flush=True)
 
 

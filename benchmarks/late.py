@@ -88,7 +88,7 @@ def run(task: str, method: str, seed: int, every: int, data_dir: Path | None) ->
     (config,) = resolve(settings, data_dir)
     problem = build_problem(config, data_dir)
     simulation = make_simulation(config, problem)
-    meter = Meter(problem.start_bytes, simulation.training.downlink)
+    meter = Meter(problem.start_bytes, simulation.training)
     points: list[Point] = []
     size = 0
     for number in range(1, config.rounds + 1):

@@ -20,8 +20,7 @@ from aqg.protocol.log import ModelLog
 from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
 from aqg.studies.contest.tasks import TASKS
-from aqg.wire.entry import Merger
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import Merger, encode_snapshot
 
 
 class _Whole(ModelLog):

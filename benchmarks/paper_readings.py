@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.grids import Grid
 from aqg.core.policies import Case, Lazy, Multilevel, TwoLevel
 from aqg.core.quantizers import GridQuantizer, Request
@@ -29,6 +28,7 @@ from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
+from aqg.sim.training import BernoulliDropout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,21 +19,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aqg.core.quantizers import SparseTernary, TopK
 from aqg.core.recipes import make_recipe
-from aqg.core.sparsifiers import SparseTernary, TopK
 from aqg.runs.config import RunConfig
 from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 from aqg.wire import context, decode, encode, encoded_size
 from aqg.wire.sections import Alphabet, Plane, encode_planes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aqg.core.halves import SparseUpload
-    from aqg.core.messages import Upload
+    from aqg.core.messages import SparseUpload, Upload
     from aqg.sim.problem import Problem
 
 ROUNDS = 12

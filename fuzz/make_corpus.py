@@ -6,8 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from aqg.core.optimizers import SGD, Adam
-from aqg.wire.entry import encode_log
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import encode_log, encode_snapshot
 
 from tests.wire.hostile import good_frames, starved_frames
 from tests.wire.logs import entries, start

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,11 @@ for profile, examples in (("push", 50), ("soak", 300)):
         profile, deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("push")  # `make soak` gives --hypothesis-profile=soak
+
+
+def pytest_collection_finish():
+    """Spare what is loaded by now from all later searches for garbage."""
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path):

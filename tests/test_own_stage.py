@@ -8,10 +8,10 @@ import pytest
 
 from aqg import make_recipe
 from aqg.cli.app import run_app
-from aqg.core.dropouts import BernoulliDropout
 from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
 from aqg.sim.state import SimulationState
+from aqg.sim.training import BernoulliDropout
 
 from tests.problems import assert_same, tiny_problem
 

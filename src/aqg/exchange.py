@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Broadcast
+from aqg.core.round import ClientState, init_client, respond
 from aqg.core.server import (
     ServerState,
     broadcast,

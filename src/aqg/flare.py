@@ -40,6 +40,7 @@ from aqg.channel.settings import make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.weights import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,18 +62,21 @@ _WEIGHTS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _making = threading.Lock()
 
 
-def compress(job: Any, *, tasks: Sequence[str] = ("train",), **settings: Any) -> None:
+def compress(
+    job: Any, *, tasks: Sequence[str] = ("train",), first: str = "", **settings: Any
+) -> None:
     """Compress the models of a job in both directions.
 
     Args:
         job: a recipe of ``nvflare.recipe`` and its like, or a ``FedJob``. Filters that work on
             weights, such as those for privacy, are added before this call.
         tasks: whose data are the model to train, and whose results are trained models.
+        first: of `ClientFilter`.
         settings: of `ServerFilter`.
 
     """
     names = list(tasks)
-    server, client = ServerFilter(**settings), ClientFilter()
+    server, client = ServerFilter(**settings), ClientFilter(first)
     if hasattr(job, "add_client_input_filter"):
         job.add_server_output_filter(server, names)
         job.add_server_input_filter(server, names)
@@ -128,7 +132,10 @@ class ServerFilter(_ModelFilter):
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's; by default the recipe's own.
-        seed: of recipes that draw.
+        seed: of recipes that draw, and of a first model that is drawn.
+        start: how the first model travels: ``"exact"``; ``"rounded"`` to 8 bits; ``"seed"``, drawn
+            on both sides, with which training starts from another fresh model than the job's; or
+            ``"digest"``, where sites have it in a file (see `ClientFilter`).
 
     """
 
@@ -141,8 +148,10 @@ class ServerFilter(_ModelFilter):
         exclude: str | Sequence[str] = (),
         downlink: str | None = None,
         seed: int = 0,
+        start: str = "exact",
     ) -> None:
         super().__init__()
+        self.start = start
         self.recipe, self.bits, self.max_staleness = recipe, bits, max_staleness
         self.include, self.exclude = _listed(include), _listed(exclude)
         self.downlink, self.seed = downlink, seed
@@ -164,6 +173,7 @@ class ServerFilter(_ModelFilter):
             exclude=self.exclude,
             downlink=self.downlink,
             seed=self.seed,
+            start=self.start,
         )
 
     def _make_end(self, fl_ctx: FLContext) -> _Server:  # noqa: ARG002
@@ -171,7 +181,17 @@ class ServerFilter(_ModelFilter):
 
 
 class ClientFilter(_ModelFilter):
-    """A client's filter, for the data of tasks and for results."""
+    """A client's filter, for the data of tasks and for results.
+
+    Args:
+        first: a file at the site with the model that training starts from: safetensors, or a saved
+            ``state_dict``.
+
+    """
+
+    def __init__(self, first: str = "") -> None:
+        super().__init__()
+        self.first = first
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Say from the start which model is held, should this be a process of a run under way."""
@@ -213,11 +233,13 @@ class _Server:
         run, _, version = str(peer.get_prop(_HELD, "")).rpartition(" ")
         if run != self._channel.run or not version.isdecimal():
             self._channel.forget(node)
+        is_new = self._channel.is_new(node)
         order, is_full = self._channel.order(node, evaluate=False)
         data: dict[str, Any] = {_PART: order}
         self.down += len(order)
-        if is_full:
+        if is_new:
             data |= {_VERSION: __version__, _TORCH: _torch_types(dxo.data)}
+        if is_full:
             data[_WHOLE] = whole = dict(self._channel.copied())
             self.down += sum(tensor.nbytes for tensor in whole.values())
         return DXO(DataKind.APP_DEFINED, data, dict(dxo.meta))
@@ -272,7 +294,9 @@ class _Server:
         taken.commit()
         phase.channel.note(node, phase)
         if kind == DataKind.WEIGHT_DIFF:
-            values = {n: np.subtract(tensor, phase.values[n]) for n, tensor in values.items()}
+            own = _arrays(self._given) if phase.version == 1 else None  # the job's first model
+            base = phase.values if own is None else phase.channel.schema.cast(own)
+            values = {n: np.subtract(tensor, base[n]) for n, tensor in values.items()}
         return DXO(kind, _like(values, _torch_types(self._given)), dict(dxo.meta))
 
     def _take_whole(self, phase: Phase, dxo: DXO) -> DXO | None:
@@ -293,6 +317,10 @@ class _Client:
         self._memory = _Memory(folder)
         self._held: Held | None = None
 
+    def _first(self) -> Values | None:
+        """Return the site's own first model."""
+        return _arrays(read_tensors(Path(self._own.first))) if self._own.first else None
+
     def announce(self, fl_ctx: FLContext) -> None:
         """Let the server know which model is held."""
         fl_ctx.set_prop(_HELD, self._memory.held(), private=False, sticky=True)
@@ -308,7 +336,8 @@ class _Client:
                 f"the server has aqg {version}, this site {__version__}; both need the same version"
             )
         try:
-            self._held = receive(dxo.data[_PART], dxo.data.get(_WHOLE), self._memory, version)
+            whole = dxo.data.get(_WHOLE)
+            self._held = receive(dxo.data[_PART], whole, self._memory, version, None, self._first)
         except OutOfReachError as error:
             self._memory.forget()
             raise MessageError(f"{error}; the next task brings the whole model") from None

@@ -42,12 +42,8 @@ def make_named(
 ) -> Any:
     """Make what a spec names.
 
-    Args:
-        kind: what it is, for messages.
-        spec: a name and options.
-        makers: by name, what takes the options.
-        given: the first arguments of every maker; no options.
-        also: further names that the setting can have, for messages.
+    ``makers`` are, by name, what takes the options after the ``given`` arguments; ``kind`` and
+    ``also``, further names that the setting can have, are for messages.
 
     >>> make_named("fraction", "over:divisor=4", {"over": lambda *, divisor=1: 1 / divisor})
     0.25
@@ -95,7 +91,7 @@ def _type(parameter: inspect.Parameter) -> type:
     if parameter.annotation in named:
         return named[parameter.annotation]
     if parameter.annotation in named.values():
-        return parameter.annotation  # type: ignore[no-any-return]
+        return parameter.annotation
     return float if parameter.default is parameter.empty else type(parameter.default)
 
 
@@ -172,7 +168,7 @@ class Code:
         function = getattr(load_file(self.path), self.function, None)
         if not callable(function):
             raise ConfigError(f"{str(self.path)!r} has no function {self.function!r}")
-        return function  # type: ignore[no-any-return]
+        return function
 
     def call(self, **offered: Any) -> Any:
         """Call the function with its options and those of the arguments offered that it takes."""

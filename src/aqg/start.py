@@ -70,10 +70,14 @@ _WITH_SIZES = (_SEED, _ROUNDED, _RELATIVE)
 _CENTERED, _EXACT_TENSOR, _ROUNDED_TENSOR = 4, 8, 9
 _FEW = 256
 """Fewer values do not tell a uniform from a normal distribution."""
+_MOST_COMPARED = 1 << 18
+"""Values of a tensor that are compared with a law."""
 _KNOWN_DISTANCE = 1.63
 """Times 1/√n, the distance of Kolmogorov and Smirnov that 1 % of true samples exceed."""
 _FITTED_DISTANCE = 1.04
 """The same where mean and deviation are the sample's own (Lilliefors)."""
+_NEIGHBORS = 4.0
+"""Standard deviations that the correlation of neighbors may be from zero."""
 _LARGEST_SINGULAR = 512
 """Rows and columns that are looked at."""
 _EDGE = (-7.0, 5.0)
@@ -199,15 +203,19 @@ def laws_of(params: FloatArray, shapes: Shapes) -> tuple[Law | None, ...]:
     Law(kind=0, center=1.0, scale=0.0)
     """
     _check(params, shapes)
-    tensors = list(_tensors(params, _sizes(shapes)))
-    rows = list(zip(shapes, tensors, strict=True))
-    laws = [_law(values, shape) for (_, shape), values in rows]
-    large = [law for law, values in zip(laws, tensors, strict=True) if len(values) >= _FEW]
+    sizes = _sizes(shapes)
+    laws: list[Law | None] = []
+    few: dict[int, Float64Array] = {}
+    for index, values in enumerate(_tensors(params, sizes)):  # one at a time in memory
+        laws.append(_law(values, shapes[index][1]))
+        few |= {index: values} if len(values) < _FEW else {}
+    large = [law for law, size in zip(laws, sizes, strict=True) if size >= _FEW]
     is_fresh = None not in large and any(law and law.scale > 0 for law in large)
     weights = {n.rpartition(".")[0]: i for i, (n, shape) in enumerate(shapes) if len(shape) > 1}
-    for index, ((name, shape), values) in enumerate(rows):
+    for index, values in few.items():
+        name, shape = shapes[index]
         weight = weights.get(name.rpartition(".")[0]) if len(shape) == 1 else index
-        if laws[index] is not None or len(values) >= _FEW or weight is None:
+        if laws[index] is not None or weight is None:
             continue
         if is_fresh or laws[weight] is not None:
             law = Law(UNIFORM, 0.0, _float32(_fan_in(shapes[weight][1]) ** -0.5))
@@ -222,7 +230,8 @@ def _law(values: Float64Array, shape: tuple[int, ...]) -> Law | None:
         return None
     known = [law for law in _known_laws(shape) if _distance(values, law) <= _KNOWN_DISTANCE]
     law = min(known, key=lambda law: _distance(values, law), default=None) or _fitted(values)
-    return law if law is not None and _is_independent(values, shape, law) else None
+    is_fresh = law is not None and _is_shuffled(values) and _is_independent(values, shape, law)
+    return law if is_fresh else None
 
 
 def _known_laws(shape: tuple[int, ...]) -> Iterator[Law]:
@@ -256,6 +265,7 @@ def _distance(values: Float64Array, law: Law) -> float:
     """Return the distance of Kolmogorov and Smirnov, times ``√n``."""
     if law.scale == 0:
         return math.inf
+    values = values[:: -(-len(values) // _MOST_COMPARED)]
     places = np.sort((values - law.center) / law.scale)
     if law.kind == UNIFORM:
         if max(-places[0], places[-1]) > 1 + 1e-6:
@@ -266,6 +276,13 @@ def _distance(values: Float64Array, law: Law) -> float:
     steps = np.arange(len(places) + 1) / len(places)
     distance = max(float((steps[1:] - shares).max()), float((shares - steps[:-1]).max()))
     return distance * math.sqrt(len(places))
+
+
+def _is_shuffled(values: Float64Array) -> bool:
+    """Tell whether neighbors have nothing in common; those of a ramp or a wave have."""
+    centered = values - values.mean()
+    common = abs(float(np.vdot(centered[1:], centered[:-1]))) / float(np.var(values))
+    return bool(common <= _NEIGHBORS * len(values) ** 0.5)
 
 
 def _is_independent(values: Float64Array, shape: tuple[int, ...], law: Law) -> bool:
@@ -344,7 +361,7 @@ def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[by
 def _read_tensors(body: NDArray[np.uint8], sizes: list[int], dtype: np.dtype[Any]) -> FloatArray:
     seed, position = read_varint(body, 0)
     number, num_bytes = ("<d", 8) if dtype == np.float64 else ("<f", 4)
-    found = []
+    vector, start = np.empty(sum(sizes), dtype), 0
 
     def read_number() -> float:
         nonlocal position
@@ -360,22 +377,24 @@ def _read_tensors(body: NDArray[np.uint8], sizes: list[int], dtype: np.dtype[Any
         if position >= len(body):
             raise WireError(f"the first model ends before tensor {stream}")
         kind, position = int(body[position]), position + 1
+        part = vector[start : start + count]
+        start += count
         if kind in (_EXACT_TENSOR, _ROUNDED_TENSOR):
             payload, position = _piece(body, position)
             if kind == _EXACT_TENSOR:
-                found.append(decode_vector(payload, np.zeros(count, dtype)))
+                part[:] = decode_vector(payload, np.zeros(count, dtype))
             else:
-                found.append(_unround(payload, [count]))
+                part[:] = _unround(payload, [count])
             continue
         if kind & ~_CENTERED > NORMAL:
             raise WireError(f"tensor {stream} is of kind {kind}, which there is not")
         center = read_number() if kind & _CENTERED else 0.0
         kind &= ~_CENTERED
         scale = 0.0 if kind == CONSTANT else read_number()
-        found.append(draw(Law(kind, center, scale), count, seed, stream))
+        part[:] = draw(Law(kind, center, scale), count, seed, stream)
     if position != len(body):
         raise WireError(f"{len(body) - position} bytes follow the first model")
-    return np.concatenate([values.astype(dtype) for values in found] or [np.zeros(0, dtype)])
+    return vector
 
 
 def _compared(digest: bytes, held: FloatArray | None) -> FloatArray:

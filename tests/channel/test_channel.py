@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from aqg.channel.client import CopyStore, OutOfReachError, receive, reply_to
-from aqg.channel.copies import CONTENT_EVERY
 from aqg.channel.server import Channel, LostError
-from aqg.channel.settings import Settings
+from aqg.channel.settings import Settings, make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
+from aqg.protocol.follower import CONTENT_EVERY
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import ClientStore, MemoryVault
+from aqg.wire.entry import MERGED_MARK
 
 from tests.problems import SOME_RECIPES
 
@@ -164,7 +165,8 @@ def test_copies_that_came_apart_are_found_out():
     copy, schema = store.load()
     vector = copy.vector.copy()
     vector[7] += 1.0
-    store.save(copy.moved_to(vector), schema, store.terms())
+    track = copy.public.track._replace(position=vector[None])
+    store.save(copy._replace(public=copy.public._replace(track=track)), schema, store.terms())
     with pytest.raises(OutOfReachError) as error:
         play(channel, {0: notes}, CONTENT_EVERY, model)
     with pytest.raises(LostError):
@@ -184,9 +186,97 @@ def test_damaged_memories_and_logs():
     for cut in range(1, len(order.log)):
         with pytest.raises((OutOfReachError, AqgError)):
             receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
-    with pytest.raises(OutOfReachError, match="another digest"):
+    with pytest.raises(OutOfReachError, match="the server says"):
         receive(to_bytes(replace(order, public=bytes(4))), None, notes)
     receive(to_bytes(order), None, notes)
+
+
+def test_what_a_node_missed_comes_as_one_entry():
+    channel, nodes = Channel("run", FIRST, make_settings("auto")), {0: Notes(), 1: Notes()}
+    model = play(channel, nodes, 3)
+    model = play(channel, {0: nodes[0]}, 12, model)
+    channel.publish(model, is_train=True)
+    data = channel.order(1, False)[0]
+    order = order_from_bytes(data, nodes[1].terms())
+    assert order.log[0] == MERGED_MARK
+    assert len(order.log) < 0.8 * sum(map(len, channel._log.entries[-12:]))
+    receive(data, None, nodes[1])
+    held = nodes[1].copies("run").load()[0]
+    assert held.vector.tobytes() == channel._copy.vector.tobytes()
+    assert held.values(channel.schema)["bn.running_mean"].tolist() == [0.5] * 3
+    model = play(channel, {0: nodes[0]}, 3, model)  # its reply was lost, and it is ahead
+    held = deliver(channel, channel.publish(model, is_train=True), 1, nodes[1])
+    assert held.values["w"].tobytes() == channel.copied()["w"].tobytes()
+
+
+def test_one_coordinate_that_is_much_larger_than_all_others():
+    """A grid that holds it would be too coarse for them."""
+    first = {"w": np.zeros((40, 50), np.float32), "scale": np.full(1, 1e6, np.float32)}
+    nodes = {node: Notes() for node in range(2)}
+    channel, model = Channel("run", first, make_settings("lean")), first
+    for _ in range(15):
+        phase, shown = channel.publish(model, is_train=True), []
+        for node, notes in nodes.items():
+            values = deliver(channel, phase, node, notes).values
+            held = deliver(channel, phase, node, notes)
+            after = {"w": values["w"] + 0.5 * (TARGET - values["w"]), "scale": values["scale"] + 1}
+            taken = channel.take(node, phase, reply_to(held, after, notes))
+            shown.append(dict(taken.tensors()))
+            taken.commit()
+        model = {name: np.mean([s[name] for s in shown], axis=0) for name in first}
+    assert channel._copy.public.quantum == 0
+    assert np.abs(model["w"] - TARGET).max() < 0.1
+
+
+FRESH = {
+    "fc.weight": RNG.uniform(-0.1, 0.1, (40, 100)).astype(np.float32),
+    "fc.bias": RNG.uniform(-0.1, 0.1, 40).astype(np.float32),
+    "bn.weight": np.ones(40, np.float32),
+    "bn.running_var": np.ones(40, np.float32),
+    "count": np.zeros((), np.int64),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "most"), [("auto", 300), ("seed", 300), ("rounded", 5000), ("digest", 300)]
+)
+def test_a_first_model_in_few_bytes(start, most):
+    """Nodes hold exactly what the server starts from, whenever they come."""
+    channel = Channel("run", FRESH, make_settings("auto", start=start))
+    model = dict(channel.copied())
+    near = {"auto": 0.3, "seed": 0.3, "rounded": 1e-3, "digest": 0.0}[start]
+    assert np.abs(model["fc.weight"] - FRESH["fc.weight"]).max() <= near
+    assert abs(model["fc.weight"].std() - FRESH["fc.weight"].std()) < 2e-3
+    nodes = {node: Notes() for node in range(3)}
+    for number in range(4):
+        phase, shown = channel.publish(model, is_train=True), []
+        for node in range(1 + (number > 1)):
+            order, is_full = channel.order(node, False)
+            assert not is_full
+            assert len(order) < (most if number == 0 else 8000)
+            held = receive(order, None, nodes[node], start=lambda: FRESH)
+            assert held.values["fc.weight"].tobytes() == channel.copied()["fc.weight"].tobytes()
+            after = {n: t + np.ones_like(t) if t.ndim else t for n, t in held.values.items()}
+            taken = channel.take(node, phase, reply_to(held, after, nodes[node]))
+            shown.append(dict(taken.tensors()))
+            taken.commit()
+        model = {name: np.mean([s[name] for s in shown], axis=0) for name in model}
+    order, _ = channel.order(2, False)
+    if start == "digest":  # it has another model, says so, and gets this one
+        with pytest.raises(OutOfReachError, match="another one than that held here"):
+            receive(order, None, nodes[2], start=lambda: FRESH | {"fc.bias": FRESH["fc.bias"] + 1})
+        channel.forget(2)
+        assert channel.order(2, False)[1]
+    else:
+        with pytest.raises(AqgError):
+            receive(order[:-9] + bytes(9), None, nodes[2])
+
+
+def test_a_model_that_was_trained_is_not_drawn_anew():
+    trained = FRESH | {"fc.weight": FRESH["fc.weight"] + np.arange(100, dtype=np.float32) / 500}
+    channel = Channel("run", trained, make_settings("auto", start="auto"))
+    assert all(np.array_equal(tensor, trained[n]) for n, tensor in channel.copied().items())
+    assert channel.order(0, False)[1]
 
 
 def test_it_needs_no_framework():

@@ -221,13 +221,11 @@ def test_a_problem_is_made_by_a_function(folder, capsys):
 
 
 def test_sweeps_take_own_problems(folder, capsys):
-    (folder / "grid.toml").write_text(
-        'rounds = 3\n[grid]\nrecipe = ["gd", "auto"]\nseed = [0, 1]\n'
-    )
+    (folder / "grid.toml").write_text('rounds = 3\nrecipe = "gd"\n[grid]\nseed = [0, 1]\n')
     command = "sweep grid.toml --problem problem.py:problem --jobs 1 --out out"
     assert run_app(command.split()) == 0
-    assert (folder / "out/recipe-gd_seed-1/best.safetensors").exists()
-    (folder / "out/recipe-gd_seed-1" / SUMMARY).unlink()
+    assert (folder / "out/seed-1/best.safetensors").exists()
+    (folder / "out/seed-1" / SUMMARY).unlink()
     capsys.readouterr()
     refuse(capsys, "sweep", "--resume", "out", message="would run problem")
     command = "sweep --resume out --problem problem.py:problem --jobs 1"
@@ -236,11 +234,12 @@ def test_sweeps_take_own_problems(folder, capsys):
     capsys.readouterr()
     refuse(capsys, "sweep", "named.toml", "--out", "b", message="would run problem")
     (folder / "problem.py").write_text(PROBLEM + "\n# changed\n")
-    (folder / "out/recipe-gd_seed-1" / SUMMARY).unlink()
+    (folder / "out/seed-1" / SUMMARY).unlink()
     message = "is not the file that this run began with"
     refuse(capsys, "sweep", "--resume", "out", "--allow-code", message=message)
 
 
+@pytest.mark.soak
 def test_numbers_and_tokens_are_learned(folder):
     run("--dataset numbers.npz --model model.py:regressor", *LOCAL, "--out numbers --rounds 20")
     summary = json.loads((folder / "numbers/auto" / SUMMARY).read_text())

@@ -128,7 +128,7 @@ def test_interrupted_then_killed_then_resumed_ends_the_same(whole):
         process.kill()
     assert process.returncode == 130
     assert "aqg sweep --resume cut" in errors
-    assert "1 of 3 runs finished" in errors
+    assert "1 runs finished" in errors
     assert "Traceback" not in errors
     first = directory / NAMES[0] / "summary.json"
     written = first.stat().st_mtime_ns

@@ -7,13 +7,12 @@ GPU is in `tests/sim/test_engine.py`, where there is one.
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import Momentum
 from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout, Training
 
 from tests.problems import assert_same, some_recipes, tiny_problem
 

@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 
 from aqg.core.auto import Draws
 from aqg.core.budget import Budget, first_budget
-from aqg.core.client import init_client, respond
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.messages import Skip, energy_of
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
-from aqg.core.round import init_clients
+from aqg.core.round import init_client, init_clients, respond
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 from aqg.wire import encode
 
 from tests.problems import crossed, tiny_problem

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import aqg
-from aqg.core.client import respond
-from aqg.core.per_client import PerClient
-from aqg.core.server import take_message
+from aqg.core.round import respond
+from aqg.core.server import PerClient, take_message
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.exchange import broadcast, client_step, finish_round, init_client, init_server, receive
 

@@ -3,18 +3,21 @@
 import numpy as np
 import pytest
 
-from aqg.core.client import init_client, respond
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
-from aqg.core.persistence import (
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.round import init_client, respond
+from aqg.core.server import (
+    broadcast,
     clients_from_arrays,
     clients_to_arrays,
+    finish_round,
+    init_server,
     model_from_arrays,
     model_to_arrays,
+    take_message,
 )
-from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.server import broadcast, finish_round, init_server, take_message
-from aqg.errors import ConfigError, GradientError, MessageError
+from aqg.errors import ConfigError, MessageError
 
 SIZE = 30
 
@@ -35,13 +38,6 @@ def test_a_bad_gradient_is_reported_and_changes_nothing(name, bad):
     assert ("1 non-finite" in message.fault) == (not np.isfinite(bad))
     for key, value in clients_to_arrays(after).items():
         assert np.array_equal(value, before[key])
-
-
-def test_a_gradient_of_another_precision_is_refused():
-    recipe = make_recipe("lean")
-    state = init_client(recipe, SIZE, np.dtype("float64"))
-    with pytest.raises(GradientError, match=r"float32.*float64"):
-        respond(recipe, state, np.zeros(SIZE, np.float32), 0.0, (0, 0, 1))
 
 
 @pytest.mark.parametrize("name", ["lag", "laq", "aqg", "aqg-2", "lean"])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.errors import ConfigError
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 
 def test_rate_is_met_and_rounds_differ():

@@ -4,16 +4,21 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard as hadamard_matrix
 
-from aqg.core.aquila import choose_width
-from aqg.core.client import init_client, respond
 from aqg.core.downlink import Condensed, Full, resolve_downlink
 from aqg.core.grids import nearest_power_of_two, round_up_to_bfloat16
-from aqg.core.halves import HalfUpload, SparseUpload
-from aqg.core.messages import Skip, Upload
+from aqg.core.messages import (
+    HalfUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    block_lengths,
+    points_of,
+    random_signs,
+)
+from aqg.core.quantizers import choose_width, largest
 from aqg.core.recipes import make_recipe
-from aqg.core.rotation import block_lengths, points_of, random_signs
+from aqg.core.round import init_client, respond
 from aqg.core.server import Step, broadcast, finish_round, init_server, publish_round, take_message
-from aqg.core.sparsifiers import largest
 from aqg.core.stages import level_factors
 from aqg.errors import ConfigError
 

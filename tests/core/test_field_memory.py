@@ -5,15 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.core.space import NumpySpace
 from aqg.core.stages import OwnMovement, RunningAverage
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed, tiny_problem
 

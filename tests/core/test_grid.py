@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from aqg.core.downlink import Condensed
 from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
-from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Public, advance, init_public, public_track
+from aqg.core.public import PRIME, Entry, Public, advance, init_public, linear_digest, public_track
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aqg.core import kernels
-from aqg.core.grids import Grid, grid_step, num_levels, value_table
+from aqg.core.grids import Grid, value_table
 from aqg.core.kernels import measure, quantize
 
 SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
@@ -70,22 +69,3 @@ def test_bad_values_are_seen_and_do_not_spread(bad, dtype):
     stats = measure(rows, Grid.MIDTREAD, 4)
     assert stats.in_range.tolist() == [True, False, True]
     assert stats.squared_norm[[0, 2]].tolist() == [5000.0, 5000.0]
-
-
-@pytest.mark.parametrize("grid", list(Grid))
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_compiled_loops_agree_with_the_plain_formulas(grid, dtype):
-    rows = np.random.default_rng(7).standard_normal((3, 2500)).astype(dtype)
-    measured = measure(rows, grid, 4)
-    for row, steps, errors, quantized in zip(rows, *measured[2:], strict=True):
-        magnitude = np.abs(row).astype(np.float64)
-        for width, step in enumerate(steps.tolist(), 1):
-            assert step == pytest.approx(grid_step(grid, width, magnitude.max(), magnitude.mean()))
-            table = value_table(grid, width, step, np.float64)
-            levels = quantize(row, grid, width, step)
-            distances = np.abs(table[: num_levels(grid, width), None] - row.astype(np.float64))
-            assert (np.abs(table[levels] - row) <= distances.min(axis=0) * (1 + 1e-5)).all()
-            assert errors[width - 1] == pytest.approx(np.square(table[levels] - row).sum(), 1e-5)
-        assert quantized == pytest.approx(np.square(table[levels]).sum(), 1e-5)
-        moved = kernels.add_levels(row, levels, table.astype(dtype))
-        assert np.array_equal(moved, row + table.astype(dtype)[levels])

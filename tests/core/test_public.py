@@ -9,9 +9,17 @@ from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.recipes import make_recipe
-from aqg.core.server import Step, init_model, init_server, publish_round, take_message, take_step
+from aqg.core.server import (
+    Step,
+    init_model,
+    init_server,
+    model_from_arrays,
+    model_to_arrays,
+    publish_round,
+    take_message,
+    take_step,
+)
 from aqg.core.space import NumpySpace
 from aqg.wire.entry import encode_entry, known_velocity
 

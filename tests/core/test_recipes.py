@@ -5,7 +5,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.messages import Skip
 from aqg.core.policies import Decision
 from aqg.core.quantizers import Request, Stochastic
@@ -14,6 +13,7 @@ from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 

@@ -9,11 +9,17 @@ import pytest
 from aqg.core.downlink import make_downlink
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD, Momentum
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
-from aqg.core.server import Step, init_server, publish_round, take_message
+from aqg.core.server import (
+    Step,
+    init_server,
+    model_from_arrays,
+    model_to_arrays,
+    publish_round,
+    take_message,
+)
 from aqg.core.space import NumpySpace
 from aqg.core.step_sizes import DistanceOverGradients, Fixed, make_step, resolve_step
 from aqg.errors import ConfigError

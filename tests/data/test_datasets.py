@@ -1,19 +1,18 @@
 import gzip
 import hashlib
 import struct
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.cache import RemoteFile
 from aqg.data.datasets import (
     DATASETS,
     HETEROGENEOUS_SOURCES,
     MNIST_FILES,
     Dataset,
     MnistFiles,
+    RemoteFile,
     SourceFiles,
     load_dataset,
     load_heterogeneous,
@@ -21,9 +20,6 @@ from aqg.data.datasets import (
     parse_idx,
 )
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
 
 
 def local_file(directory, name, content):

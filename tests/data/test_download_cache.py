@@ -8,15 +8,12 @@ import stat
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from aqg.data.cache import RemoteFile, data_directory, read_content
+from aqg.data.datasets import RemoteFile, data_directory, read_content
 from aqg.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 CONTENT = b"forty-two samples\n" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from aqg.data import load_dataset, parse_partition
-from aqg.data.files import Facts, peek, read_dataset
+from aqg.data.datasets import Facts, peek, read_dataset
 from aqg.errors import DataError
 
 X, Y = np.arange(24.0).reshape(6, 4), np.array([0, 1, 2, 0, 1, 2])

@@ -1,5 +1,4 @@
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -9,9 +8,6 @@ from hypothesis import strategies as st
 from aqg.data.datasets import Dataset, load_dataset
 from aqg.data.partitions import format_partition_table, parse_partition, partition_table
 from aqg.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
 
 SPECS = ["iid", "label", "source", "source:shuffled", "dirichlet:0.3", "shards:2"]
 SEEDED = ["iid", "source:shuffled", "dirichlet:0.3", "shards:2"]

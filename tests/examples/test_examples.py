@@ -74,6 +74,7 @@ def test_shakespeare_has_a_client_per_role(data_dir):
     assert [metric.name for metric in problem.metrics] == ["accuracy", "perplexity"]
 
 
+@pytest.mark.soak
 def test_lora_sends_its_thin_matrices_alone(data_dir):
     problem = make("lora", data_dir, fraction=0.01)
     names = [spec.name for spec in problem.objective.model_layout.parameters]

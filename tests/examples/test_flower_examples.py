@@ -2,7 +2,11 @@
 
 import argparse
 import difflib
+import gzip
 import io
+import json
+import logging
+import re
 import sys
 import tomllib
 import zipfile
@@ -13,7 +17,8 @@ from packaging.requirements import Requirement
 
 from tests.test_packaging import OLDEST
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 def changes(example):
@@ -38,6 +43,22 @@ def test_the_change_is_two_lines_and_their_imports(example):
     ]
 
 
+def test_the_lines_in_the_readme_are_those_of_the_example():
+    app = EXAMPLES / "flower-pytorch" / "after"
+    section = (ROOT / "README.md").read_text().split("## Your own Flower app\n")[1]
+    shown = section.split("```python\n")[1].split("```")[0].splitlines()
+    assert len(shown) == 2
+    for line in shown:
+        code, _, comment = line.partition("#")
+        file, _, imported = comment.strip().partition(": ")
+        lines = [found.strip() for found in (app / "digits" / file).read_text().splitlines()]
+        assert code.strip() in lines
+        assert imported in lines
+    project = tomllib.loads((app / "pyproject.toml").read_text())["project"]
+    [own] = re.findall(r"pip install '(aqg\[.*?\])'", section.split("```python")[0])
+    assert own in project["dependencies"]
+
+
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower
 def test_the_app_is_one_that_flowers_hub_takes():
     build = pytest.importorskip("flwr.cli.build")
@@ -53,6 +74,7 @@ def test_the_app_is_one_that_flowers_hub_takes():
             assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
+@pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
     from benchmarks.dropin import run_in_process
@@ -67,3 +89,32 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
     assert up < whole / 20
     assert down < whole / 2  # each node receives the whole of it once
     assert accuracy > 0.25  # from 0.11, in four rounds
+
+
+def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
+    """The whole benchmark, with a small model and invented plays."""
+    pytest.importorskip("torch")
+    from benchmarks import flowertune
+
+    roles = {f"play__{k}": ["to be or not to be, that is the question " * 20] for k in range(22)}
+    (tmp_path / "shakespeare").mkdir()
+    with gzip.open(tmp_path / "shakespeare" / "roles.json.gz", "wt") as file:
+        json.dump(roles, file)
+    out = tmp_path / "flowertune.md"
+    small = ["--rounds", "12", "--base-steps", "1", "--width", "64", "--layers", "1"]
+    monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("AQG_STATE_DIR", "")
+    monkeypatch.setattr(sys, "argv", ["flowertune.py", *small, "--out", str(out)])
+    try:
+        flowertune.main()
+    finally:
+        logging.disable(logging.NOTSET)
+    rows = [line.split("|") for line in out.read_text().splitlines() if " MB | " in line]
+    (up, down, first), (own_up, own_down, own_first) = (
+        [float(cell.split()[0]) for cell in row[3:6]] for row in rows
+    )
+    whole = 4 * 4 * 64 * 32 / 2**20  # four matrices of 32-bit numbers
+    assert up == pytest.approx(2 * 12 * whole, rel=0.1)
+    assert down == pytest.approx(up, rel=0.1)
+    assert own_up < up / 10
+    assert own_down - own_first < (down - first) / 5

@@ -34,7 +34,7 @@ def strategies():
     }
 
 
-def main(out: str) -> None:
+def main(out):
     """Run them, and write what came out."""
     app = ServerApp()
     results = {}

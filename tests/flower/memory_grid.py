@@ -1,12 +1,12 @@
 """A Flower grid in memory: real messages, really serialized, real apps, and faults on demand."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.serverapp import Grid
@@ -17,18 +17,12 @@ from aqg.flower.envelope import ENDED, Envelope, answer, unpack
 
 from tests.flower.own_messages import learn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from flwr.clientapp import ClientApp
-    from flwr.supercore.run import Run
-
 SUPERLINK_NODE = 1
 RAISED = 2
 """Flower's error code for a ClientApp that raised."""
 
 
-def is_farewell(message: Message) -> bool:
+def is_farewell(message):
     """Tell whether a message says that a run has ended."""
     try:
         return any(kind == ENDED for _, kind, _ in unpack(message.content).records)
@@ -36,7 +30,7 @@ def is_farewell(message: Message) -> bool:
         return False
 
 
-def on_the_wire(message: Message) -> Message:
+def on_the_wire(message):
     """Serialize and read back."""
     return message_from_proto(
         MessageProto.FromString(message_to_proto(message).SerializeToString())
@@ -60,31 +54,31 @@ class MemoryGrid(Grid):
     keeps_memories: bool = False
     """Whether nodes are spared the order to forget a run that has ended."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         TaskIdentity.run_id, TaskIdentity.task_id = self.run_id, 1
         TaskIdentity.node_id = SUPERLINK_NODE
-        self.contexts: dict[int, Context] = {}
-        self.replies: list[Message] = []
-        self.extra: list[Message] = []
+        self.contexts = {}
+        self.replies = []
+        self.extra = []
         self._ids = count(1)
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run):
         raise NotImplementedError
 
     @property
-    def run(self) -> Run:
+    def run(self):
         raise NotImplementedError
 
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
+    def create_message(self, *arguments, **options):
         raise NotImplementedError
 
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(self, messages, *, timeout=None):
         raise NotImplementedError
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self):
         return list(self.node_configs)
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages):
         identifiers = []
         for message in messages:
             identifier = f"message-{next(self._ids)}"
@@ -98,7 +92,7 @@ class MemoryGrid(Grid):
                 self.replies += [] if reply is None else [reply]
         return identifiers
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         wanted = set(message_ids)
         found = [m for m in self.replies if m.metadata.reply_to_message_id in wanted]
         self.replies = [m for m in self.replies if m not in found]
@@ -106,7 +100,7 @@ class MemoryGrid(Grid):
         self.extra = []
         return found
 
-    def call(self, node: int, message: Message) -> Message:
+    def call(self, node, message):
         """Run the node's ClientApp as a SuperNode does: an exception becomes an error reply."""
         if self.keeps_memories and is_farewell(message):
             return answer(message, Envelope())
@@ -115,19 +109,19 @@ class MemoryGrid(Grid):
         except Exception as error:
             return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
-    def context_of(self, node: int) -> Context:
+    def context_of(self, node):
         if node not in self.contexts:
             self.contexts[node] = Context(
                 self.run_id, node, dict(self.node_configs[node]), RecordDict(), self.run_config
             )
         return self.contexts[node]
 
-    def restart_node(self, node: int, new_id: int | None = None) -> None:
+    def restart_node(self, node, new_id=None):
         """Forget what Flower keeps of a node; without a key it also comes back under a new id."""
         self.contexts.pop(node, None)
         if new_id is not None:
             self.node_configs[new_id] = self.node_configs.pop(node)
 
 
-def server_context(run_config: dict[str, Any]) -> Context:
+def server_context(run_config):
     return Context(7, SUPERLINK_NODE, {}, RecordDict(), run_config)

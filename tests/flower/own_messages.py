@@ -1,9 +1,6 @@
 """What is in messages of our own app, for tests that look at it or change it on the way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord
 
@@ -11,19 +8,13 @@ from aqg.errors import AqgError
 from aqg.flower.envelope import RECORD, Envelope, pack
 from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 
-if TYPE_CHECKING:
-    from flwr.app import Message
-
-    from aqg.protocol.messages import Order
-
-
-KNOWN: dict[str, Order] = {}
+KNOWN = {}
 """Orders that said the terms of a run, by the run and the client."""
 ANY = Stamp(0, 0, bytes(4))
 """Stands for the state of a mirror that a reply leaves out, when it is read and written again."""
 
 
-def learn(message: Message) -> None:
+def learn(message):
     """Take note of what an order says, which later messages leave out."""
     try:
         order = order_in(message)
@@ -32,43 +23,43 @@ def learn(message: Message) -> None:
     KNOWN[f"{order.run} {order.client} {order.layout.hex()}"] = order
 
 
-def envelope_of(message: Message) -> Envelope:
-    record: Any = message.content[RECORD]
+def envelope_of(message):
+    record = message.content[RECORD]
     value = record["bytes"]
     return Envelope.from_bytes(value if isinstance(record, ConfigRecord) else value.data)
 
 
-def order_in(message: Message) -> Order:
+def order_in(message):
     return order_from_bytes(envelope_of(message).parts[0], reversed(KNOWN.values()))
 
 
-def reply_in(message: Message) -> Reply:
+def reply_in(message):
     return reply_from_bytes(envelope_of(message).parts[0], ANY)
 
 
-def put(message: Message, part: Order | Reply) -> None:
+def put(message, part):
     """Replace an order or a reply, with checksums that fit."""
     envelope = envelope_of(message)
     envelope.parts = [to_bytes(part, ANY if isinstance(part, Reply) else None)]
     message.content[RECORD] = pack(envelope)
 
 
-def change_reply(message: Message, **fields: Any) -> None:
+def change_reply(message, **fields):
     put(message, replace(reply_in(message), **fields))
 
 
-def change_order(message: Message, **fields: Any) -> None:
+def change_order(message, **fields):
     put(message, replace(order_in(message), **fields))
 
 
-def flipped(data: bytes, bit: int = 4) -> bytes:
+def flipped(data, bit=4):
     """Return bytes with one bit in their middle flipped."""
     damaged = bytearray(data)
     damaged[len(data) // 2] ^= bit
     return bytes(damaged)
 
 
-def change_metrics(message: Message, **metrics: Any) -> None:
+def change_metrics(message, **metrics):
     """Change what a node measured, with checksums that fit."""
     envelope = envelope_of(message)
     for name, kind, values in envelope.records:

@@ -1,27 +1,19 @@
 """The app's ResNet in the simulator: for its test, and for `benchmarks/batchnorm.py`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from aqg.core.recipes import make_recipe
 from aqg.objectives import Objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.resnet_app.resnet import task
-
-if TYPE_CHECKING:
-    from torch import nn
 
 STEPS, RATE, ROUNDS = 8, 0.2, 20
 
 
-def make_simulation(recipe: str, net: nn.Module, seed: int = 0) -> FastSimulation:
+def make_simulation(recipe, net, seed=0):
     """Return clients that train on minibatches; with ``gd`` it is federated averaging."""
     clients, test = task.load()
     objective = Objective.from_module(net, name="resnet")
@@ -41,6 +33,6 @@ def make_simulation(recipe: str, net: nn.Module, seed: int = 0) -> FastSimulatio
     )
 
 
-def accuracy(simulation: FastSimulation) -> float:
+def accuracy(simulation):
     """Return the share of test images that are right, with the statistics of the run."""
     return float(simulation.problem.measure(simulation.parameters)["accuracy"])

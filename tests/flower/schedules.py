@@ -8,28 +8,24 @@ at every event: no client trains on another model than the server's, and no mirr
 server's without being noticed.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from aqg.core.downlink import Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import Public
-from aqg.core.recipe import Recipe
 from aqg.core.step_sizes import Fixed
+from aqg.core.types import FloatArray
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
 from aqg.protocol.log import Publisher
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import (
-    Base,
     ClientMirror,
     answer,
     find_base,
@@ -38,12 +34,6 @@ from aqg.protocol.mirrors import (
     stale_reply,
 )
 from aqg.wire.entry import encode_log
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
-
-FindBase = Callable[[Recipe, ClientMirror, Order, int], Base | None]
-Follow = Callable[[Terms, Parcel, Public | None, Start], Public]
 
 ROUND_SECONDS = 10.0
 NUM_PARAMS = 6

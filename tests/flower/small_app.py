@@ -1,10 +1,12 @@
-"""An ordinary Flower app of NumPy, which knows nothing of aqg."""
+"""Ordinary Flower apps of NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+
+from aqg.flower import aqg_mod
 
 NUM_CLIENTS = 4
 SHAPE = (30, 10)
@@ -15,7 +17,7 @@ OPTIMUM = np.average(TARGETS, axis=0, weights=SIZES)
 FROZEN = np.arange(5000, dtype=np.float32)
 
 
-def first_arrays(name: str = "layer") -> ArrayRecord:
+def first_arrays(name="layer"):
     """A layer that is trained, one that is not, and batch normalization."""
     arrays = {
         f"{name}.weight": np.zeros(SHAPE, np.float32),
@@ -26,11 +28,27 @@ def first_arrays(name: str = "layer") -> ArrayRecord:
     return ArrayRecord({key: Array(value) for key, value in arrays.items()})
 
 
-def distance(arrays: ArrayRecord, target: np.ndarray = OPTIMUM) -> float:
+def distance(arrays, target=OPTIMUM):
     return float(np.abs(arrays["layer.weight"].numpy() - target).max())
 
 
-def make_app(mods, noise: float = 0.0, seen: list | None = None) -> ClientApp:
+def app_of(train, mods=(aqg_mod,)):
+    """Return an app whose handler answers with what a function makes of the model's tensors."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def handle(message: Message, context: Context) -> Message:
+        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        number = int(message.content["config"]["server-round"])
+        trained = train(values, number, context.node_id)
+        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
+        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+def make_app(mods, noise=0.0, seen=None):
     app = ClientApp(mods=mods)
     seen = [] if seen is None else seen
 

@@ -12,9 +12,8 @@ from flwr.serverapp.strategy import FedAvg
 from aqg.errors import ConfigError
 from aqg.flower import Compressed, aqg_mod
 
-from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, TARGETS, distance, make_app
+from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, TARGETS, app_of, distance, make_app
 from tests.flower.test_dropin import FLOOR, everyone, make_grid, run, unevaluated
-from tests.flower.test_dropin import _own_state as _own_state
 
 ODD = 101
 """The node that misbehaves, client 1."""
@@ -161,21 +160,14 @@ def test_a_strategy_that_makes_nan(caplog):
 
 
 def test_a_mask_with_infinity_is_no_fault():
-    app = ClientApp(mods=[aqg_mod])
-
-    @app.train()
-    def train(message, context):
-        arrays = {n: a.numpy() for n, a in message.content["arrays"].items()}
-        arrays["w"] = arrays["w"] + 0.5 * (1 - arrays["w"])
-        assert np.isneginf(arrays["mask"]).any()
-        content = {"arrays": ArrayRecord({n: Array(v) for n, v in arrays.items()})}
-        content["metrics"] = MetricRecord({"num-examples": 1})
-        return Message(RecordDict(content), reply_to=message)
+    def train(values, number, node):
+        assert np.isneginf(values["mask"]).any()
+        return values | {"w": values["w"] + 0.5 * (1 - values["w"])}
 
     mask = np.triu(np.full((5, 5), -np.inf, np.float32), 1)
     first = ArrayRecord({"w": Array(np.zeros(300, np.float32)), "mask": Array(mask)})
     strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
-    result = strategy.start(make_grid(app), first, num_rounds=8)
+    result = strategy.start(make_grid(app_of(train)), first, num_rounds=8)
     assert not strategy.counts.refused
     assert np.abs(result.arrays["w"].numpy() - 1).max() < 0.05
 
@@ -243,15 +235,7 @@ def test_a_model_that_changes_its_shape(caplog):
                 arrays = ArrayRecord({"w": Array(grown)})
             return arrays, metrics
 
-    app = ClientApp(mods=[aqg_mod])
-
-    @app.train()
-    def train(message, context):
-        w = message.content["arrays"]["w"].numpy()
-        content = {"arrays": ArrayRecord({"w": Array(w + 0.5 * (1 - w))})}
-        content["metrics"] = MetricRecord({"num-examples": 1})
-        return Message(RecordDict(content), reply_to=message)
-
+    app = app_of(lambda values, *_: {"w": values["w"] + 0.5 * (1 - values["w"])})
     strategy = Compressed(Growing(**unevaluated()), recipe="lean")
     first = ArrayRecord({"w": Array(np.zeros(3000, np.float32))})
     result = strategy.start(make_grid(app), first, num_rounds=14)

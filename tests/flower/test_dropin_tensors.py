@@ -9,7 +9,7 @@ from flwr.app import Array
 
 from aqg.channel.publishing import largest_of, measure_change
 from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
-from aqg.core.sparsifiers import largest
+from aqg.core.quantizers import largest
 from aqg.errors import MessageError
 from aqg.flower.arrays import array_of, tensor_of
 

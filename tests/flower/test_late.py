@@ -1,7 +1,6 @@
 """Loops of users' own over the grid, and rounds that end before all replies are there."""
 
 import logging
-import random
 
 import numpy as np
 import pytest
@@ -18,12 +17,6 @@ from aqg.flower.grid import CompressedGrid
 
 from tests.flower.memory_grid import MemoryGrid
 from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, distance, first_arrays, make_app
-
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path, monkeypatch):
-    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
-    random.seed(0)
 
 
 class SlowGrid(MemoryGrid):
@@ -175,6 +168,10 @@ def test_it_works_compressed(strategy, recipe):
     assert traffic.up < 0.5 * traffic.plain_up
     away = np.abs(plain.arrays["layer.weight"].numpy()).max()
     assert distance(result.arrays, plain.arrays["layer.weight"].numpy()) < 0.4 * away
+    averaged, own = (r.arrays["bn.running_mean"].numpy() for r in (plain, result))
+    assert np.ptp(averaged) == 0
+    assert 0.5 < averaged[0] < 1.5  # nodes have 1/3 to 4/3, and late ones count by their change
+    assert own == pytest.approx(averaged, rel=0.01)  # in half precision
 
 
 def test_the_default_recipe_is_that_of_the_strategy_inside():

@@ -1,7 +1,5 @@
 """A deployment leaves its models on the server, with the module's own names."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -13,9 +11,6 @@ from aqg.weights import read_notes
 
 from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.problems import tiny_problem
-
-if TYPE_CHECKING:
-    pass
 
 PROBLEM = tiny_problem(num_clients=3, dtype="float32")
 

@@ -1,7 +1,5 @@
 """Ordinary PyTorch models on Flower: what travels, what does not, and who refuses what."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -13,18 +11,15 @@ from aqg.errors import ConfigError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Training
+from aqg.sim.training import LocalTraining, Training
 
 from tests.flower.memory_grid import server_context
 from tests.flower.own_messages import change_reply, flipped, reply_in
 from tests.flower.test_apps import PROBLEM, round_of
 from tests.flower.test_apps import Federation as QuickFederation
-
-if TYPE_CHECKING:
-    pass
+from tests.problems import soak
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
 LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]
@@ -140,7 +135,7 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path):
     assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
 
 
-@pytest.mark.parametrize("recipe", ["auto", "lean", "signsgd", "stc", "qsgd"])
+@pytest.mark.parametrize("recipe", ["auto", "signsgd", *map(soak, ("lean", "stc", "qsgd"))])
 def test_no_recipe_touches_the_statistics(tmp_path, recipe):
     federation = Federation(tmp_path, recipe=recipe, rounds=6, alpha=0.02)
     final = run(federation, normalized(), own_training(normalized))

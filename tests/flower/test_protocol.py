@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -29,13 +28,9 @@ from aqg.protocol.mirrors import (
     max_frame_bytes,
     stale_reply,
 )
-from aqg.wire.entry import follow_log, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
 from tests.flower.schedules import Rates, World, same
-
-if TYPE_CHECKING:
-    pass
 
 SIZE = 8
 

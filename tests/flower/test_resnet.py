@@ -3,7 +3,6 @@
 import copy
 import json
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,9 +12,6 @@ from tests.flower.memory_grid import MemoryGrid, server_context
 from tests.flower.resnet_app.resnet import client_app, server_app, task
 from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
 from tests.flower.resnet_simulation import accuracy, make_simulation
-
-if TYPE_CHECKING:
-    pass
 
 ROUNDS = 10
 TWO_POINTS = 0.02

@@ -1,7 +1,17 @@
 """Who is who, and how messages are waited for."""
 
-import numpy as np
+import time
 
+import numpy as np
+import pytest
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectUnavailableError,
+    pull_objects,
+)
+from flwr.superlink.grid import http_grid
+
+from aqg.flower.private import bounded_pulls
 from aqg.flower.roster import Roster
 
 
@@ -49,3 +59,18 @@ def test_a_partition_belongs_to_one_node_that_is_there_and_answers():
     assert roster.nodes == [2, 0]
     assert roster.num_samples.tolist() == [0, 0]  # another node's samples are not this one's
     assert roster.client_of(1) is None
+
+
+def test_a_reply_that_is_never_sent_ends_with_the_time_for_it():
+    def unavailable(name):
+        raise ObjectUnavailableError(name)
+
+    started = time.monotonic()
+    with bounded_pulls(0.4):
+        for _ in range(5):
+            with pytest.raises(ObjectPullError, match="timeout"):
+                http_grid.pull_objects(["a", "b"], unavailable)
+    assert 0.4 <= time.monotonic() - started < 5, "five replies share the time of one"
+    with bounded_pulls(60.0):
+        assert http_grid.pull_objects(["a"], lambda _: b"content") == {"a": b"content"}
+    assert http_grid.pull_objects is pull_objects

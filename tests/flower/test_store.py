@@ -1,7 +1,6 @@
 """What a client holds on disk, and in memory while it answers."""
 
 import tracemalloc
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,9 +21,6 @@ from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
-
-if TYPE_CHECKING:
-    pass
 
 LEAN = make_recipe("lean")
 LINK, NODE = 1, 5
@@ -102,9 +98,9 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
     [
         *(
             pytest.param(d, most, marks=pytest.mark.soak)
-            for d, most in [(Full(), 6.9), (Exact(), 8.9)]
+            for d, most in [(Full(), 6.9), (Exact(), 7.5)]
         ),
-        (Condensed(), 8.9),
+        (Condensed(), 7.5),
     ],
 )
 def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_vectors):

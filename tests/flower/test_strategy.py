@@ -37,11 +37,6 @@ from tests.flower.test_dropin import FLOOR, everyone, make_grid
 OPTIONS = {"round_timeout": 5.0, "start_timeout": 5.0, "step": "fixed"}
 
 
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path, monkeypatch):
-    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
-
-
 def make_strategy(**options):
     return AQG(**{"num_clients": NUM_CLIENTS, **OPTIONS, **options})
 

@@ -15,7 +15,7 @@ from aqg.flower import Compressed, aqg_mod
 from tests.flower.small_app import NUM_CLIENTS, distance, first_arrays, make_app
 
 
-def main() -> None:
+def main():
     """Run a few rounds."""
     app, found = ServerApp(), {}
 

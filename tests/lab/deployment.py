@@ -4,8 +4,6 @@ Every process is what a deployment over several
 machines runs too; ports are free ones, and all files are below one directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -13,8 +11,9 @@ import socket
 import ssl
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import trustme
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,17 +30,12 @@ from tests.lab.meter import Meter, Traffic
 from tests.lab.processes import ProcessGroup
 from tests.lab.repairs import LEASE, SWITCH
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-    from types import TracebackType
-
 HOST = "127.0.0.1"
 _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
 _COMMAND_SECONDS = 60.0
-_SECONDS_BETWEEN_LOOKS = 1.0  # every look is a command of Flower
+_SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second of CPU
 
 ConfigValue = bool | int | float | str
 
@@ -55,7 +49,7 @@ class Certificates:
     key: Path
 
 
-def make_certificates(directory: Path) -> Certificates:
+def make_certificates(directory):
     """Make an authority, and a certificate that it signs for a server on this machine."""
     authority = trustme.CA()
     server = authority.issue_cert(HOST)
@@ -66,7 +60,7 @@ def make_certificates(directory: Path) -> Certificates:
     return files
 
 
-def make_node_key(path: Path) -> Path:
+def make_node_key(path):
     """Write a node's private key to ``path`` and its public key to ``path.pub``; return the latter.
 
     The same files as ``ssh-keygen -t ecdsa -b 384 -N "" -f path``.
@@ -104,7 +98,7 @@ class DeploymentOptions:
     restart: bool = False
     preload: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.num_nodes < 1:
             raise ConfigError(f"nodes is {self.num_nodes}; it must be at least 1")
 
@@ -129,12 +123,7 @@ class Deployment:
 
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        options: DeploymentOptions | None = None,
-        node_config: Mapping[str, ConfigValue] | None = None,
-    ) -> None:
+    def __init__(self, directory, options=None, node_config=None):
         self.directory = directory.resolve()
         self.options = options if options is not None else DeploymentOptions()
         self.logs = self.directory / "logs"
@@ -158,23 +147,18 @@ class Deployment:
             environment[LEASE] = str(self.options.lease_seconds)
         self.processes = ProcessGroup(self.logs, environment, self.options.preload)
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Stop everything."""
         self.processes.close()
         self.meter.close()
 
-    def start(self) -> None:
+    def start(self):
         """Start the SuperLink, register keys, start all nodes, and wait until they are online."""
         self.start_link()
         for node in range(len(self.nodes)):
@@ -185,7 +169,7 @@ class Deployment:
 
     # The SuperLink
 
-    def start_link(self) -> None:
+    def start_link(self):
         """Start the SuperLink and wait until it answers."""
         arguments = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         arguments += ["--disable-runtime-dependency-installation"]
@@ -202,13 +186,13 @@ class Deployment:
         if self.options.worker:
             self._start_link_worker()
 
-    def kill_link(self) -> None:
+    def kill_link(self):
         """Kill the SuperLink, and the ServerApp with it."""
         if self.options.worker:
             self.processes.kill(_LINK_WORKER)
         self.processes.kill(_LINK)
 
-    def kill_server(self) -> None:
+    def kill_server(self):
         """Kill the ServerApp alone; the next run finds a new worker."""
         if not self.options.worker:
             raise ConfigError("only a deployment with a worker knows the ServerApp's process")
@@ -217,11 +201,11 @@ class Deployment:
 
     # SuperNodes
 
-    def state_directory(self, node: int) -> Path:
+    def state_directory(self, node):
         """Return where a node may keep what has to survive it."""
         return self.directory / "state" / str(node)
 
-    def register_node(self, node: int) -> None:
+    def register_node(self, node):
         """Tell the SuperLink a node's public key, where it wants to know."""
         if self.certificates is None:
             return
@@ -230,7 +214,7 @@ class Deployment:
         self.nodes[node].key = key
         self.flower("supernode", "register", str(public), _CONNECTION)
 
-    def launch_node(self, node: int) -> None:
+    def launch_node(self, node):
         """Start a node's processes; they may not be online yet on return."""
         plan, name = self.nodes[node], node_name(node)
         self.processes.log_of(name).unlink(missing_ok=True)
@@ -239,7 +223,7 @@ class Deployment:
         if self.options.worker and not self.processes.is_running(f"{name}-worker"):
             self._start_worker(f"{name}-worker", plan.port, restart=self.options.restart)
 
-    def try_key(self, key: Path) -> str:
+    def try_key(self, key):
         """Start one more node with a key that nobody registered; return what it says as it ends."""
         plan = self._plan(len(self.nodes), {}, "stranger")
         plan.key = key
@@ -247,7 +231,7 @@ class Deployment:
         self.processes.wait("stranger", _COMMAND_SECONDS)
         return self.processes.read_log("stranger")
 
-    def _node_arguments(self, plan: _Node, name: str) -> list[str]:
+    def _node_arguments(self, plan, name):
         config = self.directory / f"{name}.toml"
         config.write_text(to_toml(plan.config))
         arguments = ["flower-supernode", "--superlink", f"{HOST}:{plan.link_port}"]
@@ -260,7 +244,7 @@ class Deployment:
             arguments += ["--auth-supernode-private-key", str(plan.key)]
         return self._isolated(arguments)
 
-    def wait_for_node(self, node: int, seconds: float = 60.0) -> None:
+    def wait_for_node(self, node, seconds=60.0):
         """Wait until the SuperLink has let a node in."""
         name = node_name(node)
         self.processes.wait_for(
@@ -271,39 +255,43 @@ class Deployment:
         if self._has_failed(name):
             raise RunError(f"{name} was not let in; see {self.processes.log_of(name)}")
 
-    def kill_node(self, node: int) -> None:
+    def kill_node(self, node):
         """Kill all processes of a node, as a power failure would."""
         for name in (f"{node_name(node)}-worker", node_name(node)):
             if self.processes.is_running(name):
                 self.processes.kill(name)
 
-    def stop_node(self, node: int) -> None:
+    def stop_node(self, node):
         """Let a node say goodbye and end."""
         self.processes.stop(node_name(node))
 
-    def traffic(self, node: int) -> Traffic:
+    def traffic(self, node):
         """Return the bytes on the connections between a node and the SuperLink."""
         return self.meter.traffic(node_name(node))
 
     # Runs
 
-    def run(self, app: Path, run_config: Mapping[str, ConfigValue]) -> int:
+    def run(self, app, run_config):
         """Submit an app and return the number of its run."""
         config = self.directory / "run-config.toml"
         config.write_text(to_toml(run_config))
         answer = self.flower("run", str(app), _CONNECTION, "--run-config", str(config))
         return int(answer["run-id"])
 
-    def status(self, run: int) -> str:
+    def status(self, run):
         """Return a run's status as Flower names it: ``running``, ``finished:completed``, ..."""
-        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
-        return str(answer["runs"][0]["status"])
+        return str(self._describe(run)["status"])
 
-    def stop_run(self, run: int) -> None:
+    def counted(self, run):
+        """Return the bytes of a run's messages as Flower itself counts them, of all nodes."""
+        found = self._describe(run)["network-traffic"]
+        return Traffic(found["inbound-bytes"], found["outbound-bytes"])
+
+    def stop_run(self, run):
         """Stop a run, also one whose ServerApp has died: until then nodes may wait for its data."""
         self.flower("stop", str(run), _CONNECTION)
 
-    def wait_for_run(self, run: int, seconds: float) -> str:
+    def wait_for_run(self, run, seconds):
         """Wait for a run to finish, and return its status."""
         end = time.monotonic() + seconds
         while not (status := self.status(run)).startswith(_FINISHED):
@@ -312,14 +300,14 @@ class Deployment:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return status
 
-    def flower(self, *arguments: str) -> dict[str, Any]:
+    def flower(self, *arguments):
         """Run ``flwr ...`` and return the JSON that it prints."""
         name = f"flwr-{next(self._numbers)}"
         self.processes.start(name, ["flwr", *arguments, "--format", "json"])
         code = self.processes.wait(name, _COMMAND_SECONDS)
         text = self.processes.read_log(name)
         with contextlib.suppress(ValueError):
-            answer: dict[str, Any] = json.loads(text[text.index("{") :])
+            answer = json.loads(text[text.index("{") :])
             if answer.get("success"):
                 self.processes.log_of(name).unlink()
                 return answer
@@ -328,8 +316,12 @@ class Deployment:
 
     # Parts
 
-    def _plan(self, node: int, node_config: Mapping[str, ConfigValue], name: str) -> _Node:
-        config: dict[str, ConfigValue] = {
+    def _describe(self, run):
+        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
+        return answer["runs"][0]
+
+    def _plan(self, node, node_config, name):
+        config = {
             "partition-id": node,
             "num-partitions": self.options.num_nodes,
             "aqg-state-dir": str(self.state_directory(node)),
@@ -337,23 +329,23 @@ class Deployment:
         }
         return _Node(free_port(), self.meter.listen(name), config)
 
-    def _isolated(self, arguments: list[str]) -> list[str]:
+    def _isolated(self, arguments):
         return [*arguments, "--isolation", "process" if self.options.worker else "subprocess"]
 
-    def _start_link_worker(self) -> None:
+    def _start_link_worker(self):
         self._start_worker(_LINK_WORKER, self.port, tls=self.certificates is not None)
 
-    def _start_worker(self, name: str, port: int, tls: bool = False, restart: bool = False) -> None:
+    def _start_worker(self, name, port, tls=False, restart=False):
         arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}"]
         if tls and self.certificates is not None:
             arguments += ["--root-certificates", str(self.certificates.authority)]
         self.processes.start(name, arguments, restart=restart)
 
-    def _has_failed(self, name: str) -> bool:
+    def _has_failed(self, name):
         return not self.options.restart and not self.processes.is_running(name)
 
-    def _wait_until_healthy(self, name: str, port: int) -> None:
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    def _wait_until_healthy(self, name, port):
+        handlers = [urllib.request.ProxyHandler({})]
         scheme = "http"
         if self.certificates is not None:
             scheme = "https"
@@ -361,7 +353,7 @@ class Deployment:
             handlers.append(urllib.request.HTTPSHandler(context=context))
         opener = urllib.request.build_opener(*handlers)
 
-        def answers() -> bool:
+        def answers():
             with contextlib.suppress(OSError):
                 opener.open(f"{scheme}://{HOST}:{port}/health", timeout=1).close()
                 return True
@@ -371,7 +363,7 @@ class Deployment:
         if not self.processes.is_running(name):
             raise RunError(f"{name} did not start; see {self.processes.log_of(name)}")
 
-    def _write_connection(self) -> None:
+    def _write_connection(self):
         security = "insecure = true"
         if self.certificates is not None:
             security = f"root-certificates = {json.dumps(str(self.certificates.authority))}"
@@ -381,20 +373,20 @@ class Deployment:
         )
 
 
-def node_name(node: int) -> str:
+def node_name(node):
     """Return what a node's process and log are called."""
     return f"node{node}"
 
 
-def free_port() -> int:
+def free_port():
     """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
+        port = probe.getsockname()[1]
         return port
 
 
-def to_toml(settings: Mapping[str, ConfigValue]) -> str:
+def to_toml(settings):
     """Write flat settings as TOML.
 
     >>> print(to_toml({"rounds": 3, "name": "a b", "trust": True}), end="")

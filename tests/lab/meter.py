@@ -6,11 +6,6 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 _CHUNK_BYTES = 1 << 16
 
@@ -28,7 +23,7 @@ class Traffic:
     up_bytes: int = 0
     down_bytes: int = 0
 
-    def __sub__(self, earlier: Traffic) -> Traffic:
+    def __sub__(self, earlier):
         return Traffic(self.up_bytes - earlier.up_bytes, self.down_bytes - earlier.down_bytes)
 
 
@@ -46,30 +41,25 @@ class Meter:
 
     """
 
-    def __init__(self, host: str, target: int) -> None:
+    def __init__(self, host, target):
         self.host = host
         self.target = target
-        self.watch: Callable[[str, int, bytes], None] | None = None
-        self._counts: dict[str, list[int]] = {}
-        self._cut: set[str] = set()
-        self._open: dict[str, set[asyncio.StreamWriter]] = {}
-        self._servers: list[asyncio.Server] = []
+        self.watch = None
+        self._counts = {}
+        self._cut = set()
+        self._open = {}
+        self._servers = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Meter:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Close every connection and stop listening."""
         if self._loop.is_closed():
             return
@@ -78,30 +68,30 @@ class Meter:
         self._thread.join()
         self._loop.close()
 
-    def listen(self, name: str) -> int:
+    def listen(self, name):
         """Open a port for ``name`` and return its number."""
         self._counts[name] = [0, 0]
         self._open[name] = set()
         return asyncio.run_coroutine_threadsafe(self._serve(name), self._loop).result(10)
 
-    def traffic(self, name: str) -> Traffic:
+    def traffic(self, name):
         """Return what has passed for ``name`` so far."""
         return Traffic(*self._counts[name])
 
-    def cut(self, name: str) -> None:
+    def cut(self, name):
         """Break the line: close its connections, and refuse new ones until `mend`."""
         self._cut.add(name)
         self._loop.call_soon_threadsafe(self._abort, name)
 
-    def mend(self, name: str) -> None:
+    def mend(self, name):
         """Let connections pass again."""
         self._cut.discard(name)
 
-    def _abort(self, name: str) -> None:
+    def _abort(self, name):
         for writer in self._open[name]:
             writer.transport.abort()
 
-    async def _stop(self) -> None:
+    async def _stop(self):
         for server in self._servers:
             server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -109,20 +99,18 @@ class Meter:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, name: str) -> int:
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, name):
+        async def accept(reader, writer):
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await self._pass_on(name, reader, writer)
             writer.transport.abort()
 
         server = await asyncio.start_server(accept, self.host, 0)
         self._servers.append(server)
-        port: int = server.sockets[0].getsockname()[1]
+        port = server.sockets[0].getsockname()[1]
         return port
 
-    async def _pass_on(
-        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _pass_on(self, name, reader, writer):
         if name in self._cut:
             return
         there_reader, there_writer = await asyncio.open_connection(self.host, self.target)
@@ -136,9 +124,7 @@ class Meter:
             self._open[name] -= ends
             there_writer.transport.abort()
 
-    async def _pump(
-        self, name: str, direction: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _pump(self, name, direction, reader, writer):
         while data := await reader.read(_CHUNK_BYTES):
             self._counts[name][direction] += len(data)
             if direction == 0 and self.watch is not None:

@@ -1,113 +1,131 @@
-"""A group of processes that live no longer than the object that started them."""
+"""Flower's commands as processes that live no longer than the object that started them.
 
-from __future__ import annotations
+Importing Flower costs about two seconds of CPU. Python's fork server does it once, and forks a
+SuperLink, a SuperNode or an app's process in milliseconds.
+"""
 
-import contextlib
-import json
+import ctypes
+import importlib
+import logging
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+import traceback
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import aqg
 from aqg.errors import RunError
 
-from tests.lab.commands import QUIET
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-
+COMMANDS = {
+    "flower-superlink": "flwr.superlink.cli:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flwr": "flwr.cli.app:app",
+    "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
+    "flwr-serverapp": "flwr.superlink.cli:flwr_serverapp",
+    "lab-worker": "tests.lab.worker:main",
+}
+"""What can be forked: a command's name, and the module and function behind it."""
+_PRELOADED = [target.partition(":")[0] for target in COMMANDS.values()]
+_PRELOADED += ["flwr.superlink.main", "flwr.supernode.main", "tests.lab.preloaded"]
+_QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+"""Without these, every command of Flower looks for the Internet first."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 _ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.05
 _END_SECONDS = 10.0
-_SINGLE_THREADED = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
-)
+_RESTART_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def run_command(arguments, environment, log, parent):
+    """Become a command, in a process just forked; it dies with its parent, whatever ends that."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(environment)
+    if log is not None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor, source in enumerate((os.open(os.devnull, os.O_RDONLY), target, target)):
+            os.dup2(source, descriptor)
+    from tests.lab.repairs import apply_tuning, repair_node
+
+    apply_tuning()
+    repair_node()
+    module, _, function = COMMANDS[arguments[0]].partition(":")
+    sys.argv, code = list(arguments), 1
+    try:
+        getattr(importlib.import_module(module), function)()
+        code = 0
+    except SystemExit as asked:
+        code = asked.code if asked.code is not None else 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 class ProcessGroup:
-    """Forks commands from one supervisor, which is a process of its own.
-
-    A context manager: on leaving it, and when this process dies in any way, all are gone.
+    """Forks commands; a context manager: on leaving it, and when this process dies, all are gone.
 
     Args:
-        directory: where the supervisor's own log goes.
+        directory: where logs go.
         environment: variables for every process of the group.
-        preload: modules to import once, before the first fork.
+        preload: modules to import before the first fork; those of the first group count.
 
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        environment: Mapping[str, str] | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, directory, environment=None, preload=()):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         package = os.pathsep.join((str(Path(aqg.__file__).parents[1]), str(_ROOT)))
-        surroundings = {
-            **os.environ,
-            **QUIET,
+        self._environment = {
+            **{name: os.environ.get(name, "1") for name in _THREADS},
+            **_QUIET,
             "PYTHONPATH": _prepend(package, os.environ.get("PYTHONPATH")),
             "PATH": _prepend(str(Path(sys.executable).parent), os.environ.get("PATH")),
             **(environment or {}),
         }
-        for name, value in _SINGLE_THREADED.items():
-            surroundings.setdefault(name, value)
-        self._changed = threading.Condition()
-        self._running: dict[str, int] = {}
-        self._codes: dict[str, int] = {}
-        self._ready = False
-        with open(directory / "supervisor.log", "ab") as log:
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "tests.lab.supervisor", *preload],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=surroundings,
-                start_new_session=True,
-                text=True,
-            )
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._lock = threading.RLock()
+        self._running, self._restarted = {}, {}
+        self._is_open = True
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*preload, *_PRELOADED])
+        with patch.dict(os.environ, self._environment):
+            forkserver.ensure_running()
+        threading.Thread(target=self._restart, daemon=True).start()
 
-    def __enter__(self) -> ProcessGroup:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Kill every process of the group, and wait until they are gone."""
-        assert self._supervisor.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._supervisor.stdin.close()
-        try:
-            self._supervisor.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # its children die with it
-            self._supervisor.kill()
-            self._supervisor.wait()
-        self._listener.join(_END_SECONDS)  # a daemon: whoever still holds the pipe is dying
+        with self._lock:
+            self._is_open = False
+            for process in self._running.values():
+                process.kill()
+            for process in self._running.values():
+                process.join(_END_SECONDS)
 
-    def start(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        restart: bool = False,
-    ) -> None:
-        """Fork a process that runs a command of `tests.lab.commands`.
+    def start(self, name, arguments, environment=None, restart=False):
+        """Fork a process that runs a command.
 
         Args:
             name: what the process is called here; its output goes to ``<name>.log``.
@@ -116,105 +134,87 @@ class ProcessGroup:
             restart: start it again whenever it ends, until it is stopped.
 
         """
-        with self._changed:
-            self._codes.pop(name, None)
-        self._tell(
-            do="start",
-            name=name,
-            arguments=list(arguments),
-            environment=dict(environment or {}),
-            log=str(self.log_of(name)),
-            restart=restart,
-        )
-        self.wait_for(lambda: name in self._running or name in self._codes, 60, f"{name} to start")
+        environment = {**self._environment, **(environment or {})}
+        with self._lock:
+            self._running[name] = process = self._context.Process(
+                target=_forked, args=(list(arguments), environment, str(self.log_of(name)))
+            )
+            process.daemon = True
+            process.start()
+            self._restarted.pop(name, None)
+            if restart:
+                self._restarted[name] = (arguments, environment)
 
-    def send_signal(self, name: str, signum: int, forget: bool = False) -> None:
-        """Send a signal to a process; with ``forget`` it is not started again."""
-        with self._changed:
-            if name not in self._running and name not in self._codes:
-                raise RunError(f"no process is called {name!r}; there are {sorted(self._running)}")
-        self._tell(do="signal", name=name, signal=int(signum), forget=forget)
+    def _restart(self):
+        """Start again what has ended and is to run."""
+        while self._is_open:
+            time.sleep(_POLL_SECONDS)
+            with self._lock:
+                ended = [name for name in self._restarted if not self.is_running(name)]
+            if ended:
+                time.sleep(_RESTART_SECONDS)
+            with self._lock:
+                for name in ended:
+                    if self._is_open and name in self._restarted and not self.is_running(name):
+                        self.start(name, *self._restarted[name], restart=True)
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         """Kill a process as a power failure would, and wait until it is gone."""
-        process = self.process_of(name)
-        self.send_signal(name, signal.SIGKILL)
-        self.wait_for(lambda: self._running.get(name) != process, 10, f"{name} to die")
+        with self._lock:
+            process = self._running[name]
+            process.kill()
+        self.wait_for(lambda: not self._is_alive(process), _END_SECONDS, f"{name} to die")
 
-    def stop(self, name: str, seconds: float = _END_SECONDS) -> int:
+    def stop(self, name, seconds=_END_SECONDS):
         """Ask a process to end, kill it if it does not, and return its exit code."""
-        self.send_signal(name, signal.SIGINT, forget=True)
+        with self._lock:
+            self._restarted.pop(name, None)
+            if self.is_running(name):
+                os.kill(self._running[name].pid, signal.SIGINT)
         try:
             return self.wait(name, seconds)
         except RunError:
-            self.send_signal(name, signal.SIGKILL, forget=True)
+            self.kill(name)
             return self.wait(name, seconds)
 
-    def wait(self, name: str, seconds: float) -> int:
+    def wait(self, name, seconds):
         """Wait for a process to end, and return its exit code."""
-        self.wait_for(
-            lambda: name not in self._running and name in self._codes, seconds, f"{name} to end"
-        )
-        return self._codes[name]
+        self.wait_for(lambda: not self.is_running(name), seconds, f"{name} to end")
+        return self._running[name].exitcode
 
-    def process_of(self, name: str) -> int | None:
-        """Return the id of a running process."""
-        with self._changed:
-            return self._running.get(name)
+    def _is_alive(self, process):
+        with self._lock:  # two threads must not read how it ended
+            return process.is_alive()
 
-    def is_running(self, name: str) -> bool:
+    def process_of(self, name):
+        """Return the id of a running process, or None."""
+        return self._running[name].pid if self.is_running(name) else None
+
+    def is_running(self, name):
         """Whether a process was started and has not ended."""
-        return self.process_of(name) is not None
+        return name in self._running and self._is_alive(self._running[name])
 
-    def log_of(self, name: str) -> Path:
+    def log_of(self, name):
         """Return the file that a process writes to."""
         return self.directory / f"{name}.log"
 
-    def read_log(self, name: str) -> str:
+    def read_log(self, name):
         """Return what a process has written so far."""
         path = self.log_of(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until ``condition`` holds; it is looked at often, and after every event."""
+    def wait_for(self, condition, seconds, what):
+        """Wait until ``condition`` holds."""
         end = time.monotonic() + seconds
         while not condition():
-            if self._supervisor.poll() is not None:
-                log = self.directory / "supervisor.log"
-                raise RunError(f"the supervisor ended while waiting for {what}; see {log}")
             if time.monotonic() > end:
                 raise RunError(f"waited {seconds:g} s for {what}; logs are in {self.directory}")
-            with self._changed:
-                self._changed.wait(_POLL_SECONDS)
-
-    def _tell(self, **order: object) -> None:
-        assert self._supervisor.stdin is not None
-        self.wait_for(lambda: self._ready, 120, "the supervisor")
-        try:
-            self._supervisor.stdin.write(json.dumps(order) + "\n")
-            self._supervisor.stdin.flush()
-        except BrokenPipeError:
-            log = self.directory / "supervisor.log"
-            raise RunError(f"the supervisor has ended; see {log}") from None
-
-    def _listen(self) -> None:
-        assert self._supervisor.stdout is not None
-        with self._supervisor.stdout as lines:
-            for line in lines:
-                self._note(json.loads(line))
-
-    def _note(self, event: dict[str, Any]) -> None:
-        with self._changed:
-            match event["event"]:
-                case "ready":
-                    self._ready = True
-                case "started":
-                    self._running[event["name"]] = event["process"]
-                case "ended":
-                    self._running.pop(event["name"], None)
-                    self._codes[event["name"]] = event["code"]
-            self._changed.notify_all()
+            time.sleep(_POLL_SECONDS)
 
 
-def _prepend(first: str, others: str | None) -> str:
+def _forked(arguments, environment, log):
+    run_command(arguments, environment, log, parent=os.getppid())
+
+
+def _prepend(first, others):
     return os.pathsep.join(filter(None, (first, others)))

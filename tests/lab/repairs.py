@@ -12,8 +12,6 @@ without a reply, or before it has handed over all of one that it announced, the 
 it for ever. `repair_node` repairs both.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os
@@ -21,16 +19,13 @@ import time
 from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import httpx
 from flwr import __version__
 from flwr.common.constant import Status, SubStatus
-
-from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
 
 SWITCH = "AQG_FLOWER_QUICK"
 """The environment variable that asks for shorter waits: ``"1"``."""
@@ -56,7 +51,7 @@ _CALL_SECONDS = 5.0
 _log = logging.getLogger("aqg.flower")
 
 
-def apply_tuning() -> None:
+def apply_tuning():
     """Shorten Flower's waits in this process, as far as the environment asks for it."""
     quick, lease = os.environ.get(SWITCH) == "1", os.environ.get(LEASE)
     if not (quick or lease):
@@ -70,25 +65,23 @@ def apply_tuning() -> None:
         _shorten_lease(float(lease))
 
 
-def _poll_often() -> None:
+def _poll_often():
     """Cap the SuperNode's sleeps of 0.5 and 3 s, and the back-off of 1 s for missing objects."""
     node = import_module("flwr.supernode.start_client_internal")
     if getattr(node, "time", None) is time:
-        node.time = SimpleNamespace(  # type: ignore[attr-defined]
+        node.time = SimpleNamespace(
             sleep=lambda seconds: time.sleep(_REMOTE_SECONDS if seconds > 1 else _LOCAL_SECONDS),
             time=time.time,
             monotonic=time.monotonic,
         )
     utilities = import_module("flwr.supercore.inflatable.inflatable_utils")
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
-        defaults: dict[str, Any] | None = getattr(
-            getattr(utilities, name, None), "__kwdefaults__", None
-        )
+        defaults = getattr(getattr(utilities, name, None), "__kwdefaults__", None)
         if defaults and "initial_backoff" in defaults:
             defaults["initial_backoff"] = _LOCAL_SECONDS
 
 
-def _shorten_lease(seconds: float) -> None:
+def _shorten_lease(seconds):
     """Let a node announce, and the SuperLink accept, a shorter interval between heartbeats."""
     interval = seconds / _BEATS_PER_LEASE
     changes = {
@@ -102,7 +95,7 @@ def _shorten_lease(seconds: float) -> None:
             setattr(module, name, value)
 
 
-def repair_node() -> bool:
+def repair_node():
     """Repair the SuperNode that this process, or one forked from it, runs; return whether it is."""
     loop = import_module(_LOOP)
     if hasattr(loop, _REPAIRED):
@@ -119,25 +112,25 @@ def repair_node() -> bool:
     return True
 
 
-def _parameters(function: object) -> set[str]:
+def _parameters(function):
     return set(inspect.signature(function).parameters) if callable(function) else set()
 
 
-def _repaired_pull(pull: Any) -> Callable[..., int | None]:
+def _repaired_pull(pull):
     """Return Flower's function that receives an order, so that it leaves nothing behind."""
 
-    def pull_alone(**parts: Any) -> int | None:
+    def pull_alone(**parts):
         state, receive = parts["state"], parts["receive"]
-        before: set[int] = set()
+        before = set()
 
-        def receive_alone() -> Any:
+        def receive_alone():
             found = receive()
             if found is not None:
                 _forget_replies(state, parts["object_store"])
                 before.update(_unfinished(state))
             return found
 
-        run: int | None = pull(**{**parts, "receive": receive_alone})
+        run = pull(**{**parts, "receive": receive_alone})
         if run is None:
             for task in _unfinished(state) - before:  # its token ends: it cannot reply any more
                 state.finish_task(task, SubStatus.FAILED, "the order was not received as a whole")
@@ -147,10 +140,10 @@ def _repaired_pull(pull: Any) -> Callable[..., int | None]:
     return pull_alone
 
 
-def _repaired_push(push: Any) -> Callable[..., None]:
+def _repaired_push(push):
     """Return Flower's function that waits for a reply and sends it, so that it always ends."""
 
-    def push_if_any(**parts: Any) -> None:
+    def push_if_any(**parts):
         state, store = parts["state"], parts["object_store"]
         parts = {**parts, "state": _LivingState(state), "object_store": _LivingStore(state, store)}
         try:
@@ -169,13 +162,13 @@ class _NoReplyError(Exception):
 class _LivingState:
     """Flower's state of a node; no reply is expected once all ClientApps have ended."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state):
         self._state = state
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._state, name)
 
-    def get_messages_legacy(self, **filters: Any) -> Any:
+    def get_messages_legacy(self, **filters):
         """Return messages; raise where none is there or will come."""
         has_ended = not _unfinished(self._state)  # asked first: the reply comes before the end
         found = self._state.get_messages_legacy(**filters)
@@ -187,27 +180,27 @@ class _LivingState:
 class _LivingStore:
     """Flower's object store; no object is expected once all ClientApps have ended."""
 
-    def __init__(self, state: Any, store: Any) -> None:
+    def __init__(self, state, store):
         self._state = state
         self._store = store
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._store, name)
 
-    def get(self, object_id: str) -> bytes | None:
+    def get(self, object_id):
         """Return an object, empty where it is still to come; raise where it will not."""
         has_ended = not _unfinished(self._state)
-        content: bytes | None = self._store.get(object_id)
+        content = self._store.get(object_id)
         if has_ended and content == b"":
             raise ConnectionError("the ClientApp ended before it had handed over its reply")
         return content
 
 
-def _unfinished(state: Any) -> set[int]:
+def _unfinished(state):
     return {task.task_id for task in state.get_tasks(statuses=_UNFINISHED)}
 
 
-def _forget_replies(state: Any, object_store: Any) -> None:
+def _forget_replies(state, object_store):
     """Delete replies that nobody waits for: one order is answered before the next is received."""
     for message in state.get_messages_legacy(is_reply=True):
         metadata = message.metadata
@@ -216,37 +209,21 @@ def _forget_replies(state: Any, object_store: Any) -> None:
 
 
 class TaskQueue:
-    """Asks a SuperNode or SuperLink that runs with ``--isolation process`` for tasks.
-
-    Args:
-        address: of its Runtime API, host and port.
-        root_certificates: where that has TLS.
-
-    """
+    """Asks a SuperNode or SuperLink that runs with ``--isolation process`` for tasks."""
 
     _KINDS = ("flwr-clientapp", "flwr-serverapp")
     """Flower names the kinds of task like the commands that run them."""
 
-    def __init__(self, address: str, root_certificates: bytes | None) -> None:
-        try:
-            from flwr.proto.runtime_pb2 import AcquireTaskRequest
-            from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-            from flwr.supercore.runtime import RuntimeHttpClient
+    def __init__(self, address, root_certificates):
+        self._client = RuntimeHttpClient.from_server_address(
+            server_address=address,
+            insecure=root_certificates is None,
+            root_certificates=root_certificates,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
+        )
+        self._request = AcquireTaskRequest(supported_task_types=self._KINDS)
 
-            self._client: Any = RuntimeHttpClient.from_server_address(
-                server_address=address,
-                insecure=root_certificates is None,
-                root_certificates=root_certificates,
-                interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
-            )
-            self._request: Any = AcquireTaskRequest(supported_task_types=self._KINDS)
-        except (ImportError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"flwr {__version__} has another Runtime API ({error}); the persistent worker was "
-                f"tried with {', '.join(f'{version}x' for version in TRIED)}"
-            ) from None
-
-    def next(self) -> tuple[str, str] | None:
+    def next(self):
         """Return kind and token of a task; None where there is none, or nobody can be reached."""
         with suppress(httpx.TransportError):
             response = self._client.AcquireTask(self._request)

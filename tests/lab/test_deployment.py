@@ -1,7 +1,5 @@
 """Real processes, real connections, real signals."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -14,7 +12,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,9 +25,6 @@ from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_
 from tests.lab.meter import Meter, Traffic
 from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
 
 DROPIN_APP = Path(__file__).parents[1] / "flower" / "dropin_app"
@@ -41,7 +35,7 @@ FOREVER = 10_000
 
 
 @pytest.fixture(scope="session")
-def deployment(tmp_path_factory: pytest.TempPathFactory):
+def deployment(tmp_path_factory):
     """Start one for all tests: encrypted, with registered nodes that are started again."""
     options = DeploymentOptions(
         tls=True, lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD
@@ -58,7 +52,7 @@ def simulated(config):
     return simulation, [simulation.run_round() for _ in range(config["num-server-rounds"])]
 
 
-def assert_same(directory: Path, simulation, records) -> dict:
+def assert_same(directory, simulation, records):
     """Compare a run with the simulator's, bit for bit; return its summary."""
     with np.load(directory / "checkpoint.npz") as checkpoint:
         model = checkpoint["parameters"]
@@ -73,9 +67,7 @@ def assert_same(directory: Path, simulation, records) -> dict:
     return summary
 
 
-def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(deployment, tmp_path):
     config = {"num-clients": 3, "num-server-rounds": 4, "seed": 5, "run-dir": str(tmp_path / "run")}
     config |= {"recipe": "auto", "exact": True}
     config["alpha"] = digits_config(config).alpha
@@ -95,7 +87,7 @@ def test_a_deployment_ends_with_the_simulators_model_bit_for_bit(
     ("strategy", "bound"),
     [("FedAvg", 1.6), pytest.param("FedAdam", 3.0, marks=pytest.mark.soak), ("AQG", 1.6)],
 )
-def test_one_app_with_any_strategy(deployment: Deployment, strategy: str, bound: float) -> None:
+def test_one_app_with_any_strategy(deployment, strategy, bound):
     before = [deployment.traffic(node) for node in range(3)]
     run = deployment.run(DROPIN_APP, {"strategy": strategy, "rounds": 2, "num-clients": 3})
     assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
@@ -111,18 +103,29 @@ def test_one_app_with_any_strategy(deployment: Deployment, strategy: str, bound:
         assert evaluated == ", [1, 2]"
 
 
-def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+@pytest.mark.soak
+def test_late_replies_of_real_nodes_count(deployment):
+    """Rounds end with two of three replies; the first node is slow, and its update is taken."""
+    config = {"rounds": 8, "num-clients": 3, "buffer-size": 2, "slow-seconds": 8.0}
+    before = len(deployment.processes.read_log("superlink-worker"))
+    run = deployment.run(DROPIN_APP, config)
+    assert deployment.wait_for_run(run, PATIENCE_SECONDS) == "finished:completed"
+    log = deployment.processes.read_log("superlink-worker")[before:]
+    assert "round 1 ends with 2 replies; 1 nodes are at work" in log
+    assert re.search(r"node \d+ began in round 1; its update is relative to the model it had", log)
+    [(distance, refused)] = re.findall(r"FedAvg: distance ([\d.]+), refused (\d+)", log)
+    assert float(distance) < 1.6
+    assert int(refused) == 0
+
+
+def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(deployment, tmp_path):
     with pytest.raises((OSError, http.client.HTTPException)):
         urllib.request.urlopen(f"http://{HOST}:{deployment.port}/health", timeout=60)
     make_node_key(tmp_path / "forged")
     assert "Exit Code: 305" in deployment.try_key(tmp_path / "forged")
 
 
-def test_training_survives_a_lost_reply_and_a_killed_node(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_training_survives_a_lost_reply_and_a_killed_node(deployment, tmp_path):
     run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
     run.submit(FOREVER)
     run.wait_for_round(2)
@@ -141,7 +144,7 @@ def test_training_survives_a_lost_reply_and_a_killed_node(
 
 
 @pytest.mark.soak
-def test_training_survives_every_fault(tmp_path: Path) -> None:
+def test_training_survives_every_fault(tmp_path):
     options = DeploymentOptions(lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD)
     with Deployment(tmp_path / "deployment", options) as deployment:
         deployment.start()
@@ -182,7 +185,7 @@ def test_training_survives_every_fault(tmp_path: Path) -> None:
     assert losses[-1] < losses[len(losses) // 2] < losses[0]
 
 
-def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
+def disturb(run, faults):
     """Let every client misbehave once.
 
     ``faults`` has, for each client, the order and the incidents that must follow. Two rounds after
@@ -200,7 +203,7 @@ def disturb(run: WatchedRun, faults: dict[int, tuple[str, ...]]) -> None:
     assert run.wait_for_clean_round(after=run.last_round)["loss"] < loss
 
 
-def killed_nodes_go_on_where_they_were(run: WatchedRun) -> None:
+def killed_nodes_go_on_where_they_were(run):
     """Kill a node that has announced a reply and sent nothing of it, and one about to save."""
     processes = run.deployment.processes
     upload = run.wait_for_round(run.last_round + 1)
@@ -220,7 +223,7 @@ def killed_nodes_go_on_where_they_were(run: WatchedRun) -> None:
     assert not happened & {"resync", "lost"}
 
 
-def nodes_that_miss_orders_catch_up(run: WatchedRun) -> None:
+def nodes_that_miss_orders_catch_up(run):
     """Lose one order, four in a row, damage the entries of one, and deliver one twice."""
     before = run.last_round
     run.order(0, "away 1")
@@ -241,7 +244,7 @@ def nodes_that_miss_orders_catch_up(run: WatchedRun) -> None:
     assert not any("error" in incidents_of(row, 1) for row in rows)
 
 
-def a_server_from_an_older_time_is_found_out(run: WatchedRun, number: int, saved: bytes) -> None:
+def a_server_from_an_older_time_is_found_out(run, number, saved):
     """Put an old checkpoint back, while the nodes are ahead of it."""
     now = run.wait_for_clean_round(after=run.last_round)["round"]
     run.deployment.kill_server()
@@ -256,12 +259,12 @@ def a_server_from_an_older_time_is_found_out(run: WatchedRun, number: int, saved
         assert run.model_agrees(client)
 
 
-def is_sending(log: str) -> bool:
+def is_sending(log):
     """Whether a SuperNode has announced a reply that it has not sent yet."""
     return log.rfind("Sending:") > log.rfind("Sent successfully")
 
 
-def restarted(run: WatchedRun, kill: Callable[[], None], more_rounds: int = FOREVER) -> None:
+def restarted(run, kill, more_rounds=FOREVER):
     """Kill the server's side and start it again: the run goes on from its checkpoint."""
     before = run.wait_for_clean_round(after=run.last_round)
     kill()
@@ -286,7 +289,7 @@ def restarted(run: WatchedRun, kill: Callable[[], None], more_rounds: int = FORE
     [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
     ids=["interrupted", "killed"],
 )
-def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int, code: int) -> None:
+def test_the_demonstration_leaves_no_process_behind(tmp_path, signum, code):
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "1"]
     with subprocess.Popen(
@@ -315,7 +318,7 @@ def test_the_demonstration_leaves_no_process_behind(tmp_path: Path, signum: int,
 
 
 @pytest.mark.soak
-def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
+def test_the_demonstration_counts_its_bytes(tmp_path):
     """It runs Flower's simulation, which ends with the simulator's model as well."""
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "4"]
@@ -337,15 +340,13 @@ def test_the_demonstration_counts_its_bytes(tmp_path: Path) -> None:
     assert result["final_loss"] < records[0].loss
 
 
-def test_the_demonstration_keeps_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demonstration_keeps_what_is_there(tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     assert run_app(["flower", "demo", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("aqg: error: output directory")
 
 
-def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(holds, process):
     """Wait for something that a process should do."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not holds():
@@ -354,7 +355,7 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)
 
 
-def processes_with(text: str) -> list[str]:
+def processes_with(text):
     """Return the processes that were started with a text among their environment variables."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -364,7 +365,7 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
-def test_the_meter_counts_what_passes_and_cuts_the_line() -> None:
+def test_the_meter_counts_what_passes_and_cuts_the_line():
     with socket.create_server((HOST, 0)) as server, Meter(HOST, server.getsockname()[1]) as meter:
         port = meter.listen("line")
         with socket.create_connection((HOST, port)) as near:
@@ -391,7 +392,7 @@ def test_the_meter_counts_what_passes_and_cuts_the_line() -> None:
                 assert receive_exactly(far, 5) == b"again"
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection, count):
     connection.settimeout(60)
     data = b""
     while len(data) < count:

@@ -1,11 +1,9 @@
 """Runs of the digits app on a deployment, watched from the files that they write."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +13,6 @@ from aqg.core.recipes import make_recipe
 from aqg.protocol.book import book_from_arrays
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 from aqg.sim.record import DROPPED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aqg.protocol.book import MirrorBook
-
-    from tests.lab.deployment import ConfigValue, Deployment
 
 APP = Path(__file__).parent / "digits_app"
 PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
@@ -36,40 +27,38 @@ PATIENCE_SECONDS = 180.0
 class WatchedRun:
     """A run of the digits app whose clients take orders to misbehave."""
 
-    def __init__(self, deployment: Deployment, directory: Path, **config: ConfigValue) -> None:
+    def __init__(self, deployment, directory, **config):
         self.deployment = deployment
         self.directory = directory
         self.number = 0
-        self.config: dict[str, ConfigValue] = {
+        self.config = {
             "num-clients": len(deployment.nodes),
             "run-dir": str(directory),
             **{name.replace("_", "-"): value for name, value in config.items()},
         }
 
-    def submit(self, rounds: int) -> None:
+    def submit(self, rounds):
         """Start the run, or go on with it."""
         self.number = self.deployment.run(APP, {**self.config, "num-server-rounds": rounds})
 
-    def rows(self) -> list[Row]:
+    def rows(self):
         """Return the rounds written so far."""
         path = self.directory / "rounds.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
-    def last_round(self) -> int:
+    def last_round(self):
         """The last round that was written."""
         rows = self.rows()
         return rows[-1]["round"] if rows else 0
 
-    def wait_for_round(self, number: int, seconds: float = PATIENCE_SECONDS) -> Row:
+    def wait_for_round(self, number, seconds=PATIENCE_SECONDS):
         """Wait until a round is written, and return it."""
         row = self._wait(lambda row: row["round"] >= number, seconds, f"round {number}")
         return row
 
-    def wait_for_incident(
-        self, kinds: str, client: int, after: int, seconds: float = PATIENCE_SECONDS
-    ) -> int:
+    def wait_for_incident(self, kinds, client, after, seconds=PATIENCE_SECONDS):
         """Wait until an incident is in the metrics of a round after ``after``; return the round.
 
         ``kinds`` are those of which one must happen, with ``|`` between.
@@ -82,7 +71,7 @@ class WatchedRun:
         )
         return int(row["round"])
 
-    def wait_for_agreement(self, client: int, after: int, seconds: float = PATIENCE_SECONDS) -> int:
+    def wait_for_agreement(self, client, after, seconds=PATIENCE_SECONDS):
         """Wait until a client's reply was taken with nothing to report; return the round.
 
         The server takes a reply only if its own copy of the client's mirror has the digest that
@@ -99,13 +88,13 @@ class WatchedRun:
         )
         return int(row["round"])
 
-    def wait_for_clean_round(self, after: int, seconds: float = PATIENCE_SECONDS) -> Row:
+    def wait_for_clean_round(self, after, seconds=PATIENCE_SECONDS):
         """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
         return self._wait(
             lambda row: row["round"] > after and is_clean(row), seconds, f"clean after {after}"
         )
 
-    def order(self, client: int, deed: str) -> None:
+    def order(self, client, deed):
         """Tell a client how to misbehave with its next upload."""
         state = self.deployment.state_directory(client)
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -113,12 +102,12 @@ class WatchedRun:
         partial.write_text(deed)
         partial.rename(state.with_name(f"{state.name}.order"))
 
-    def has_order(self, client: int) -> bool:
+    def has_order(self, client):
         """Whether a client has not misbehaved yet, as it was told to."""
         state = self.deployment.state_directory(client)
         return state.with_name(f"{state.name}.order").exists()
 
-    def mirrors_agree(self, client: int) -> bool:
+    def mirrors_agree(self, client):
         """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
 
         While a round is under way, that is the client's state before its last answer.
@@ -132,11 +121,11 @@ class WatchedRun:
         mirror = book.state.mirror(client)
         return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
 
-    def is_forgotten(self, client: int) -> bool:
+    def is_forgotten(self, client):
         """Whether a client has deleted what it kept of a run that has ended."""
         return not list(self.deployment.state_directory(client).glob("p*"))
 
-    def model_agrees(self, client: int) -> bool:
+    def model_agrees(self, client):
         """Whether the model that a client has saved is one that the server had."""
         end, digests = time.monotonic() + PATIENCE_SECONDS, set()
         while time.monotonic() < end:
@@ -148,7 +137,7 @@ class WatchedRun:
             time.sleep(0.02)
         return False
 
-    def _saved(self, client: int) -> tuple[MirrorBook, bytes, tuple[ClientStore, CopyStore]]:
+    def _saved(self, client):
         """Return what the server and a client have saved."""
         recipe = make_recipe(str(self.config.get("recipe", "lean")))
         arrays = read_arrays(self.directory / "checkpoint.npz")
@@ -161,14 +150,14 @@ class WatchedRun:
         )
         return book, arrays["copy_digest"].tobytes(), stores
 
-    def mirrors_settle(self, client: int, seconds: float = PATIENCE_SECONDS) -> bool:
+    def mirrors_settle(self, client, seconds=PATIENCE_SECONDS):
         """Whether the mirrors agree once the client has done what it was about to do."""
         end = time.monotonic() + seconds
         while not (agree := self.mirrors_agree(client)) and time.monotonic() < end:
             time.sleep(0.1)
         return agree
 
-    def _wait(self, holds: Callable[[Row], bool], seconds: float, what: str) -> Row:
+    def _wait(self, holds, seconds, what):
         end = time.monotonic() + seconds
         while True:
             for row in self.rows():
@@ -180,16 +169,16 @@ class WatchedRun:
             time.sleep(0.05)
 
 
-def incidents_of(row: Row, client: int) -> set[str]:
+def incidents_of(row, client):
     """Return the kinds of incident that a client had in a round."""
     return {entry["kind"] for entry in row.get("incidents", ()) if entry["client"] == client}
 
 
-def is_clean(row: Row) -> bool:
+def is_clean(row):
     """Whether all clients answered and nothing happened."""
     return not row.get("incidents") and DROPPED not in row["widths"]
 
 
-def clean_losses(rows: list[Row]) -> list[float]:
+def clean_losses(rows):
     """Return the losses that all clients measured together."""
     return [row["loss"] for row in rows if DROPPED not in row["widths"]]

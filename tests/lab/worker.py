@@ -6,66 +6,36 @@ SuperNode (or SuperLink) for tasks and forks itself, imports done, for each. An 
 lives for one task only, so a crash costs that task and nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.lab.commands import fork_command, preload
+from tests.lab.processes import run_command
 from tests.lab.repairs import TaskQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 POLL_SECONDS = 0.1
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the worker until it is stopped."""
-    options = _parse(arguments)
-    preload(options.preload)
-    certificates = Path(options.root_certificates) if options.root_certificates else None
+def main():
+    """Run the tasks of the SuperNode or SuperLink at an address until stopped."""
+    parser = argparse.ArgumentParser("lab-worker")
+    parser.add_argument("--runtime-api-address", required=True, metavar="HOST:PORT")
+    parser.add_argument("--root-certificates", metavar="FILE", help="where that address has TLS")
+    options = parser.parse_args()
+    certificates, parent = options.root_certificates, os.getpid()
     queue = TaskQueue(
-        options.runtime_api_address, certificates.read_bytes() if certificates else None
+        options.runtime_api_address, Path(certificates).read_bytes() if certificates else None
     )
-    security = ["--root-certificates", str(certificates)] if certificates else ["--insecure"]
-    address = ["--runtime-api-address", options.runtime_api_address]
-    address += ["--parent-pid", str(os.getpid())]
+    security = ["--root-certificates", certificates] if certificates else ["--insecure"]
+    address = ["--runtime-api-address", options.runtime_api_address, "--parent-pid", str(parent)]
     while True:
         found = queue.next()
-        if found is not None:
+        if found is not None and os.fork() == 0:
             kind, token = found
-            fork_command([kind, *address, "--token", token, *security], {})
-        _reap()
+            run_command([kind, *address, "--token", token, *security], {}, None, parent)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(POLL_SECONDS)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "lab-worker", description="Run the tasks of Flower apps in forked processes."
-    )
-    parser.add_argument(
-        "--runtime-api-address",
-        required=True,
-        metavar="HOST:PORT",
-        help="of the SuperNode or SuperLink, which runs with --isolation process",
-    )
-    parser.add_argument("--root-certificates", metavar="FILE", help="where that address has TLS")
-    parser.add_argument(
-        "--preload", action="append", default=[], metavar="MODULE", help="import it before forking"
-    )
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    main()

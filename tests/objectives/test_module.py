@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import BernoulliDropout
 
 from tests.problems import assert_same, crossed
 
@@ -514,6 +514,7 @@ def test_torch_backend_takes_the_same_decisions():
     assert_close(other.parameters, cpu.parameters, "float64")
 
 
+@pytest.mark.soak
 def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes():
     problem = image_problem()
     losses, sizes = {}, {}

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from aqg import make_recipe
+from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
-from aqg.wire.snapshot import SNAPSHOT_MARK
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import LocalTraining, Training
+from aqg.wire.entry import SNAPSHOT_MARK
+
+from tests.problems import soak, tiny_problem
 
 NUM_PARAMS = 6
 TARGETS = np.random.default_rng(5).standard_normal((3, NUM_PARAMS))
@@ -38,13 +43,12 @@ def read_reply(client, order, m=0):
     return reply_from_bytes(client.answer(to_bytes(order), train_of(m)), order.stamp)
 
 
-def run(server, clients, rounds):
+def run(server, clients, rounds, train=train_of):
     for _ in range(rounds):
         for number, client in enumerate(clients):
-            receipt = server.take(number, client.answer(server.order(number), train_of(number)))
+            receipt = server.take(number, client.answer(server.order(number), train(number)))
             if receipt.wants_order:
-                reply = client.answer(server.order(number), train_of(number))
-                receipt = server.take(number, reply)
+                receipt = server.take(number, client.answer(server.order(number), train(number)))
             assert receipt.is_taken, receipt.problem
         server.step()
 
@@ -59,9 +63,9 @@ def error(server):
         ("lean", "exact", False),
         ("lean", "auto", True),
         ("auto", "auto", False),
-        ("auto", "exact", True),
+        soak("auto", "exact", True),
         ("stc:keep=0.5", "exact", False),
-        ("gd", "auto", True),
+        soak("gd", "auto", True),
         ("qsgd", "auto", False),
     ],
 )
@@ -69,6 +73,28 @@ def test_training(recipe, downlink, exact):
     server = make_server(recipe=recipe, downlink=downlink, exact=exact)
     run(server, [ClientSession() for _ in range(3)], 40)
     assert error(server) < (0.05 if recipe in ("lean", "gd") else 0.8)
+
+
+@pytest.mark.parametrize(("recipe", "downlink"), [("auto", "condensed"), ("lean", "exact")])
+def test_sessions_end_with_the_simulators_model(recipe, downlink):
+    """As Flower does, in `tests/flower/test_apps.py`."""
+    problem, local = tiny_problem(num_clients=3, unequal=True), LocalTraining(batch_size=2, steps=3)
+
+    def train_as(m):
+        def train(params, number):
+            samples = problem.clients[m]
+            return local.update(problem.objective, params, *samples, (0, m, number))[1]
+
+        return train
+
+    options = {"recipe": recipe, "step_size": 0.1, "downlink": downlink}
+    server = ServerSession(problem.initial_params, 3, **options)
+    run(server, [ClientSession() for _ in range(3)], 12, train_as)
+    training = Training(local=local, downlink=make_downlink(downlink))
+    simulation = ReferenceSimulation(problem, make_recipe(recipe), 0.1, seed=0, training=training)
+    for _ in range(12):
+        simulation.run_round(evaluate=False)
+    assert np.array_equal(server.parameters, simulation.parameters)
 
 
 def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_path):
@@ -183,9 +209,7 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert error(again) < 0.02
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 4, 5, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2, 3))]
-)
+@pytest.mark.parametrize("seed", [4, *map(soak, (0, 1, 2, 3, 5))])
 def test_everything_goes_wrong_at_once(tmp_path, seed):
     """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""
     rng = np.random.default_rng(seed)
@@ -412,6 +436,33 @@ def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
     order = whole_order(server, 0)
     assert order.snapshot[0] == SNAPSHOT_MARK
     assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
+
+
+@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
+def test_clients_may_hold_nothing_between_rounds(recipe):
+    """A phone that appears once answers like one that has been there all the time."""
+    options = {"recipe": recipe, "layout": LAYOUT, "sampled": 0.5, "seed": 3}
+    given = np.random.default_rng(0).uniform(-0.2, 0.2, 1240).astype(np.float32)
+    servers = [ServerSession(given, 2, memory=memory, **options) for memory in ("model", "none")]
+    clients = [ClientSession(), ClientSession()]
+    sizes = [], []
+    for number in range(12):
+        for server, sized in zip(servers, sizes, strict=True):
+            for m in (0, 1):
+                keeps = server is servers[0]
+                client = clients[m] if keeps else ClientSession()
+                order = server.order(m)
+                sized.append(len(order))
+                made = np.random.default_rng((number, m))
+                reply = client.answer(
+                    order, lambda model, _round, made=made: 0.1 * (model + made.random(len(model)))
+                )
+                assert server.take(m, reply).is_taken
+            server.step()
+    assert servers[0].parameters.tobytes() == servers[1].parameters.tobytes()
+    assert max(sizes[0][2:]) < min(sizes[1][4:])
+    with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients remember"):
+        ServerSession(given, 2, recipe="lean", memory="none")
 
 
 def test_ways_to_start_are_checked():

@@ -1,6 +1,5 @@
 """Run directories to report on, written by the code that writes real ones."""
 
-
 import numpy as np
 import pytest
 

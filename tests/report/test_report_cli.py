@@ -141,6 +141,7 @@ def test_a_deployment_has_the_bytes_of_its_clients_round_by_round(make_run, tmp_
     assert not any(name.startswith("client_") for name in found.extras)
 
 
+@pytest.mark.soak
 def test_runs_in_every_state_are_shown(make_run, tmp_path):
     make_run(tmp_path / "begun", rounds=10, finished=False)
     waiting = make_run(tmp_path / "waiting", recipe="gd", rounds=10, finished=False)

@@ -7,8 +7,9 @@ import pytest
 
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients, Fixed
-from aqg.errors import ConfigError
-from aqg.runs.config import names_step, parse_assignment, read_settings, resolve, to_toml
+from aqg.errors import ConfigError, RunError
+from aqg.runs.config import names_step, parse_assignment, resolve, to_toml
+from aqg.runs.directory import read_toml
 
 
 def test_defaults_are_the_demo():
@@ -45,7 +46,7 @@ def test_step_size_follows_the_scaling(scaling, alpha):
         ({"partition": "dirichlet:-1"}, "-1"),
         ({"absences": [[1, 2]]}, "it must be a list of [client, first round, last round]"),
         ({"absences": [[10, 1, 2]]}, "absent client is 10; it must be below 10"),
-        ({"plugins": ["/nowhere/x.py"]}, "plugin '/nowhere/x.py' cannot be loaded"),
+        ({"plugins": ["/nowhere/x.py"]}, "'/nowhere/x.py' cannot be read"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
@@ -88,11 +89,11 @@ def test_bad_assignments(text):
 
 
 def test_config_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_settings(tmp_path / "none.toml")
+    with pytest.raises(RunError, match="cannot be read: No such file"):
+        read_toml(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("rounds = = 3")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        read_settings(tmp_path / "bad.toml")
+    with pytest.raises(RunError, match="is not valid TOML"):
+        read_toml(tmp_path / "bad.toml")
 
 
 def test_plugins_add_recipes(tmp_path):
@@ -112,7 +113,7 @@ def test_plugins_add_recipes(tmp_path):
     finally:
         RECIPES.pop("two-bits", None)
     plugin.write_text("1 / 0")
-    with pytest.raises(ConfigError, match="cannot be loaded: division by zero"):
+    with pytest.raises(ConfigError, match="cannot be run: ZeroDivisionError"):
         resolve({"plugins": [str(plugin)]})
 
 

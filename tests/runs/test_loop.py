@@ -7,9 +7,9 @@ import pytest
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
-from aqg.runs.config import read_settings, resolve
+from aqg.runs.config import resolve
 from aqg.runs.cost import Cost
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory, read_toml
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target
@@ -65,7 +65,7 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
     assert summary["uploads"] == sum(w > 0 for line in lines for w in line["widths"])
     minimum = find_minimum(config, problem)
     assert summary["residual"] == pytest.approx(result.summary.final_loss - minimum)
-    assert resolve(read_settings(tmp_path / "run" / CONFIG)) == (config,)
+    assert resolve(read_toml(tmp_path / "run" / CONFIG)) == (config,)
 
 
 @pytest.mark.parametrize(("crash", "engine"), crossed([1, 13, 30], ["fast", "reference"]))

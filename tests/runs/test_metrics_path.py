@@ -82,7 +82,7 @@ def test_reports_and_pictures_have_them(finished):
     found = read_run(directory, "lean")
     assert set(found.metrics) == {"mse", "r2", "largest_error"}
     assert "test_mse" not in found.extras
-    assert result_of(found).metrics["mse"] == result.summary.metrics["mse"]
+    assert result_of(found)["metrics"]["mse"] == result.summary.metrics["mse"]
     header = curves_csv([found]).splitlines()[0]
     assert header.endswith("residual,mse,r2,largest_error")
     assert "largest_error" in summary_csv([found]).splitlines()[0]
@@ -90,8 +90,9 @@ def test_reports_and_pictures_have_them(finished):
 
 
 def test_a_metric_beyond_all_numbers_is_none():
-    row = {"round": 1, "loss": 0.5, "widths": [1, 0], "upload_bytes": 9, "test_accuracy": 0.75}
+    row = {"round": 1, "loss": 0.5, "widths": [1, 0], "upload_bytes": 9}
+    row |= {"download_bytes": 4, "test_accuracy": 0.75}
     line = Line.of(row)
-    assert line == Line(RoundRecord(1, 0.5, (1, 0), 9), {"accuracy": 0.75})
+    assert line == Line(RoundRecord(1, 0.5, (1, 0), 9, download_bytes=4), {"accuracy": 0.75})
     unbounded = Line(line.record, {"perplexity": float("inf")})
     assert json.loads(unbounded.to_json())["test_perplexity"] is None

@@ -12,21 +12,15 @@ import platform
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.objectives.base import Objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Training
-
-if TYPE_CHECKING:
-    pass
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16

@@ -1,26 +1,20 @@
 """Models as logs in both simulators: the same bytes, the same models, whoever was away."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from aqg.core.downlink import Condensed, Exact, make_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
 
 from tests.problems import assert_same, crossed, some_recipes, tiny_problem
-
-if TYPE_CHECKING:
-    pass
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 SETTINGS = {
@@ -168,3 +162,34 @@ def test_bad_settings_are_named():
     with pytest.raises(ConfigError, match="bits is 9"):
         make_downlink("condensed:bits=9")
     assert make_downlink("exact") == Exact()
+
+
+@pytest.mark.parametrize(("name", "downlink"), [("auto", "condensed:ratio=0.5"), ("qsgd", "exact")])
+def test_clients_that_hold_nothing_train_alike_and_receive_more(name, downlink):
+    """Entries since the first model, their sum or a snapshot: the same model, at a higher price."""
+    options = {"local": LOCAL, "participation": 0.5, "downlink": make_downlink(downlink)}
+    problem = tiny_problem("float32", num_clients=6)
+    kept, none, reference = (
+        simulate(problem, make_recipe(name), 0.1, seed=4, training=Training(**options, memory=m))
+        for simulate, m in (
+            (FastSimulation, "model"),
+            (FastSimulation, "none"),
+            (ReferenceSimulation, "none"),
+        )
+    )
+    one, other = list(kept.run_rounds(ROUNDS)), list(none.run_rounds(10))
+    none.restore(none.state())
+    other += none.run_rounds(ROUNDS - 10)
+    assert other == [reference.run_round() for _ in range(ROUNDS)]
+    assert none.parameters.tobytes() == kept.parameters.tobytes()
+    assert [r.upload_bytes for r in one] == [r.upload_bytes for r in other]
+    assert sum(r.download_bytes for r in other) > 1.2 * sum(r.download_bytes for r in one)
+
+
+def test_recipes_that_need_a_memory_say_so():
+    for name in ("lean", "stc"):
+        training = Training(memory="none", local=LOCAL)
+        with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients"):
+            FastSimulation(tiny_problem(), make_recipe(name), 0.1, training=training)
+    with pytest.raises(ConfigError, match="memory is 'all'; choose from model, none"):
+        FastSimulation(tiny_problem(), make_recipe("qsgd"), 0.1, training=Training(memory="all"))

@@ -5,18 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
 from aqg.core.space import as_index
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend
+from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.stacks import cut, join, stack_small_clients
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 

@@ -8,7 +8,6 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.core.downlink import make_downlink
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
@@ -17,11 +16,10 @@ from aqg.runs.config import resolve
 from aqg.runs.cost import Meter, heads
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds, make_late
-from aqg.sim.local import LocalTraining
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
 from tests.problems import assert_same, tiny_problem
 

@@ -5,7 +5,7 @@ import pytest
 
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
-from aqg.sim.local import LocalTraining
+from aqg.sim.training import LocalTraining
 
 torch = pytest.importorskip("torch")
 

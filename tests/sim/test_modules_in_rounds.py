@@ -6,19 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
-from tests.problems import assert_same
+from tests.problems import assert_same, crossed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -118,8 +116,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["auto", "qsgd"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "recipe"), crossed(list(PROBLEMS), ["auto", "qsgd"]))
 def test_engine_equals_the_reference_bit_for_bit(name, recipe):
     problem = PROBLEMS[name]()
     arguments = (problem, make_recipe(recipe), 0.08, BernoulliDropout(0.2, seed=8), 3)

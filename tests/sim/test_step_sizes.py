@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 
 from aqg.core.downlink import make_downlink
-from aqg.core.dropouts import BernoulliDropout
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import DistanceOverGradients, Fixed
 from aqg.errors import RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.local import LocalTraining
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, LocalTraining, Training
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import assert_same, crossed, soak, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 NATURAL = 0.05 * 3 / 6
@@ -54,8 +52,7 @@ DOWNLINKS = ("full", "exact", "condensed")
 
 
 @pytest.mark.parametrize(
-    ("setting", "downlink", "recipe"),  # every pair of two occurs
-    [(s, DOWNLINKS[j], RULES[(i + j) % 3]) for i, s in enumerate(SETTINGS) for j in range(3)],
+    ("setting", "downlink", "recipe"), crossed(list(SETTINGS), DOWNLINKS, RULES)
 )
 def test_the_engine_takes_the_steps_of_the_reference(setting, downlink, recipe):
     reference, fast = simulations(setting, downlink, recipe)
@@ -97,7 +94,7 @@ def test_a_state_of_fixed_steps_does_not_fit():
         fixed.restore(found.state())
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-2, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [0.0, 1e3, *map(soak, (1e-2, 1.0))])
 def test_any_starting_norm_is_trained_from(scale):
     """At zero, near it, and a thousand times off."""
     losses = []

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.core.dropouts import Absence, BernoulliDropout, ScriptedDropout
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
 
 
 def digits(model="softmax"):
@@ -59,6 +59,7 @@ def test_a_client_that_vanishes_for_500_rounds_and_returns():
     assert lost < descend(digits(), 0.05, 900) + 1e-3
 
 
+@pytest.mark.soak
 def test_one_client_a_hundred_times_louder():
     problem = digits()
     loud = problem.clients[4]._replace(features=problem.clients[4].features * 100)
@@ -70,7 +71,8 @@ def test_one_client_a_hundred_times_louder():
     assert final_loss(problem, "auto", step_size, 600) < expected + 0.05 * (start - expected)
 
 
-@pytest.mark.parametrize("recipe", ["auto", pytest.param("lean", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", ["auto", "lean"])
 def test_a_network_on_which_the_published_rules_fail(recipe):
     problem = digits("mlp:64")
     lost = final_loss(problem, recipe, 0.05, 300)

@@ -10,8 +10,8 @@ import pytest
 
 from aqg.errors import AqgError, ConfigError, DataError, RunError
 from aqg.runs import loop
-from aqg.runs.config import read_settings, resolve
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary
+from aqg.runs.config import resolve
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
 from aqg.runs.plan import Batch, prepare, train, unfinished
 from aqg.runs.setup import build_problem, find_minimum
@@ -141,7 +141,7 @@ def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
     for run in sweep.runs[::3]:
         directory = finished / run.name
         assert {path.name for path in directory.iterdir()} == FILES
-        assert resolve(read_settings(directory / CONFIG)) == (run.config,)
+        assert resolve(read_toml(directory / CONFIG)) == (run.config,)
         alone = tmp_path / run.name
         problem = build_problem(run.config)
         loop.create_run(alone, run.config)
@@ -194,7 +194,7 @@ def test_going_on_after_a_crash_repeats_only_what_is_missing(workers, finished, 
 
 
 def test_another_grid_is_refused(finished, tmp_path):
-    stored = read_settings(finished / GRID)
+    stored = read_toml(finished / GRID)
     assert open_sweep(finished, dict(reversed(stored.items()))) == open_sweep(finished)
     with pytest.raises(ConfigError, match=r"with rounds 13: the sweep has rounds 12"):
         open_sweep(finished, {**stored, "rounds": 13})

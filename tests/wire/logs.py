@@ -11,8 +11,15 @@ from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Change
-from aqg.wire.entry import LOG_MARK, encode_entry, follow_log, known_velocity, log_since
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.entry import (
+    LOG_MARK,
+    decode_snapshot,
+    encode_entry,
+    encode_snapshot,
+    follow_log,
+    known_velocity,
+    log_since,
+)
 
 MOVEMENT = Movement((0.5, 0.5))
 LENGTH = 40

@@ -5,12 +5,21 @@ import functools
 import numpy as np
 from hypothesis import strategies as st
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype, num_levels, round_up_to_bfloat16
-from aqg.core.halves import HalfUpload, SparseUpload, to_halves
-from aqg.core.messages import DenseUpload, Skip, Upload
-from aqg.core.rotation import RotatedUpload, quantize_rotated
-from aqg.core.sparsifiers import largest
+from aqg.core.messages import (
+    BlockUpload,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    quantize_blocks,
+    quantize_buckets,
+    quantize_rotated,
+    to_halves,
+)
+from aqg.core.quantizers import largest
 from aqg.wire.frame import Mode
 
 FIELD_MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from aqg.core.track import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
-from aqg.wire.context import decode, encode, find_lags, make_hints
-from aqg.wire.context_model import MAX_HINT
+from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
 
 GOLDEN = "05070335b11047c8d2c012b486cc42e252004bb19da56ef40c75ca4d6701cb55"
 GOLDEN_WITH_HINTS = "050700016c9cd1ec0e01d789e2969664cdff85281531c85c8fbfaa8bb2cf9de81d165347f8de"

@@ -14,16 +14,18 @@ from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (
+    decode_snapshot,
     encode_entry,
     encode_log,
+    encode_snapshot,
     follow_log,
     known_velocity,
     log_overhead,
     log_rounds,
 )
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
 from aqg.wire.vectors import decode_vector, encode_vector
 
+from tests.problems import soak
 from tests.wire.logs import (
     LENGTH,
     MOVEMENT,
@@ -173,7 +175,7 @@ def test_sums_of_quantized_vectors_cost_about_what_their_frames_do():
     assert len(encode_vector(total, np.zeros_like(total))) < frames
 
 
-@pytest.mark.parametrize(("seed", "recipe"), [(1, "lean"), (2, "auto"), (3, "lean")])
+@pytest.mark.parametrize(("seed", "recipe"), [(1, "lean"), soak(2, "auto"), soak(3, "lean")])
 def test_damaged_logs_and_snapshots_never_crash(seed, recipe):
     random = Random(seed)
     written, after = entries(start(recipe))

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from aqg.core.blockwise import BlockUpload
 from aqg.core.grids import Grid
-from aqg.core.halves import HalfUpload, SparseUpload
-from aqg.core.messages import Skip, Upload
-from aqg.core.rotation import RotatedUpload, block_lengths
+from aqg.core.messages import (
+    BlockUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    block_lengths,
+)
 from aqg.errors import MessageError, WireError
 from aqg.wire import Known, decode, encode, encoded_size
 from aqg.wire.frame import Mode

@@ -12,7 +12,7 @@ from aqg.core.messages import Upload
 from aqg.errors import WireError
 from aqg.wire import decode, encode, encoded_size
 from aqg.wire.frame import Mode
-from aqg.wire.gaps import decode_gaps, encode_gaps, few_places
+from aqg.wire.payloads import decode_gaps, encode_gaps, few_places
 
 GOLDEN_PLACES = [46, 51, 79]
 # Version 1, mode 5; 2 bits, midtread; step 0.5; 100 levels, 3 of them not zero; gaps

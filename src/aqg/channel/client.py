@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy, follow_log
-from aqg.channel.server import OPEN, agreement
+from aqg.channel.copies import PublicCopy, xor
+from aqg.channel.first import decode_first
+from aqg.channel.server import MOVING, OPEN, agreement
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    decode_kept,
     encode_kept,
     flatten,
     is_finite,
@@ -31,16 +33,17 @@ from aqg.channel.tensors import (
     subtract,
     vector_dtype,
 )
-from aqg.core.public import Public, public_track
+from aqg.core.public import Public
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
-from aqg.errors import AqgError, ConfigError, MessageError, RunError
+from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
 from aqg.protocol.client import intact_base, log_reply, short
-from aqg.protocol.follower import Holding
+from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore
-from aqg.wire.snapshot import decode_snapshot
+from aqg.start import OtherModelError
+from aqg.wire.entry import encode_log
 from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
@@ -114,6 +117,11 @@ class Held(NamedTuple):
         return bool(self.order.constants)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the client may choose among the tensors."""
+        return bool(self.order.layout[0] & OPEN)
+
+    @property
     def is_completed(self) -> bool:
         """Whether some tensors are others than the order led to."""
         return self.is_stepping and bool(self.beside().own or self.beside().aliases)
@@ -160,6 +168,7 @@ def receive(
     memory: Memory,
     version: str = __version__,
     recipe: Recipe | None = None,
+    start: Callable[[], Values | None] = lambda: None,
 ) -> Held:
     """Return the model that an order is about, and remember it.
 
@@ -169,6 +178,7 @@ def receive(
         memory: the client's.
         version: of the server's `aqg`, for messages.
         recipe: in place of the one that the server names.
+        start: returns the node's own first model, where it has one.
 
     Raises `OutOfReachError` where the whole model is needed, and `ConfigError`, `MessageError` or
     `WireError` where the order cannot be used.
@@ -179,30 +189,38 @@ def receive(
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
     store = memory.copies(order.run)
-    found = None if whole is not None else store.load()
-    if whole is None and found is None:
-        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
-    schema = found[1] if found is not None else Schema.of(whole or {})
-    made = _agree(order, schema, version, recipe)
-    if found is None:
-        copy, values = _begin(order, whole or {}, schema, made), whole or {}
-    else:
+    if order.first:
         try:
-            copy = follow_log(found[0], order.log, schema)
-        except AqgError as error:
+            whole = decode_first(order.first, start)
+        except OtherModelError as error:
             raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
-        if copy.digest != order.public:
-            why = f"version {copy.version} has another digest here than at the server"
-            raise OutOfReachError(lost_reply(order, Holding(), why))
-        values = copy.values(schema)
+    copy, schema, made = _open(order, whole, store, version, recipe)
     store.save(copy, schema, order)
-    held = Held(order, schema, values, made)
+    values = copy.values(schema)
+    movement = made.movement.of(copy.public.history)
+    held = Held(replace(order, movement=movement), schema, values, made)
     if held.is_completed:
         beside = held.beside()
         values = {**values, **{n: values[first] for n, first in beside.aliases.items()}}
         own = memory.own(order.run).load() if beside.own else {}
         held = held._replace(values={**values, **own})
     return held
+
+
+def _open(
+    order: Order, whole: Values | None, store: CopyStore, version: str, recipe: Recipe | None
+) -> tuple[PublicCopy, Schema, Recipe]:
+    """Return the copy that an order leads to; that before it is not held any more."""
+    found = None if whole is not None else store.load()
+    if whole is None and found is None:
+        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
+    schema = found[1] if found is not None else Schema.of(whole or {})
+    made = _agree(order, schema, version, recipe)
+    try:
+        copy = _follow(order, whole, None if found is None else found[0], schema, made)
+    except (LostError, WireError) as error:
+        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    return copy, schema, made
 
 
 def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:
@@ -219,15 +237,28 @@ def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) ->
     return made
 
 
-def _begin(order: Order, whole: Values, schema: Schema, recipe: Recipe) -> PublicCopy:
-    """Return the copy of a model that came as a whole."""
-    copy = PublicCopy.of(whole, schema, order.layout[1:], order.round)
-    if order.constants:
-        copy = copy._replace(track=public_track(recipe, copy.vector))
-    if order.snapshot:
-        blank = Public(order.round, copy.track)
-        copy = copy._replace(track=decode_snapshot(order.snapshot, blank, copy.vector).track)
-    return copy._replace(digest=order.public)
+def _follow(
+    order: Order, whole: Values | None, held: PublicCopy | None, schema: Schema, recipe: Recipe
+) -> PublicCopy:
+    """Return the copy that an order leads to, from one that is held or a model that came."""
+    layout = order.layout[1:]
+    if whole is not None:
+        copy, public = PublicCopy.of(whole, schema, layout), None
+    else:
+        assert held is not None
+        copy = held.with_layout(schema, layout)
+        public = copy.public
+    if order.statistics:
+        changed = decode_kept(order.statistics, schema)
+        if unknown := sorted(set(changed) - set(copy.kept)):
+            raise WireError(f"tensor {unknown[0]!r} is compressed; it does not come as it is")
+        copy = copy.with_kept(changed)
+    log = order.log or encode_log(order.round, [])
+    parcel = Parcel(order.round, xor(order.public, copy.beside_digest()), log, order.snapshot)
+    moves = bool(order.layout[0] & MOVING)
+    terms = Terms(recipe, order.num_params, order.dtype, is_at_rest=not moves)
+    public = follow(terms, parcel, public, lambda: copy.vector)
+    return copy._replace(public=public, digest=order.public)
 
 
 def reply_to(
@@ -277,7 +308,7 @@ def reply_to(
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
         return to_bytes(replace(stale_reply(order), stale=False, fault=fault), order.stamp)
-    if order.layout[:1] == OPEN:
+    if held.is_open:
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
@@ -411,10 +442,11 @@ class CopyStore:
             position, velocity, direction = (
                 self._arrays.read(cell)[None] for cell in index["track"]
             )
+            track = Track(position, velocity, direction, np.ones(1, np.bool_))
+            history, quantum = tuple(map(float, index["history"])), float(index["quantum"])
             copy = PublicCopy(
-                int(index["version"]),
                 bytes.fromhex(index["layout"]),
-                Track(position, velocity, direction, np.ones(1, np.bool_)),
+                Public(int(index["version"]), track, history, quantum, index["mark"]),
                 {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
@@ -430,9 +462,12 @@ class CopyStore:
             "key": self._key,
             "terms": to_bytes(terms_of_run(order)).hex(),
             "version": copy.version,
+            "history": list(copy.public.history),
+            "quantum": copy.public.quantum,
+            "mark": copy.public.mark,
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
-            "track": [self._arrays.write(part[0]) for part in copy.track[:3]],
+            "track": [self._arrays.write(part[0]) for part in copy.public.track[:3]],
             "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
             "digests": {name: digest.hex() for name, digest in copy.digests.items()},
             "digest": copy.digest.hex(),

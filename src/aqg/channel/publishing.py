@@ -15,9 +15,12 @@ import numpy as np
 
 from aqg.channel.tensors import PIECE
 from aqg.core.grids import value_table
+from aqg.core.messages import Upload
+from aqg.core.public import Entry
+from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
+from aqg.core.server import on_grid
 from aqg.core.space import NumpySpace
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, ternary
 from aqg.core.track import Terms, correct
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from aqg.channel.tensors import Values
     from aqg.core.downlink import Condensed
     from aqg.core.messages import AnyUpload
+    from aqg.core.public import Public
     from aqg.core.types import FloatArray, IntArray
     from aqg.objectives.layout import TensorSpec
 
@@ -42,6 +46,29 @@ FARTHEST = 1.0
 
 _ROUNDING = 64.0
 """Averages of equal numbers are off by less than this many units in the last place."""
+
+
+_GRID_SHARE = 0.5
+"""Part of the tolerance that is left to a choice of levels whose step is then rounded up to a power
+of two, on average to 1.4 times itself."""
+
+_FINEST = 2.0**-8
+"""In the step of an entry, the longest quantum of a grid that is begun. Where one coordinate is
+much larger than all others, its grid is too coarse for them, and the copy stays on none."""
+
+
+def entry_of(public: Public, upload: AnyUpload | None, gap: FloatArray) -> Entry:
+    """Return the entry that adds an upload of a gap to the public model, on its grid if it can."""
+    entry = Entry(public.round, position=upload, is_rounded=True)
+    if not isinstance(upload, Upload):
+        return entry
+    moved = on_grid(_SPACE, public.parameters, public.quantum, upload, gap)
+    if moved is None:
+        return entry._replace(position=None)
+    snapped, quantum, _ = moved
+    if not public.quantum and quantum > _FINEST * upload.step:
+        return entry
+    return entry._replace(position=snapped, quantum=None if quantum == public.quantum else quantum)
 
 
 class Steps(NamedTuple):
@@ -93,7 +120,7 @@ def condense(
     """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
 
     Args:
-        gap: the strategy's model less the public copy, flat; it is written to.
+        gap: the strategy's model less the public copy, flat; it is left as it was.
         count: how many coordinates a sparse entry has; None: it is not to be sparse.
         steps: how far the model moved.
         version: of the copy.
@@ -108,18 +135,20 @@ def condense(
         whole = gap[kept]
         value = value_table(sparse.grid, sparse.width, sparse.step, gap.dtype.type)
         gap[kept] -= value[sparse.levels[kept]]
-        if squared_norm(gap) <= FARTHEST * steps.mean:
-            return sparse, ""
+        is_near = squared_norm(gap) <= FARTHEST * steps.mean
         gap[kept] = whole
+        if is_near:
+            return sparse, ""
         del sparse
-    terms = Terms(downlink.tolerance * steps.mean, np.zeros(1, np.int64), (0, 0, version))
+    tolerance = _GRID_SHARE * downlink.tolerance * steps.mean
+    terms = Terms(tolerance, np.zeros(1, np.int64), (0, 0, version))
     uploads, found = correct(_SPACE, downlink.of_velocity, None, _FIRST, gap[None], terms)
     fault = describe_fault(gap) if len(found.faulty) else ""
     return (uploads[0] if uploads else None), fault
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.sparsifiers.largest` does, in little memory.
+    """Return what `aqg.core.quantizers.largest` does, in little memory.
 
     The bits of positive numbers are in the order of the numbers: their upper halves are counted,
     then the lower halves of those with the same upper half as the last one that is taken.

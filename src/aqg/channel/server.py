@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aqg.channel.copies import PublicCopy, encode_entry, encode_log, moved, tensor_digest
-from aqg.channel.publishing import Steps, condense, measure_change, squared_norm
+from aqg.channel.copies import PublicCopy
+from aqg.channel.first import First, choose_way
+from aqg.channel.publishing import Steps, condense, entry_of, measure_change, squared_norm
 from aqg.channel.tensors import (
     Kind,
     Schema,
@@ -27,11 +27,12 @@ from aqg.channel.tensors import (
 from aqg.core.budget import first_budget
 from aqg.core.downlink import rounded_up
 from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
+from aqg.core.public import Entry, advance
 from aqg.errors import ConfigError, MessageError
-from aqg.protocol.digests import STATE_DIGEST_BYTES
+from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
-from aqg.wire import encode
+from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
 
-OPEN, CLOSED = b"\1", b"\0"
-"""Whether a client may choose, by what its training changes, which tensors are compressed."""
+OPEN, MOVING = 1, 2
+"""Flags before a layout: whether a client may choose, by what its training changes, which tensors
+are compressed; and whether the vector has a velocity."""
 
 
 _CAUTION = 0.03
@@ -53,15 +55,11 @@ _CAUTION = 0.03
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
 
 
-_TRY_EVERY = 8
-"""Versions from one trial of the context coder to the next, while it does not pay: it takes most of
-the wrapper's time on large models, and saved 20 % of an entry in the examples, but nothing of
-noise."""
+_MOST_SUMMED = 1 << 20
+"""Coordinates of which replies are summed up; of larger models that many are a sample."""
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
-_LEAST_SAVED = 1 / 32
-"""The part of an entry that the context coder must save to be worth its time."""
 
 
 class LostError(MessageError):
@@ -182,27 +180,33 @@ class Channel:
         candidates = [n for n, k in self._kinds.items() if k is Kind.VECTOR]
         if not candidates:
             raise ConfigError("no tensor holds finite numbers that can be compressed")
-        self._copy = PublicCopy.of(self._values, self.schema, self.schema.bitmap(candidates))
-        self._copy = self._copy._replace(digest=self._copy.content_digest())
+        layout = self.schema.bitmap(candidates)
+        way = choose_way(settings.start, self._values, self.schema, layout)
+        self._first = First.of(way, self._values, self.schema, layout, settings.seed)
+        if self._first is not None:
+            self._values = dict(self._first.values(self._values))
+        self._copy = PublicCopy.of(self._values, self.schema, layout).digested()
         self._given: Values = values
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
-        self._first = 1
-        self._entries: list[bytes] = []
+        self._log = ModelLog(merges=True)
+        self._changed: dict[str, int] = {}  # since which version kept tensors are as they are
+        self._snapshot: tuple[tuple[int, bool], bytes] = (0, False), b""
         self._positions: dict[int, int] = {}
+        self._offered: dict[int, int] = {}  # the version since which a node has not replied
+        self._tried: set[int] = set()  # nodes that were sent the first model
+        self._strangers: set[int] = set()  # those who could do nothing with it
         self._informed: dict[int, bytes] = {}  # layouts of orders whose terms nodes have
         self._numbers: dict[int, int] = {}
         self._peers: dict[int, tuple[bytes, Peer]] = {}
         self._steps = Steps()
-        self._history: tuple[float, ...] = ()
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
         self._num_sent = 0
         self._budget = first_budget(self._recipe.noise)
         self._energy = 0.0
         self._zero: dict[tuple[int, str], Peer] = {}
-        self._context_pays = True
 
     @property
     def version(self) -> int:
@@ -248,12 +252,12 @@ class Channel:
         """Return a node's order, and whether the node needs the whole public copy as well."""
         copy, settings, place = self._copy, self._settings, self._place(node)
         position = self._positions.get(place, 0)
-        is_full = position < self._first
-        first = copy.version if is_full else position
+        is_behind = position < self._log.first
+        first = self._from_first(place) if is_behind else b""
+        is_full = is_behind and not first
         specs = self.schema.chosen(copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         stamp = self._peer(place, copy.layout, size, dtype).entry.stamp
-        movement, noise = self._scalars()
         order = Order(
             run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
@@ -266,7 +270,6 @@ class Channel:
             incarnation=self.incarnation,
             round=copy.version,
             client=self._number(place),
-            movement=movement,
             epoch=stamp.epoch,
             uploads=stamp.uploads,
             digest=stamp.digest,
@@ -274,12 +277,14 @@ class Channel:
             layout=_layout(self._is_open, copy),
             constants=self._beside(),
             public=copy.digest,
-            log=encode_log(first, self._entries[first - self._first :]),
-            snapshot=self._snapshot() if is_full else b"",
-            noise=noise,
+            log=b"" if position == copy.version else self._entries(place, position, is_behind),
+            snapshot=self._snapshot_since(first) if is_behind else b"",
+            statistics=b"" if is_behind else self._kept_since(position),
+            first=first,
+            noise=self._noise,
             exact=settings.exact,
         )
-        is_informed = not is_full and self._informed.get(place) == order.layout
+        is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
@@ -290,18 +295,60 @@ class Channel:
         """Return the number of a client in the keys of its random draws."""
         return self._numbers.setdefault(place, len(self._numbers))
 
-    def _scalars(self) -> tuple[float, float]:
-        """Return the movement, and the noise that updates may carry."""
-        movement = _CAUTION * self._recipe.movement.of(self._history)
-        return rounded_up(movement), self._budget.noise
+    def _entries(self, place: int, position: int, is_behind: bool) -> bytes:
+        """Return what leads from a version to this one."""
+        copy, log = self._copy, self._log
+        if is_behind:
+            return encode_log(copy.version, [])
+        delivery = log.entries_since(position, lambda: copy.public)
+        is_sure = self._offered.setdefault(place, copy.version) == copy.version
+        merged = delivery.merged if is_sure else b""  # whoever is ahead leaves out what it has
+        return merged or log.frame(position)
+
+    def _kept_since(self, position: int) -> bytes:
+        """Return the kept tensors that have changed since a version."""
+        names = [name for name, version in self._changed.items() if version > position]
+        return encode_kept(self._copy.kept, names, self.schema, self._kinds) if names else b""
+
+    @property
+    def _noise(self) -> float:
+        """The noise that updates may carry."""
+        return self._budget.noise
 
     def _beside(self) -> bytes:
         """Return which tensors beside the vector our own server takes; empty where all."""
         return b""
 
-    def _snapshot(self) -> bytes:
-        """Return what there is of the copy's track beside the whole model."""
-        return b""
+    def _snapshot_since(self, first: bytes) -> bytes:
+        """Return what leads from the first model, or from the whole one, to the copy's vector."""
+        copy, key = self._copy, (self._copy.version, bool(first))
+        if copy.version == 1:
+            return b""
+        if self._snapshot[0] != key:
+            sent = self.copied() if self._first is None or not first else self._first.values({})
+            specs = self.schema.chosen(copy.layout)
+            self._snapshot = key, encode_snapshot(copy.public, flatten(sent, specs))
+        return self._snapshot[1]
+
+    def _from_first(self, place: int) -> bytes:
+        """Return what a node starts from that holds nothing; empty: it gets the whole model."""
+        if self._first is None or place in self._strangers:
+            return b""
+        copy = self._copy
+        first = self._first.encode(copy.kept, self._changed)
+        is_shorter = len(first) + len(self._snapshot_since(first)) < self.whole_bytes
+        if is_shorter:
+            self._tried.add(place)
+        return first if is_shorter else b""
+
+    def is_new(self, node: int) -> bool:
+        """Tell whether a node has never answered, or has lost what it had."""
+        return self._place(node) not in self._positions
+
+    def is_compact(self, node: int) -> bool:
+        """Tell whether a node that has never answered was sent the first model in few bytes."""
+        place = self._place(node)
+        return place in self._tried - self._strangers and place not in self._positions
 
     def copied(self) -> Values:
         """Return the tensors of the public copy."""
@@ -312,11 +359,15 @@ class Channel:
         place = self._place(node)
         self._positions[place] = max(phase.version, self._positions.get(place, 0))
         self._informed[place] = _layout(phase.is_open, phase.copy)
+        self._offered.pop(place, None)
 
     def forget(self, node: int) -> None:
         """Take note that a node holds nothing."""
-        self._positions.pop(self._place(node), None)
-        self._informed.pop(self._place(node), None)
+        place = self._place(node)
+        if place in self._tried and place not in self._positions:
+            self._strangers.add(place)
+        for noted in (self._positions, self._informed, self._offered):
+            noted.pop(place, None)
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
@@ -376,10 +427,8 @@ class Channel:
                 self._num_sent += num_nonzero(taken.message)
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
             total, count = self._sums.get(taken.layout, (None, 0))
-            if total is None:
-                total = np.zeros(taken.update.size, taken.update.dtype)
-            taken.update.add_to(total)
-            self._sums[taken.layout] = total, count + 1
+            sample = taken.update.sample(_MOST_SUMMED)
+            self._sums[taken.layout] = sample if total is None else total + sample, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
             self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
@@ -444,43 +493,52 @@ class Channel:
 
     def _become(self, values: dict[str, Tensor]) -> None:
         """Make the public copy the model itself, which all nodes are then sent."""
-        copy = self._copy
-        whole = PublicCopy.of(values, self.schema, copy.layout, copy.version + 1)
-        digest = hashlib.blake2b(b"whole", key=copy.digest, digest_size=STATE_DIGEST_BYTES)
-        self._copy = whole._replace(digest=digest.digest())
+        version = self._copy.version + 1
+        self._copy = PublicCopy.of(values, self.schema, self._copy.layout, version).digested()
         self._values = values
-        self._entries, self._first = [], whole.version
+        self._log = ModelLog(version, merges=True)
 
     def _advance(self, values: dict[str, Tensor], layout: bytes | None, is_news: bool) -> None:
         """Add an entry, and go to the next version of the public copy."""
-        copy = self._copy if layout is None else self._copy.with_layout(self.schema, layout)
+        copy = self._copy
+        if layout is not None:
+            copy = copy.with_layout(self.schema, layout)
+            self._log = ModelLog(copy.version, merges=True)  # whoever is behind cannot follow
         specs = self.schema.chosen(copy.layout)
-        mean = self._mean_square(copy.layout)
-        frame, kept = b"", b""
+        mean = self._mean_square(copy.layout, len(copy.vector))
+        entry = Entry(copy.version, is_step=False)
         if is_news:
             square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
             self._values = values
             self._steps = self._steps.after(square)
-            if mean is not None:
-                self._note_movement(square, mean)
-            count = self._num_published(num_changed, len(copy.vector))
-            message, self.fault = condense(
-                self._gap(copy, specs), count, self._steps, copy.version, self._settings.downlink
+            count, gap = self._num_published(num_changed, len(copy.vector)), self._gap(copy, specs)
+            upload, self.fault = condense(
+                gap, count, self._steps, copy.version, self._settings.downlink
             )
-            if message is not None:
-                frame = self._encode(message)
-                copy = copy.moved_to(moved(copy.vector, message, specs))
-            changed = [n for n in copy.kept if self._differs(n, values[n], copy.kept[n])]
-            if changed:
-                kept = encode_kept(values, changed, self.schema, self._kinds)
-                tensors = decode_kept(kept, self.schema)
-                digests = {name: tensor_digest(tensors[name]) for name in changed}
-                copy = copy._replace(kept={**copy.kept, **tensors})
-                copy = copy._replace(digests={**copy.digests, **digests})
-        entry = encode_entry(layout, frame, kept)
-        self._entries.append(entry)
-        self._copy = copy.after(entry)
+            entry = entry_of(copy.public, upload, gap)
+            del gap, upload
+            entry = entry._replace(movement=self._movement(square, mean))
+            copy = self._with_kept(copy)
+        self._publish(copy, entry)
+
+    def _publish(self, copy: PublicCopy, entry: Entry) -> None:
+        """Move the public copy by an entry, and put that into the log."""
+        self._log.append(encode_entry(entry, None))
+        public = advance(copy.public, entry, self._recipe.movement)
+        if entry.position is not None and not public.quantum:  # it adds up with no later one
+            self._log.merges_from = public.round
+        self._copy = copy._replace(public=public).digested()
         self._cut()
+
+    def _with_kept(self, copy: PublicCopy) -> PublicCopy:
+        """Return the copy with the kept tensors that have changed, as clients will read them."""
+        changed = [n for n in copy.kept if self._differs(n, self._values[n], copy.kept[n])]
+        tensors: Values = self._values
+        for _ in range(2 if changed else 0):  # what was read once is read the same ever after
+            kept = encode_kept(tensors, changed, self.schema, self._kinds)
+            tensors = decode_kept(kept, self.schema)
+        self._changed |= dict.fromkeys(changed, copy.version + 1)
+        return copy.with_kept(tensors if changed else {})
 
     def _gap(self, copy: PublicCopy, specs: list[TensorSpec]) -> FloatArray:
         """Return the strategy's model less the public copy."""
@@ -501,15 +559,6 @@ class Channel:
         count = max(_FEWEST, round(self._settings.downlink.ratio * num_sent / self._senders))
         return count if count * _SPARSE <= size else None
 
-    def _encode(self, message: Message) -> bytes:
-        """Write the frame of an entry; with the context coder, as long as that pays."""
-        short = encode(message, tries_context=False)
-        if not self._context_pays and self._copy.version % _TRY_EVERY:
-            return short
-        shorter = encode(message)
-        self._context_pays = len(shorter) < (1.0 - _LEAST_SAVED) * len(short)
-        return shorter
-
     def _differs(self, name: str, tensor: Tensor, held: Tensor) -> bool:
         """Tell whether clients must be told of a kept tensor."""
         kind = self._kinds[name]
@@ -523,7 +572,7 @@ class Channel:
         _, num_changed = measure_change({name: tensor}, {name: held}, [spec], spec.dtype)
         return num_changed > 0
 
-    def _mean_square(self, layout: bytes) -> float | None:
+    def _mean_square(self, layout: bytes, size: int) -> float | None:
         """Return ``‖u‖²`` of the mean ``u`` of the replies since the last entry."""
         total, count = self._sums.pop(layout, (None, 0))
         self._senders = max(1, count)
@@ -531,39 +580,34 @@ class Channel:
         energy, self._energy = self._energy, 0.0
         if total is None:
             return None
-        square = squared_norm(total)
+        square = squared_norm(total) * max(1.0, size / len(total))
         if energy:
             self._budget = self._budget.after(self._recipe.noise, square, energy, count)
         return square / count**2
 
-    def _note_movement(self, step: float, mean: float) -> None:
-        """Put the scale of the last step into the history that recipes look at.
+    def _movement(self, step: float, mean: float | None) -> float | None:
+        """Return the scale of the last step that recipes look at; None: as before.
 
         That is the model's step, or the mean update where the strategy made a larger step of it:
         an error in one update must be small against both.
         """
-        square = min(step, mean)
-        if math.isfinite(square):
-            self._history = self._recipe.movement.extend(self._history, square)
+        square = _CAUTION * min(step, math.inf if mean is None else mean)
+        if mean is None or not math.isfinite(square):
+            return None
+        movement = rounded_up(square)
+        history = self._copy.public.history
+        return None if history and history[0] == movement else movement
 
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
-        oldest = min(self._positions.values(), default=self._copy.version)
-        budget = self.whole_bytes
-        kept = 0
-        for entry in reversed(self._entries):
-            budget -= len(entry)
-            if budget < 0:
-                break
-            kept += 1
-        drop = max(oldest - self._first, len(self._entries) - kept, 0)
-        del self._entries[:drop]
-        self._first += drop
+        self._log.cut(min(self._positions.values(), default=self._copy.version))
+        self._log.bound(self.whole_bytes)
 
 
 def _layout(is_open: bool, copy: PublicCopy) -> bytes:
     """Return which tensors are compressed, as orders say it."""
-    return (OPEN if is_open else CLOSED) + copy.layout
+    flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
+    return bytes([flags]) + copy.layout
 
 
 def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from aqg.core.downlink import Condensed, make_downlink
+from aqg.core.downlink import AUTO, Condensed, make_downlink
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
+from aqg.start import require_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ class Settings:
         clip: returns the largest norm of an update, where the strategy relies on one.
         own: a recipe that is used in place of the named one; clients must have an equal one.
         exact: whether updates are gradients over all of a client's samples, without noise.
+        start: how the first model travels (`aqg.channel.first`).
 
     """
 
@@ -43,6 +45,7 @@ class Settings:
     clip: Callable[[], float | None] = lambda: None
     own: Recipe | None = None
     exact: bool = False
+    start: str = "exact"
 
     def make_recipe(self) -> Recipe:
         """Return the compressor."""
@@ -60,6 +63,7 @@ def make_settings(
     downlink: str | None = None,
     seed: int = 0,
     clip: Callable[[], float | None] = lambda: None,
+    start: str = "exact",
 ) -> Settings:
     """Return settings as users write them; ``downlink`` is by default the recipe's own.
 
@@ -67,6 +71,8 @@ def make_settings(
     0.5
     """
     _require_recipe(recipe)
+    if start != AUTO:
+        require_way(start)
     own = make_recipe(recipe, bits, max_staleness).downlink
     if own == "full":  # one that sends whole models has none that fits here
         own = Condensed.name
@@ -79,6 +85,7 @@ def make_settings(
         exclude=_patterns(exclude),
         downlink=_condensed(downlink or own),
         clip=clip,
+        start=start,
     )
 
 

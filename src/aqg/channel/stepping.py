@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aqg.channel.copies import PublicCopy, encode_entry, tensor_digest
+from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
-from aqg.channel.tensors import Kind, decode_kept, encode_kept, flatten, unflatten
+from aqg.channel.tensors import Kind, unflatten
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.public import lies_on_grid, mark_after
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
 from aqg.errors import MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
-from aqg.wire.entry import encode_entry as encode_step
-from aqg.wire.entry import known_velocity
-from aqg.wire.snapshot import encode_snapshot
+from aqg.protocol.log import ModelLog
+from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 
 if TYPE_CHECKING:
@@ -105,15 +105,15 @@ class SteppingChannel(Channel):
         self._stepping = stepping
         self._own, self._aliases = travel.own, travel.aliases
         self._replies: dict[int, Taken] = {}
-        start = self._copy.vector.copy()
+        start = self._copy.vector
         weights = np.ones(stepping.num_clients)
         rule, optimizer = stepping.rule, stepping.optimizer
         self.book = MirrorBook.first(
             self._recipe, start, weights, optimizer, stepping.downlink, rule
         )
         self.book.publisher = None  # the log is the channel's
-        self._copy = self._copy._replace(track=self.book.public.track)
-        self._copy = self._copy._replace(digest=self._copy.content_digest())
+        self._copy = self._copy._replace(public=self.book.public).digested()
+        self._log = ModelLog(merges=lies_on_grid(self._recipe, stepping.downlink))
         self._means: dict[str, Float64Array] = {}
 
     @property
@@ -141,7 +141,7 @@ class SteppingChannel(Channel):
     @property
     def whole_bytes(self) -> int:
         """The length of what a node is sent that holds nothing."""
-        _, velocity, direction, _ = self._copy.track
+        _, velocity, direction = self._copy.public.vectors
         return self.num_bytes + int(velocity.nbytes + direction.nbytes)
 
     @property
@@ -171,13 +171,14 @@ class SteppingChannel(Channel):
             entry = book.step(how.size, how.dropout, how.sampled, how.optimizer)
         else:
             entry = book.skip_step()
-        copy, kept = self._averaged_beside(taken if is_step else {})
-        said = encode_entry(None, b"", kept, encode_step(entry, known_velocity(before)))
-        copy = copy._replace(track=book.public.track).after(said)
+        copy = self._averaged_beside(taken if is_step else {})
+        self._log.append(encode_entry(entry, known_velocity(before)))
+        public = book.public
+        public = public.marked(mark_after(self._copy.public.mark, entry, public))
+        copy = copy._replace(public=public).digested()
         self._copy, self._values = copy, {**copy.values(self.schema), **self._beside_values()}
-        self._entries.append(said)
         if isinstance(how.downlink, Full):
-            self._entries, self._first = [], copy.version
+            self._log = ModelLog(copy.version)
         self._cut()
 
     def averaged(self) -> dict[str, Tensor]:
@@ -194,13 +195,16 @@ class SteppingChannel(Channel):
         beside = {f"kept {name}": tensor for name, tensor in copy.kept.items()}
         beside |= {f"value {name}": self._values[name] for name in self._travels()}
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
+        log = self._log
+        entries = [entry for entry in log.entries if isinstance(entry, bytes)]
         return {
             **book_to_arrays(self.book),
             **beside,
             "copy_digest": np.frombuffer(copy.digest, np.uint8),
-            "log_start": np.array(self._first, np.int64),
-            "log_sizes": np.array([len(entry) for entry in self._entries], np.int64),
-            "log_bytes": np.frombuffer(b"".join(self._entries), np.uint8),
+            "log_start": np.array(log.first, np.int64),
+            "log_sizes": np.array([len(entry) for entry in entries], np.int64),
+            "log_bytes": np.frombuffer(b"".join(entries), np.uint8),
+            "changed": np.array([self._changed.get(name, 0) for name in copy.kept], np.int64),
             "positions": np.array(positions, np.int64),
         }
 
@@ -213,19 +217,16 @@ class SteppingChannel(Channel):
             for kind in ("kept", "value", "mean")
         }
         kept = {name: named["kept"][name] for name in self._copy.kept}
-        self._copy = PublicCopy(
-            self.book.round,
-            self._copy.layout,
-            self.book.public.track,
-            kept,
-            {name: tensor_digest(tensor) for name, tensor in kept.items()},
-            arrays["copy_digest"].tobytes(),
-        )
+        digests = {name: tensor_digest(tensor) for name, tensor in kept.items()}
+        self._copy = PublicCopy(self._copy.layout, self.book.public.marked(), kept, digests)
+        self._copy = self._copy.digested()
         self._values = {**self._copy.values(self.schema), **named["value"]}
         self._means = named["mean"]
-        self._first, data = int(arrays["log_start"]), arrays["log_bytes"].tobytes()
-        ends = np.cumsum(arrays["log_sizes"]).tolist()
-        self._entries = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        data, ends = arrays["log_bytes"].tobytes(), np.cumsum(arrays["log_sizes"]).tolist()
+        entries = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        merges = lies_on_grid(self._recipe, how.downlink)
+        self._log = ModelLog(int(arrays["log_start"]), entries, merges=merges)
+        self._changed = dict(zip(kept, arrays["changed"].tolist(), strict=True))
         self._positions = {c: p for c, p in enumerate(arrays["positions"].tolist()) if p}
 
     def _place(self, node: int) -> int:
@@ -237,20 +238,15 @@ class SteppingChannel(Channel):
     def _number(self, place: int) -> int:
         return place
 
-    def _scalars(self) -> tuple[float, float]:
-        return self.book.movement, self.book.state.model.budget.noise
+    @property
+    def _noise(self) -> float:
+        return self.book.state.model.budget.noise
 
     def _beside(self) -> bytes:
         places = self.schema.places
         pairs = [(places[name], places[first]) for name, first in self._aliases.items()]
         bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
         return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
-
-    def _snapshot(self) -> bytes:
-        if self.version == 1 or isinstance(self._stepping.downlink, Full):
-            return b""
-        sent = flatten(self.copied(), self.schema.chosen(self._copy.layout))
-        return encode_snapshot(self.book.public, sent)
 
     def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:  # noqa: ARG002
         return self.book.peer(place)
@@ -267,11 +263,11 @@ class SteppingChannel(Channel):
         """Return the tensors beside the vector as the server has them, before any rounding."""
         return {name: self._values[name] for name in self._travels()}
 
-    def _averaged_beside(self, taken: dict[int, Taken]) -> tuple[PublicCopy, bytes]:
-        """Average the tensors beside the vector; return the copy with them, and their bytes."""
+    def _averaged_beside(self, taken: dict[int, Taken]) -> PublicCopy:
+        """Average the tensors beside the vector; return the copy with them."""
         copy, names = self._copy, self._travels()
         if not taken or not names:
-            return copy, b""
+            return copy
         weights = self.book.weights[list(taken)]
         shares = weights / weights.sum() if weights.any() else np.full(len(taken), 1 / len(taken))
         for name in names:
@@ -289,11 +285,4 @@ class SteppingChannel(Channel):
             newest = self._values[name].astype(np.float64)
             old = self._means.get(name, newest)
             self._means[name] = old + share_of_newest(average, self.version) * (newest - old)
-        changed = [n for n in names if self._differs(n, self._values[n], copy.kept[n])]
-        if not changed:
-            return copy, b""
-        kept = encode_kept(self._values, changed, self.schema, self._kinds)
-        tensors = decode_kept(kept, self.schema)
-        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        copy = copy._replace(kept={**copy.kept, **tensors}, digests={**copy.digests, **digests})
-        return copy, kept
+        return self._with_kept(copy)

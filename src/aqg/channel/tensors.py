@@ -163,13 +163,6 @@ def unflatten(
     return tensors
 
 
-def rounded(vector: FloatArray, specs: Sequence[TensorSpec]) -> FloatArray:
-    """Return a vector whose values are numbers of their tensors' own precision."""
-    if all(spec.dtype == vector.dtype for spec in specs):
-        return vector
-    return flatten(unflatten(vector, specs), specs)
-
-
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors are equal to the bit."""
     if one is other:
@@ -214,10 +207,14 @@ class Update:
             return replace(content, levels=levels).values(self.dtype.type)
         return content[start:stop]
 
-    def add_to(self, total: FloatArray) -> None:
-        """Add it to a vector, in place."""
-        for start in range(0, self.size, PIECE):
-            total[start : start + PIECE] += self.part(start, start + PIECE)
+    def sample(self, most: int) -> FloatArray:
+        """Return every value, or of a longer vector every so many-th."""
+        stride = -(-self.size // most) if self.size else 1
+        content = self._content
+        if isinstance(content, Upload):
+            levels = np.ascontiguousarray(content.levels[::stride])
+            return replace(content, levels=levels).values(self.dtype.type)
+        return np.array(content[::stride])
 
     def squared_norm(self) -> float:
         """Return ``‖u‖²``, summed in double precision."""

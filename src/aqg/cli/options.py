@@ -1,4 +1,4 @@
-"""What commands take: a dataclass of options each, and the settings of runs from their table."""
+"""What commands take: a table of options each, and the settings of runs from theirs."""
 
 from __future__ import annotations
 
@@ -7,174 +7,126 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
 from aqg.errors import ConfigError
-from aqg.settings import RunSettings, Setting, table, types
+from aqg.settings import RunSettings, Setting, setting, table, types
 
-DataDir = Annotated[
-    Path | None, typer.Option(envvar="AQG_DATA_DIR", help="Where datasets are kept.")
-]
-Jobs = Annotated[int | None, typer.Option(help="Runs at a time; one per core by default.")]
-Cluster = Annotated[
-    str | None, typer.Option(metavar="ADDRESS", help="Run on the Ray cluster there.")
-]
-Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
-Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; repeatable.")
-]
-Out = Annotated[Path | None, typer.Option(help="Directory for the results (new or empty).")]
-_OWN = "A task of your own"
+ARGUMENT, _OWN = "argument", "A task of your own"
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    flags: Mapping[str, Any] = field(default_factory=dict)  # settings that have an option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What most commands take; ``flags`` holds the settings that have an option and were given."""
+class Options(Given):
+    """What most commands take."""
 
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    data_dir: DataDir = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-    allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", help="Run Python files that only a file or --resume names."),
-    ] = False
+    data_dir: Path | None = setting(None, "Where datasets are kept.")
+    as_json: bool = setting(False, "Print one JSON object.", key="--json")
+    allow_code: bool = setting(False,
+        "Run Python files that only a file or --resume names.", key="--allow-code")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    config: Config = None
-    assignments: Assignments = None
-    out: Out = None
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = (
-        None
-    )
+    config: Path | None = setting(None, "A TOML file with settings.")
+    assignments: list[str] | None = setting(None,
+        "Any setting; repeatable.", metavar="KEY=VALUE", key="--set")
+    out: Path | None = setting(None, "Directory for the results (new or empty).")
+    resume: Path | None = setting(None, "Go on with the run in this directory.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TheoryOptions(Options):
-    directory: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUNDIR]",
-            help="A directory of `aqg run`: its rounds are repeated and the Lyapunov function "
-            "is followed.",
-        ),
-    ] = None
-    config: Config = None
-    assignments: Assignments = None
-    rounds: Annotated[
-        int | None, typer.Option(help="Follow a run for this many rounds at most.")
-    ] = None
+    directory: Path | None = setting(None,
+        "A directory of `aqg run`: its rounds are repeated and the Lyapunov function is followed.",
+        ARGUMENT, metavar="[RUNDIR]")
+    config: Path | None = setting(None, "A TOML file with settings.")
+    assignments: list[str] | None = setting(None,
+        "Any setting; repeatable.", metavar="KEY=VALUE", key="--set")
+    rounds: int | None = setting(None, "Follow a run for this many rounds at most.")
+
+
+_JOBS = "Runs at a time; one per core by default."
+_CLUSTER = "Run on the Ray cluster there."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(Options):
-    grid: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="GRID.toml|FILE.py:FUNCTION",
-            help="Settings and a table [grid], or tables [[run]]; or a function that yields the "
-            "settings of runs.",
-        ),
-    ] = None
-    out: Out = None
-    resume: Annotated[Path | None, typer.Option(help="Go on with the sweep in this directory.")] = (
-        None
-    )
-    jobs: Jobs = None
-    cluster: Cluster = None
+    grid: Path | None = setting(None,
+        "Settings and a table [grid], or tables [[run]]; or a function that yields the settings of "
+        "runs.", ARGUMENT, metavar="GRID.toml|FILE.py:FUNCTION")
+    out: Path | None = setting(None, "Directory for the results (new or empty).")
+    resume: Path | None = setting(None, "Go on with the sweep in this directory.")
+    jobs: int | None = setting(None, _JOBS)
+    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(Given):
+    quick: bool = setting(False,
+        "Shortened for a laptop: minutes on two cores.", key="--quick")
+    out: Path | None = setting(None,
+        "Directory for runs, tables and pictures; goes on with what is there. runs/reproduce or "
+        "runs/reproduce-quick by default.")
+    device: str | None = setting(None,
+        "For MNIST; the GPU by default if there is one.", metavar="cpu|cuda")
+    jobs: int | None = setting(None, _JOBS)
+    only: str | None = setting(None, "Only these parts, separated by commas.",
+        metavar="table2|logistic|rounding|softmax|dropouts|network")
+    saved: Path | None = setting(None,
+        "Run nothing: show the results in this directory.", key="--from")
+    missing: Path | None = setting(None,
+        "Only runs that the results in this directory lack.", key="--missing-from")
+    data_dir: Path | None = setting(None, "Where datasets are kept.")
+    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Options):
-    recipes: Annotated[
-        str | None,
-        typer.Argument(
-            help="Names separated by commas, or all; by default the best-known ones. With options, "
-            "as in stc:keep=0.001, a recipe is run as told. Federated averaging is run in any case."
-        ),
-    ] = None
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,NAME]|all|averaging",
-            help="On what; two quick tasks on digits by default. A task says what its goal is: a "
-            "target, or to be as good as federated averaging in full precision (averaging: all of "
-            "those). --problem, --dataset and --model are for a task of your own, in place of it "
-            "or beside it.",
-        ),
-    ] = None
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any other setting of its runs, as in `aqg run`; repeatable.",
-            rich_help_panel=_OWN,
-        ),
-    ] = None
-    target: Annotated[
-        float | None,
-        typer.Option(help="It is learned when its loss is at most this.", rich_help_panel=_OWN),
-    ] = None
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            help="It is learned when its test accuracy is at least this share, such as 0.9; with "
-            "--set validation=0.1 its accuracy on such a share of the samples.",
-            rich_help_panel=_OWN,
-        ),
-    ] = None
-    seeds: Annotated[
-        int | None, typer.Option(help="Runs per recipe and task; 5, and 3 of who is far behind.")
-    ] = None
-    out: Out = None
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Go on with the comparison in this directory: with everything unfinished, or with "
-            "the recipes and tasks named, which are added to it."
-        ),
-    ] = None
-    again: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,NAME]",
-            help="With --resume: forget what these recipes did on the tasks named, or on all, and "
-            "run them anew.",
-        ),
-    ] = None
-    jobs: Jobs = None
-    device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="Where to compute the larger tasks.")
-    ] = "cpu"
-    downlink: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|full|exact|condensed",
-            help="How clients receive the model; what suits each recipe by default.",
-        ),
-    ] = None
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search", help="Find every recipe's best step and parameters first, on seed 0."
-        ),
-    ] = False
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One seed, and a small part of the search.")
-    ] = False
-    saved: Annotated[
-        Path | None,
-        typer.Option("--from", help="Run nothing: show what is finished in this directory."),
-    ] = None
-    tuned: Annotated[
-        Path | None,
-        typer.Option(help="Settings that a search found; by default those of the package."),
-    ] = None
-    cluster: Cluster = None
+    recipes: str | None = setting(None,
+        "Names separated by commas, or all; by default the best-known ones. With options, as in "
+        "stc:keep=0.001, a recipe is run as told. Federated averaging is run in any case.",
+        ARGUMENT)
+    task: str | None = setting(None,
+        "On what; two quick tasks on digits by default. A task says what its goal is: a target, or "
+        "to be as good as federated averaging in full precision (averaging: all of those). "
+        "--problem, --dataset and --model are for a task of your own, in place of it or beside it.",
+        metavar="NAME[,NAME]|all|averaging")
+    assignments: list[str] | None = setting(None,
+        "Any other setting of its runs, as in `aqg run`; repeatable.", _OWN,
+        metavar="KEY=VALUE", key="--set")
+    target: float | None = setting(None, "It is learned when its loss is at most this.", _OWN)
+    target_accuracy: float | None = setting(None,
+        "It is learned when its test accuracy is at least this share, such as 0.9; with "
+        "--set validation=0.1 its accuracy on such a share of the samples.", _OWN)
+    seeds: int | None = setting(None, "Runs per recipe and task; 5, and 3 of who is far behind.")
+    out: Path | None = setting(None, "Directory for the results (new or empty).")
+    resume: Path | None = setting(None,
+        "Go on with the comparison in this directory: with everything unfinished, or with the "
+        "recipes and tasks named, which are added to it.")
+    again: str | None = setting(None,
+        "With --resume: forget what these recipes did on the tasks named, or on all, and run them "
+        "anew.", metavar="NAME[,NAME]")
+    jobs: int | None = setting(None, _JOBS)
+    device: str = setting("cpu", "Where to compute the larger tasks.", metavar="cpu|cuda")
+    downlink: str | None = setting(None,
+        "How clients receive the model; what suits each recipe by default.",
+        metavar="auto|full|exact|condensed")
+    search: bool = setting(False,
+        "Find every recipe's best step and parameters first, on seed 0.", key="--search")
+    quick: bool = setting(False, "One seed, and a small part of the search.", key="--quick")
+    saved: Path | None = setting(None,
+        "Run nothing: show what is finished in this directory.", key="--from")
+    tuned: Path | None = setting(None,
+        "Settings that a search found; by default those of the package.")
+    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
 
     def refuse(self, reason: str, *names: str) -> None:
         """Refuse options that were given and have no place beside another."""
@@ -183,21 +135,20 @@ class CompareOptions(Options):
                 raise ConfigError(f"{reason} {name if name == 'recipes' else f'--{name}'}")
 
 
-Kind = TypeVar("Kind", bound=Options)
+# fmt: on
+Kind = TypeVar("Kind", bound=Given)
 Result = TypeVar("Result")
 
 
 def takes(
     kind: type[Kind], *settings: str
 ) -> Callable[[Callable[[Kind], Result]], Callable[..., Result]]:
-    """Make a command of a function of options; those of the settings named are its ``flags``.
-
-    What these are called, take and mean is in the table of `aqg.settings`.
-    """
-    rows, hints = table(RunSettings), get_type_hints(kind, include_extras=True)
-    options = {each.name: (hints[each.name], each.default) for each in fields(kind)}
-    del options["flags"]
-    options |= {name: (_option(name, rows[name]), None) for name in settings}
+    """Make a command of a function of options; those of the settings named are its ``flags``."""
+    own, hints = table(kind), types(cast("Any", kind))
+    defaults = {each.name: each.default for each in fields(kind)}
+    options = {name: (_option(name, row, hints[name]), defaults[name]) for name, row in own.items()}
+    rows, hints = table(RunSettings), types(RunSettings)
+    options |= {name: (_setting_option(rows[name], hints[name]), None) for name in settings}
 
     def decorate(run: Callable[[Kind], Result]) -> Callable[..., Result]:
         @functools.wraps(run)
@@ -219,10 +170,25 @@ def takes(
     return decorate
 
 
-def _option(name: str, row: Setting) -> Any:
-    hint = types(RunSettings)[name]
+def _option(name: str, row: Setting, hint: Any) -> Any:
+    if row.group == ARGUMENT:
+        return Annotated[hint, typer.Argument(metavar=row.metavar, help=row.help)]
+    return Annotated[
+        hint,
+        typer.Option(
+            *([row.key] if row.key else []),
+            metavar=row.metavar,
+            help=row.help,
+            rich_help_panel=row.group or None,
+            envvar="AQG_DATA_DIR" if name == "data_dir" else None,
+        ),
+    ]
+
+
+def _setting_option(row: Setting, hint: Any) -> Any:
     choices = "|".join(row.bound) if isinstance(row.bound, tuple) else None
+    metavar = row.metavar or choices
     option = typer.Option(
-        metavar=row.metavar or choices, help=row.help, rich_help_panel=row.group, show_default=False
+        metavar=metavar, help=row.help, rich_help_panel=row.group, show_default=False
     )
     return Annotated[hint if type(None) in get_args(hint) else hint | None, option]

@@ -35,11 +35,17 @@ from aqg.runs.config import (
     guard_file,
     named_settings,
     names_step,
-    read_settings,
     resolve,
     to_toml,
 )
-from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, create_directory, output_directory
+from aqg.runs.directory import (
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    create_directory,
+    output_directory,
+    read_toml,
+)
 from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
@@ -47,6 +53,7 @@ from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.runs.summary import Result
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
+from aqg.spec import in_words
 from aqg.weights import BEST
 
 FIGURE = "comparison.png"
@@ -178,11 +185,8 @@ def _train(
     except (AqgError, Interrupted):
         raise
     except Exception as error:  # of the user's own model, as far as we know
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(
-            f"{config.recipe} on {config.title} failed: {text}; what it did so far is in "
-            f"{directory}"
-        ) from error
+        text = f"{config.recipe} on {config.title} failed: {in_words(error)}"
+        raise RunError(f"{text}; what it did so far is in {directory}") from error
 
 
 @contextmanager
@@ -197,7 +201,7 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
     settings = {}
     if options.config is not None:
         guard_file(options.config, named, overrides=named, allowed=allowed)
-        settings = read_settings(options.config)
+        settings = read_toml(options.config)
     settings |= named
     if resume is not None:
         configs = loop.read_configs(resume, settings, options.data_dir)

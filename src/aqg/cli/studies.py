@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
 from rich.console import Console
 
 from aqg.cli.display import BYTES, DIRECTIONS_NOTE, Overview, measured, metric_title, say, widen
-from aqg.cli.options import Cluster, CompareOptions, DataDir, Jobs, SweepOptions
+from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
 from aqg.objectives.metrics import Metric
-from aqg.runs.config import RunConfig, located, named_settings, read_settings, refuse_unnamed_code
-from aqg.runs.directory import output_directory, read_metrics
+from aqg.runs.config import RunConfig, located, named_settings, refuse_unnamed_code
+from aqg.runs.directory import output_directory, read_metrics, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
-from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train, unfinished
+from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train
 from aqg.runs.stopping import Target
 from aqg.runs.table import Table, format_bytes
 from aqg.sim.backends import check_device
@@ -61,13 +60,7 @@ JobType = TypeVar("JobType", bound=Job)
 
 @dataclass(frozen=True)
 class Where:
-    """Where runs run.
-
-    Attributes:
-        jobs: how many at a time; by default one per core.
-        cluster: the address of a Ray cluster; by default on this machine.
-        data_dir: where datasets are kept.
-    """
+    """Where runs run: one per core of this machine, or ``jobs``, or on a Ray cluster."""
 
     jobs: int | None = None
     cluster: str | None = None
@@ -103,26 +96,17 @@ def _run_study(
     directory: Path,
     where: Where,
     create: Callable[[], None],
-    how_to_go_on: Callable[[], str],
+    again: str,
     keeps_models: bool = True,
 ) -> None:
-    """Run what a plan wants.
+    """Run what a plan wants, below ``directory``, which ``create`` makes when all is prepared.
 
-    Args:
-        console: where to show what happens.
-        plan: asked what comes next.
-        name: of the study.
-        directory: holds the directories of the runs.
-        where: to run.
-        create: makes the study's directory; called when everything is prepared.
-        how_to_go_on: what to say after Ctrl-C.
-        keeps_models: leave models and checkpoints of finished runs.
-
-    Raises:
-        Interrupted: on Ctrl-C, with everything saved.
+    ``again`` is the command that goes on after Ctrl-C.
     """
     problems = list(plan.problems())
     text = "Preparing data and the minimum of each loss (cached for next time) ..."
+    is_new = not directory.is_dir()
+    is_begun = not is_new and any(directory.iterdir())
     with ExitStack() as stack:
         try:
             place: Place = stack.enter_context(where.processes(problems))
@@ -133,8 +117,8 @@ def _run_study(
                     where.data_dir,
                     lambda done, total: status.update(f"{text} {done} of {total}"),
                 )
-            is_new = not directory.is_dir()
             create()
+            is_begun = True
             if is_new:
                 stack.enter_context(_lock(directory))
             if where.cluster is not None:
@@ -151,15 +135,20 @@ def _run_study(
 
             carry_out(plan, make_task, place, shown.show)
         except Interrupted:
-            raise Interrupted(how_to_go_on()) from None
+            if not is_begun:
+                raise Interrupted("stopped before the first run; nothing was written") from None
+            raise Interrupted(
+                f"stopped with {plan.num_finished} runs finished; everything is saved. "
+                f"Go on with: {again}"
+            ) from None
 
 
-def _report_failures(plan: StudyPlan[Any], total: int, how_to_try_again: str) -> int:
+def _report_failures(plan: StudyPlan[Any], total: int, again: str) -> int:
     """Name what failed on standard error; return the exit code."""
     if not plan.failures:
         return 0
     names = ", ".join(plan.failures)
-    text = f"{len(plan.failures)} of {total} runs failed: {names}; {how_to_try_again}"
+    text = f"{len(plan.failures)} of {total} runs failed: {names}; try them again with: {again}"
     print(f"aqg: error: {text}", file=sys.stderr)
     return 1
 
@@ -183,9 +172,8 @@ def sweep(options: SweepOptions) -> int:
                 if plan.grid_file is not None:
                     sweeps.create_sweep(plan.directory, plan.grid_file)
 
-            _run_study(
-                console, batch, "sweep", plan.directory, where, create, lambda: _how_to_go_on(plan)
-            )
+            again = f"aqg sweep --resume {plan.directory}"
+            _run_study(console, batch, "sweep", plan.directory, where, create, again)
         return _show_sweep(console, plan, batch, options.as_json)
 
 
@@ -203,8 +191,7 @@ def _show_sweep(console: Console, plan: _SweepPlan, batch: Batch, as_json: bool)
         say(console, f"Table: {directory / sweeps.TABLE}")
         say(console, f"Results: {directory}")
         say(console, f"Look at: aqg report {directory}")
-    again = f"try them again with: aqg sweep --resume {directory}"
-    return _report_failures(batch, len(rows), again)
+    return _report_failures(batch, len(rows), f"aqg sweep --resume {directory}")
 
 
 @contextmanager
@@ -218,7 +205,7 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             runs = sweeps.call_study(code, options.data_dir)
             document, text = {sweeps.RUNS: runs}, sweeps.runs_to_toml(runs)
         else:
-            document = read_settings(options.grid)
+            document = read_toml(options.grid)
             _guard(options.grid, document, options)
             text = options.grid.read_text(encoding="utf-8")
         # Top-level keys come before tables in TOML.
@@ -235,7 +222,7 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             raise ConfigError("--resume and --out exclude each other: a sweep stays where it is")
         stored = options.resume / sweeps.GRID
         if stored.is_file():
-            settings = read_settings(stored)
+            settings = read_toml(stored)
             for key, value in flags.items():
                 if located(key, settings.get(key)) != value:
                     raise ConfigError(
@@ -280,17 +267,6 @@ def _announce(plan: _SweepPlan, num_left: int, where: Where) -> str:
     if num_left:
         text += f", {where.describe(num_left)}"
     return f"{text}, in {plan.directory}"
-
-
-def _how_to_go_on(plan: _SweepPlan) -> str:
-    if not (plan.directory / sweeps.GRID).exists():
-        return "stopped before the first run; nothing was written"
-    num_left = len(unfinished(plan.sweep.runs, plan.directory))
-    total = len(plan.sweep.runs)
-    return (
-        f"stopped with {total - num_left} of {total} runs finished; everything is saved. "
-        f"Go on with: aqg sweep --resume {plan.directory}"
-    )
 
 
 Row = Mapping[str, Any]
@@ -379,23 +355,14 @@ def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> st
 
 @dataclass(frozen=True)
 class _Work:
-    """What to do, and where.
-
-    Attributes:
-        comparison: all that is compared.
-        part: of it, what to run now.
-        directory: for the results; that of a new comparison is empty, or does not exist yet.
-        is_new: whether the comparison is.
-        again: recipes whose finished runs on the part's tasks are dropped first.
-        lines: to show first, about tasks that are left out.
-    """
+    """What to do, and where."""
 
     comparison: contest.Comparison
-    part: contest.Comparison
+    part: contest.Comparison  # what to run now
     directory: Path
     is_new: bool = True
-    again: tuple[str, ...] = ()
-    lines: list[str] = field(default_factory=list)
+    again: tuple[str, ...] = ()  # recipes whose finished runs on the part's tasks are dropped first
+    lines: list[str] = field(default_factory=list)  # about tasks that are left out
 
 
 def compare(options: CompareOptions) -> int:
@@ -423,21 +390,20 @@ def compare(options: CompareOptions) -> int:
 
 def _own_tasks(
     options: CompareOptions, target: Target | None, before: tuple[Task, ...] = ()
-) -> tuple[dict[str, Any], tuple[Task, ...]]:
-    """Return the settings of the user's own task, and the task; ``before`` may hold it."""
-    named = named_settings(options.assignments, options.flags)
-    if named:
-        return named, (make_own_task(named, target, options.data_dir, before),)
+) -> tuple[Task, ...]:
+    """Return the user's own task, if there is one; ``before`` may hold it."""
+    if named := named_settings(options.assignments, options.flags):
+        return (make_own_task(named, target, options.data_dir, before),)
     if target is not None:
         raise ConfigError(
             f"a target ({target}) is for a task of your own; name it with --problem, "
             "--dataset or --model"
         )
-    return named, ()
+    return ()
 
 
 def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comparison, list[str]]:
-    _, own = _own_tasks(options, target)
+    own = _own_tasks(options, target)
     named = parse_tasks(options.task) if options.task or not own else ()
     tasks, lines = available(in_order((*named, *own)), options.data_dir)
     seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
@@ -449,17 +415,19 @@ def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comp
 def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _Work:
     """Return what to do in a directory that exists: all of its comparison, or what is named."""
     before = contest.Comparison.open(directory)
-    settings, own = _own_tasks(options, target, before.tasks)
+    own = _own_tasks(options, target, before.tasks)
     tasks = (*(before.parse_tasks(options.task) if options.task else ()), *own)
-    listed = [text for text in (options.recipes, options.again) if text]
-    for text in listed:
-        parse_recipes(text)
-    named = [name.strip() for text in listed for name in text.split(",")]
-    again = tuple(name.strip() for name in options.again.split(",")) if options.again else ()
-    recipes = tuple(dict.fromkeys(named))
+    listed = [options.recipes or "", options.again or ""]
+    chosen, again = (
+        tuple(name.strip() for name in text.split(",") if name.strip()) for text in listed
+    )
+    for names in (chosen, again):
+        parse_recipes(",".join(names)) if names else None
+    recipes = tuple(dict.fromkeys((*chosen, *again)))
     comparison = before.extended(tasks, recipes, options.seeds)
     part = comparison.narrowed(tasks, recipes)
     where = repr(str(directory / contest.PLAN))
+    settings = named_settings(options.assignments, options.flags)
     check_code_and_files(part.tasks, settings, allowed=options.allow_code, where=where)
     kept, lines = available(part.tasks, options.data_dir)
     return _Work(comparison, part.narrowed(kept, ()), directory, False, again, lines)
@@ -486,17 +454,12 @@ def _compare(console: Console, work: _Work, where: Where, options: CompareOption
         def create() -> None:
             work.comparison.write(directory, is_new=work.is_new)
 
-        def how_to_go_on() -> str:
-            if not (directory / contest.PLAN).exists():
-                return "stopped before the first run; nothing was written"
-            return f"stopped with {plan.num_finished} runs finished; go on with: {again}"
-
         if most:
-            _run_study(console, plan, "compare", directory, where, create, how_to_go_on, False)
+            _run_study(console, plan, "compare", directory, where, create, again, False)
         else:
             create()
         total = plan.num_finished - num_before + len(plan.failures)
-        code = _report_failures(plan, total, f"try them again with: {again}")
+        code = _report_failures(plan, total, again)
         _show_comparison(console, work.comparison, directory, options.as_json)
         return code
 
@@ -530,70 +493,29 @@ def _show_comparison(
         say(console, f"Look at: aqg report {directory}")
 
 
-def reproduce(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Shortened for a laptop: minutes on two cores.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory for runs, tables and pictures; goes on with what is there. "
-            "runs/reproduce or runs/reproduce-quick by default."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="For MNIST; the GPU by default if there is one."),
-    ] = None,
-    jobs: Jobs = None,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="table2|logistic|rounding|softmax|dropouts|network",
-            help="Only these parts, separated by commas.",
-        ),
-    ] = None,
-    saved: Annotated[
-        Path | None, typer.Option("--from", help="Run nothing: show the results in this directory.")
-    ] = None,
-    missing: Annotated[
-        Path | None,
-        typer.Option("--missing-from", help="Only runs that the results in this directory lack."),
-    ] = None,
-    data_dir: DataDir = None,
-    cluster: Cluster = None,
-) -> int:
-    """Run the paper's experiments again and print its figures beside ours.
-
-    Its Table 2 and Figures 5 to 10 over several seeds, logistic runs with data that differ in the
-    last bit, and the 784-200-10 network. Ctrl-C saves everything; the same command goes on and
-    repeats nothing that is finished.
-    """
+def reproduce(options: ReproduceOptions) -> int:
     console = Console()
-    if saved is not None:
-        if quick or any(option is not None for option in (out, only, missing)):
+    if options.saved is not None:
+        others = (options.out, options.only, options.missing)
+        if options.quick or any(option is not None for option in others):
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        show_results(console, read_results(saved))
+        show_results(console, read_results(options.saved))
         return 0
-    scale = QUICK if quick else FULL
-    directory = out or Path("runs") / ("reproduce-quick" if quick else "reproduce")
-    plan = make_plan(scale, device or _best_device(), parse_sections(only))
-    if missing is not None:
-        plan = missing_from(missing, plan)
-    code = run_plan(console, plan, directory, Where(jobs, cluster, data_dir))
+    scale = QUICK if options.quick else FULL
+    name = "reproduce-quick" if options.quick else "reproduce"
+    directory = options.out or Path("runs") / name
+    best = "cuda" if visible_gpus() else "cpu"
+    plan = make_plan(scale, options.device or best, parse_sections(options.only))
+    if options.missing is not None:
+        plan = missing_from(options.missing, plan)
+    code = run_plan(
+        console, plan, directory, Where(options.jobs, options.cluster, options.data_dir)
+    )
     show_results(console, keep_results(plan, scale, directory))
     say(console, f"Tables, pictures and data: {directory}")
     return code
-
-
-def _best_device() -> str:
-    try:
-        import torch
-    except ImportError:
-        return "cpu"
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
@@ -609,19 +531,13 @@ def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, wh
         )
         if not num_left:
             return 0
-        _run_study(
-            console,
-            batch,
-            "reproduce",
-            runs,
-            where,
-            lambda: runs.mkdir(parents=True, exist_ok=True),
-            lambda: (
-                f"stopped with {len(plan) - batch.most_left()} of {len(plan)} runs finished; "
-                "everything is saved, and the same command goes on"
-            ),
-        )
-        return _report_failures(batch, len(plan), "the same command tries them again")
+        again = f"the same command (its results are in {directory})"
+
+        def create() -> None:
+            runs.mkdir(parents=True, exist_ok=True)
+
+        _run_study(console, batch, "reproduce", runs, where, create, again)
+        return _report_failures(batch, len(plan), again)
 
 
 def show_results(console: Console, results: Results) -> None:

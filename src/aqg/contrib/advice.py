@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,20 +17,18 @@ from aqg.contrib.theory import (
     local_curvature,
 )
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
+from aqg.core.recipe import widest_weights
 from aqg.core.recipes import make_recipe
-from aqg.core.stages import widest_weights
 from aqg.core.types import Float64Array
 from aqg.runs.config import RunConfig
 from aqg.sim.problem import Problem
 
 
-@dataclass(frozen=True)
-class Landscape:
+class Landscape(NamedTuple):
     """The shape of a problem's loss.
 
-    Attributes:
-        constants: ``L`` and ``μ``; None where the loss is not convex.
-        start: the curvature at the model a run starts from; the smallest only where not convex.
+    Without ``L`` and ``μ``, the loss is not convex, and then the curvature at the model that a run
+    starts from has its smallest value, too.
     """
 
     constants: Constants | None
@@ -46,41 +44,20 @@ def survey(problem: Problem, weights: Float64Array) -> Landscape:
 
 @dataclass(frozen=True)
 class Advice:
-    """The theory of one config.
-
-    Attributes:
-        recipe: its spec.
-        alpha: the step size in use.
-        weights: ``ξ``; empty for a rule that never skips, where it plays no part.
-        within_tolerance: whether the wider region holds for the rule (``lag`` and ``lean``).
-        is_published: whether it is one of the paper's lazy rules.
-        fills_missing: whether steps before the first round count as the mean of the others.
-        num_clients: ``M``.
-        landscape: the shape of the loss.
-        outside: what the config does that the theory does not cover.
-        trace: the Lyapunov function along the run, if it was repeated.
-        end: the curvature at the model it ended with.
-    """
+    """The theory of one config."""
 
     recipe: str
     alpha: float
-    weights: tuple[float, ...]
-    within_tolerance: bool
-    is_published: bool
-    fills_missing: bool
+    weights: tuple[float, ...]  # ξ; none for a rule that never skips
+    within_tolerance: bool  # whether the wider region holds for the rule (``lag`` and ``lean``)
+    is_published: bool  # whether it is one of the paper's lazy rules
+    fills_missing: bool  # whether steps before the first round count as the mean of the others
     num_clients: int
-    landscape: Landscape
-    outside: tuple[str, ...]
-    trace: LyapunovTrace | None = None
-    end: Curvature | None = None
-
-    @property
-    def constants(self) -> Constants | None:
-        return self.landscape.constants
-
-    @property
-    def start(self) -> Curvature:
-        return self.landscape.start
+    constants: Constants | None
+    start: Curvature
+    outside: tuple[str, ...]  # what the config does that the theory does not cover
+    trace: LyapunovTrace | None = None  # along the run, if it was repeated
+    end: Curvature | None = None  # at the model that the run ended with
 
     @property
     def weight_sum(self) -> float:
@@ -125,12 +102,10 @@ class Advice:
         if self.constants is None or not self.constants.strong_convexity:
             return None
         numbers = (self.alpha, self.weights, self.smoothness, self.constants.strong_convexity)
-        found = [0.0]
-        if self.within_tolerance:
-            found.append(theory.contraction_within_tolerance(*numbers) or 0.0)
+        wider = theory.contraction_within_tolerance(*numbers) if self.within_tolerance else None
         contraction = theory.contraction(*numbers)
-        found.append(contraction.c if contraction is not None else 0.0)
-        return 1 - max(found) if max(found) > 0 else None
+        best = max(wider or 0.0, 0.0 if contraction is None else contraction.c)
+        return 1 - best if best > 0 else None
 
     @property
     def fewest_bits(self) -> int | None:
@@ -189,7 +164,8 @@ def advise(
         is_published=isinstance(recipe.policy, Lazy | TwoLevel | Multilevel),
         fills_missing=not never_skips and recipe.movement.fill == "mean",
         num_clients=num_clients,
-        landscape=landscape,
+        constants=landscape.constants,
+        start=landscape.start,
         outside=_outside(config),
         trace=trace,
         end=end,
@@ -210,8 +186,7 @@ def _outside(config: RunConfig) -> tuple[str, ...]:
 
 
 def sentences(advice: Advice) -> list[str]:
-    lines = _about_the_problem(advice)
-    lines += _about_the_step_size(advice)
+    lines = _about_the_problem(advice) + _about_the_step_size(advice)
     if advice.fewest_bits is not None:
         lines.append(
             "Theorem 1 adds quantization errors to the linear rate. Its conditions ask for uploads "
@@ -256,6 +231,9 @@ def _about_the_step_size(advice: Advice) -> list[str]:
         f"α is {alpha:g}, so αL = {product:.3g}. Gradient descent without any compression is "
         f"sure to descend up to 2/L = {2 / smoothness:.3g}, {where}."
     ]
+    lemma = (
+        f"Lemma 1 asks for Σξ + αL/2 < 1/6 (best ρ2 = 1/2, ρ1 → 0). Σξ is {advice.weight_sum:.3g}, "
+    )
     if not advice.weights:
         lines.append(
             f"{advice.recipe} never skips: Lemma 1 guarantees descent, up to quantization errors, "
@@ -263,16 +241,14 @@ def _about_the_step_size(advice: Advice) -> list[str]:
         )
     elif advice.guaranteed > 0:
         lines.append(
-            f"Lemma 1 asks for Σξ + αL/2 < 1/6 (best ρ2 = 1/2, ρ1 → 0). Σξ is "
-            f"{advice.weight_sum:.3g}, so α below {advice.guaranteed:.3g} is guaranteed to "
-            "descend, up to quantization errors."
+            f"{lemma}so α below {advice.guaranteed:.3g} is guaranteed to descend, up to "
+            "quantization errors."
         )
     else:
         lines.append(
-            f"Lemma 1 asks for Σξ + αL/2 < 1/6 (best ρ2 = 1/2, ρ1 → 0). Σξ is "
-            f"{advice.weight_sum:.3g}, outside whatever α is: the paper's own setting, Σξ = 1, is "
-            "outside its guarantee, and it converges in the paper's experiments anyway. With "
-            f"Σξ = 1/12, α below {1 / (6 * smoothness):.3g} would be guaranteed."
+            f"{lemma}outside whatever α is: the paper's own setting, Σξ = 1, is outside its "
+            "guarantee, and it converges in the paper's experiments anyway. With Σξ = 1/12, α "
+            f"below {1 / (6 * smoothness):.3g} would be guaranteed."
         )
     wider = advice.guaranteed_within_tolerance
     if wider is not None:
@@ -284,7 +260,7 @@ def _about_the_step_size(advice: Advice) -> list[str]:
         else:
             half = 1 / (2 * smoothness)
             text += f"no α at Σξ = {advice.weight_sum:.3g}, only below 1; at 0.5 up to {half:.3g}"
-            text += f" ({advice.recipe.split(':')[0]}:xi=0.5)." if _has_xi(advice) else "."
+            text += " (lean:xi=0.5)." if advice.recipe.split(":")[0] == "lean" else "."
         lines.append(text)
     verdict = "inside" if advice.is_guaranteed else "outside"
     text = f"The current α = {alpha:g} with Σξ = {advice.weight_sum:.3g} is {verdict}"
@@ -299,10 +275,6 @@ def _about_the_step_size(advice: Advice) -> list[str]:
             f"the second round on, {early:.3g} + αL ≤ 1 would be enough."
         )
     return lines
-
-
-def _has_xi(advice: Advice) -> bool:
-    return advice.recipe.split(":")[0] == "lean"
 
 
 def _about_the_run(advice: Advice, trace: LyapunovTrace) -> list[str]:

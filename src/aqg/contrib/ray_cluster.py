@@ -60,10 +60,7 @@ class RayCluster:
 
     A context manager: on leaving it, all workers are gone, and the cluster is left as it was.
 
-    Args:
-        address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``.
-        jobs: the most runs at a time; one per core of the cluster by default.
-        uses_gpus: runs need a GPU each, or a share of one.
+    By default there is a run per core of the cluster; ``address`` is such as ``"10.0.0.1:6379"``.
     """
 
     retries = RETRIES

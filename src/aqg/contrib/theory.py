@@ -60,9 +60,7 @@ class Curvature:
 def global_constants(problem: Problem, weights: Float64Array) -> Constants | None:
     """Return ``L`` and ``μ``; None where the loss is not convex, as for networks.
 
-    Args:
-        problem: the clients and their loss.
-        weights: ``w_m``, ``(M,)``; ones in the paper.
+    ``weights`` are ``w_m``, ``(M,)``; ones in the paper.
 
     >>> from aqg.objectives import make_objective
     >>> from aqg.sim.problem import Problem, Samples
@@ -341,14 +339,8 @@ def watch_run(
 ) -> LyapunovTrace:
     """Run and measure ``V`` before every round.
 
-    Args:
-        simulation: at its first round.
-        num_rounds: how many rounds to run.
-        num_clients: ``M``; reported losses and ``minimum`` are means over the clients.
-        minimum: ``f*/M``.
-        weights: ``ξ_1..ξ_D``.
-        alpha: the step size.
-        report: is told the number of every finished round.
+    ``minimum`` is ``f*/M``, as reported losses are means over the ``M`` clients, and ``weights``
+    are ``ξ_1..ξ_D``; ``report`` is told the number of every finished round.
     """
     beta = step_weights(weights, alpha)
     steps: deque[float] = deque(maxlen=max(1, len(beta)))

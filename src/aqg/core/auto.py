@@ -45,7 +45,7 @@ import numpy as np
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, round_up_to_bfloat16
 from aqg.core.messages import Upload
 from aqg.core.policies import Always
-from aqg.core.quantizers import NormOnly, Request
+from aqg.core.quantizers import Quantizer, Request
 from aqg.core.recipe import Recipe
 from aqg.errors import ConfigError
 
@@ -80,7 +80,7 @@ _PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Draws(NormOnly):
+class Draws(Quantizer):
     """Unbiased rounding to multiples of ``τ = (1 + b)·‖g‖₂²/‖g‖₁``.
 
     >>> vector = np.array([3.0, -1.0, 0.0, 0.5])

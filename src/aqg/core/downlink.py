@@ -8,17 +8,22 @@ the largest coordinates of what the model should be less what it is, as sparse t
 out stays in that difference.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import GridQuantizer, NormOnly, Request
+from aqg.core.quantizers import (
+    TERNARY_WIDTH,
+    GridQuantizer,
+    Quantizer,
+    Request,
+    largest,
+    num_kept,
+    ternary,
+)
 from aqg.core.recipe import Recipe
-from aqg.core.sparsifiers import TERNARY_WIDTH, largest, num_kept, ternary
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.spec import make_named
@@ -87,10 +92,7 @@ class Condensed:
     def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
         """Return the recipe for positions.
 
-        Args:
-            num_params: ``n``.
-            num_sent: coordinates in all uploads of the round.
-            senders: how many clients are expected to send in a round.
+        ``num_sent`` coordinates are in all uploads of the round, of which ``senders`` are expected.
         """
         if self.keep:
             count = num_kept(self.keep, num_params)
@@ -110,13 +112,12 @@ DOWNLINKS: dict[str, type[Full | Exact | Condensed]] = {
 
 
 @dataclass(frozen=True)
-class _Ternary(NormOnly):
+class _Ternary(Quantizer):
     """The ``count`` largest coordinates as ternary."""
 
     count: int
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Write their signs, and their mean magnitude."""
         return ternary(vector, largest(vector, self.count), request.width)
 
 
@@ -129,8 +130,7 @@ def make_downlink(spec: str) -> Downlink:
     >>> make_downlink("condensed:tolerance=0.03")
     Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
     """
-    made: Downlink = make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
-    return made
+    return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
 
 
 def describe_downlink(downlink: Downlink) -> str:

@@ -16,8 +16,6 @@ level has at most 16, so every value is an *exact* float32 product and ``referen
 once, the same way on every machine, with or without fused multiply-add.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Any, NamedTuple
@@ -125,7 +123,11 @@ def snap(vector: Any, quantum: float) -> Any:
     >>> snap(np.array([0.3, 0.75, -0.1]), 0.5)
     array([0.5, 1. , 0. ])
     """
-    return (vector / quantum).round() * quantum + 0.0
+    snapped = vector / quantum
+    snapped = np.rint(snapped, out=snapped) if isinstance(snapped, np.ndarray) else snapped.round()
+    snapped *= quantum  # in place: a large model is copied once
+    snapped += 0.0
+    return snapped
 
 
 def is_valid_step(step: float) -> bool:

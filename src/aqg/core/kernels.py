@@ -35,7 +35,6 @@ class Innovation(NamedTuple):
     quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
 
     def of(self, clients: IntArray | int) -> Innovation:
-        """Return the statistics of some clients on the leading axis, or of one."""
         return Innovation(
             np.asarray(self.in_range[clients]),
             np.asarray(self.squared_norm[clients]),

@@ -1,18 +1,23 @@
-"""What a client and a server say to each other."""
+"""What a client and a server say to each other, and how vectors become what is sent."""
 
-from __future__ import annotations
-
+import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.blockwise import BlockUpload as BlockUpload
-from aqg.core.grids import MAX_WIDTH, Grid, is_valid_step, level_dtype, num_levels, value_table
-from aqg.core.halves import HalfUpload as HalfUpload
-from aqg.core.halves import SparseUpload as SparseUpload
-from aqg.core.rotation import RotatedUpload as RotatedUpload
-from aqg.core.types import ByValue, FloatArray, Levels
+from aqg.core.grids import (
+    MAX_RADIUS,
+    MAX_WIDTH,
+    MIN_STEP,
+    Grid,
+    is_valid_step,
+    level_dtype,
+    num_levels,
+    value_table,
+)
+from aqg.core.types import ByValue, Float64Array, FloatArray, Levels
 from aqg.errors import MessageError
 
 _PIECE = 1 << 20
@@ -39,10 +44,7 @@ class Skip:
     """
 
     fault: str | None = None
-
-    @property
-    def width(self) -> int:
-        return 0
+    width: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +77,6 @@ class Upload(ByValue):
         return len(self.levels)
 
     def validate(self) -> None:
-        """Raise `MessageError` if a level is not on the grid."""
         bound = num_levels(self.grid, self.width)
         if len(self.levels) and int(self.levels.max()) >= bound:
             raise MessageError(
@@ -84,10 +85,13 @@ class Upload(ByValue):
             )
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        """Return the vector the levels stand for; exact in float32 and float64 alike."""
         table = value_table(self.grid, self.width, self.step, dtype)
-        values: FloatArray = table[self.levels]
-        return values
+        return table[self.levels]
+
+
+def _require_kind(what: str, array: NDArray[Any], dtype: type[np.generic]) -> None:
+    if array.ndim != 1 or array.dtype != dtype:
+        raise MessageError(f"{what} are {array.ndim}-d {array.dtype}, not 1-d {dtype.__name__}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,14 +101,9 @@ class DenseUpload(ByValue):
     dense: NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        if self.dense.ndim != 1 or self.dense.dtype != np.float32:
-            raise MessageError(
-                f"values are {self.dense.ndim}-d {self.dense.dtype}, not 1-d float32"
-            )
+        _require_kind("values", self.dense, np.float32)
 
-    @property
-    def width(self) -> int:
-        return 32
+    width: ClassVar[int] = 32
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -117,13 +116,397 @@ class DenseUpload(ByValue):
         return self.dense.astype(dtype)
 
 
+MAX_EXPONENT = 100
+"""Exponents go from minus this to this: products stay normal float32 numbers."""
+
+
+def to_halves(vector: FloatArray) -> tuple[NDArray[np.float16], int]:
+    """Return ``halves, e`` with ``halves · 2^e`` as close to ``vector`` as 11 bits can be.
+
+    The largest coordinate lies in [1, 2]; those below ``2^-25`` of it become zero. Products are
+    exact in float32: mirrors that add them stay equal to the last bit.
+
+    >>> to_halves(np.array([3.0, -0.1]))
+    (array([ 1.5 , -0.05], dtype=float16), 1)
+    """
+    radius = float(np.abs(vector).max(initial=0.0))
+    exponent = math.frexp(radius)[1] - 1 if radius else 0
+    exponent = min(max(exponent, -MAX_EXPONENT), MAX_EXPONENT)
+    # A power of two only shifts the exponent: the one rounding is that to a half.
+    return (vector.astype(np.float64) * math.ldexp(1.0, -exponent)).astype(np.float16), exponent
+
+
+def check_halves(halves: NDArray[np.float16], exponent: int) -> None:
+    _require_kind("values", halves, np.float16)
+    if not -MAX_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise MessageError(f"exponent {exponent} is outside -{MAX_EXPONENT}..{MAX_EXPONENT}")
+
+
+def from_halves(halves: NDArray[np.float16], exponent: int, dtype: type[np.floating]) -> FloatArray:
+    """Return ``halves · 2^e``, exact in float32 and float64."""
+    return halves.astype(dtype) * dtype(math.ldexp(1.0, exponent))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfUpload(ByValue):
+    """A vector with every coordinate in half precision."""
+
+    halves: NDArray[np.float16]
+    exponent: int
+
+    def __post_init__(self) -> None:
+        check_halves(self.halves, self.exponent)
+
+    width: ClassVar[int] = 16
+
+    def __len__(self) -> int:
+        return len(self.halves)
+
+    def validate(self) -> None:
+        if not np.isfinite(self.halves).all():
+            raise MessageError("an upload of halves holds NaN or infinity")
+
+    def values(self, dtype: type[np.floating]) -> FloatArray:
+        return from_halves(self.halves, self.exponent, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseUpload(ByValue):
+    """A vector that is zero but for a few coordinates, which are halves.
+
+    Attributes:
+        indices: where they are, increasing.
+        halves: their values over ``2^exponent``; none is zero.
+        exponent: ``e``.
+        length: how many coordinates the vector has.
+
+    >>> SparseUpload(np.array([1, 4]), np.array([1.5, -1], np.float16), 1, 6).values(np.float32)
+    array([ 0.,  3.,  0.,  0., -2.,  0.], dtype=float32)
+    """
+
+    indices: NDArray[np.int64]
+    halves: NDArray[np.float16]
+    exponent: int
+    length: int
+
+    def __post_init__(self) -> None:
+        check_halves(self.halves, self.exponent)
+        if self.indices.shape != self.halves.shape or self.indices.dtype != np.int64:
+            raise MessageError(
+                f"indices are {self.indices.dtype} of shape {self.indices.shape}; "
+                f"{len(self.halves)} values need as many int64"
+            )
+
+    width: ClassVar[int] = 16
+
+    def __len__(self) -> int:
+        return self.length
+
+    def validate(self) -> None:
+        if len(self.indices):
+            if int(self.indices[0]) < 0 or int(self.indices[-1]) >= self.length:
+                raise MessageError(
+                    f"indices {int(self.indices[0])}..{int(self.indices[-1])} do not lie in "
+                    f"0..{self.length - 1}"
+                )
+            if (np.diff(self.indices) <= 0).any():
+                raise MessageError("the indices of a sparse upload do not increase")
+        if not np.isfinite(self.halves).all() or not self.halves.all():
+            raise MessageError("a sparse upload holds NaN, infinity or zero")
+
+    def values(self, dtype: type[np.floating]) -> FloatArray:
+        values: FloatArray = np.zeros(self.length, dtype)
+        values[self.indices] = from_halves(self.halves, self.exponent, dtype)
+        return values
+
+
+BLOCK = 256
+"""Coordinates in a block, unless a message says otherwise."""
+LONGEST_BLOCK = 1 << 20
+TOP = 127
+"""Levels are ``0..2·TOP``, with zero in the middle."""
+_BFLOAT16_REST = 45
+"""So many of the last bits of a float64 are zero in a bfloat16 number."""
+
+
+def num_blocks(length: int, block: int = BLOCK) -> int:
+    return -(-length // block)
+
+
+def quantize_blocks(vector: FloatArray) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Return the levels and the step, ``max|v|/127``, of every block.
+
+    Dettmers et al., 8-bit Optimizers via Block-wise Quantization, with the linear map: an outlier
+    spoils the resolution of its own block only.
+
+    >>> levels, steps = quantize_blocks(np.array([1.0, -0.5, 0.0]))
+    >>> levels, steps
+    (array([253,  64, 127], dtype=uint8), array([0.00793457], dtype=float32))
+    """
+    rows = _in_blocks(vector, BLOCK)
+    steps = _rounded_up(np.abs(rows).max(axis=1) / TOP)
+    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
+    levels = np.rint(rows * inverses[:, None]) + TOP
+    return levels.astype(np.uint8).ravel()[: len(vector)], steps.astype(np.float32)
+
+
+def quantize_buckets(
+    vector: FloatArray, block: int, num_levels: int, uniform: NDArray[np.float64]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Round every block at random to multiples of ``‖v‖₂/s``, ``s`` at most `TOP`: QSGD's buckets.
+
+    ``uniform`` are random numbers in [0, 1), one for each coordinate.
+    """
+    rows = _in_blocks(vector, block)
+    steps = _rounded_up(np.sqrt(np.square(rows).sum(axis=1)) / num_levels)
+    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
+    scaled = (rows * inverses[:, None]).ravel()[: len(vector)]
+    levels = np.clip(np.floor(scaled + uniform), -num_levels, num_levels) + TOP
+    return levels.astype(np.uint8), steps.astype(np.float32)
+
+
+def _in_blocks(vector: FloatArray, block: int) -> Float64Array:
+    padded = np.zeros(num_blocks(len(vector), block) * block)
+    padded[: len(vector)] = vector
+    return padded.reshape(-1, block)
+
+
+def _rounded_up(raw: Float64Array) -> Float64Array:
+    """Return the smallest bfloat16 numbers at or above these; positive ones at least `MIN_STEP`."""
+    rest = np.int64((1 << _BFLOAT16_REST) - 1)
+    rounded = ((raw.view(np.int64) + rest) & ~rest).view(np.float64)
+    return np.where(raw > 0, np.maximum(rounded, MIN_STEP), 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockUpload(ByValue):
+    """A vector as a level per coordinate, of one byte, and a step per block of coordinates."""
+
+    levels: NDArray[np.uint8]
+    steps: NDArray[np.float32]
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block <= LONGEST_BLOCK:
+            raise MessageError(f"blocks have {self.block} coordinates, not 1..{LONGEST_BLOCK}")
+        _require_kind("levels", self.levels, np.uint8)
+        expected = num_blocks(len(self.levels), self.block)
+        if self.steps.shape != (expected,) or self.steps.dtype != np.float32:
+            raise MessageError(
+                f"steps are {self.steps.dtype} of shape {self.steps.shape}; "
+                f"{len(self.levels)} levels need {expected} float32"
+            )
+
+    width: ClassVar[int] = 8
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def validate(self) -> None:
+        if len(self.levels) and int(self.levels.max()) > 2 * TOP:
+            raise MessageError(f"level {int(self.levels.max())} is above {2 * TOP}")
+        bits = self.steps.view(np.uint32)
+        in_range = (self.steps >= MIN_STEP) & (self.steps <= 2 * MAX_RADIUS)
+        is_valid = (bits == 0) | (in_range & (bits & 0xFFFF == 0))
+        if not is_valid.all():
+            step = float(self.steps[np.argmin(is_valid)])
+            raise MessageError(f"step {step!r} of a block is not a bfloat16 number in range")
+
+    def values(self, dtype: type[np.floating]) -> FloatArray:
+        integers = self.levels.astype(dtype) - dtype(TOP)
+        steps = np.repeat(self.steps.astype(dtype), self.block)[: len(integers)]
+        return integers * steps
+
+
+# Vargaftik et al., DRIVE: One-bit Distributed Mean Estimation; EDEN: Communication-Efficient and
+# Robust Distributed Mean Estimation for Federated Learning. With ``R = H·D/√d``, ``H`` the Hadamard
+# matrix and ``D`` random signs, the coordinates of ``Rx`` are nearly normal whatever ``x`` is:
+#
+#     ``x̂ = S · R⁻¹ sign(Rx)``,  ``S = ‖x‖₂²/‖Rx‖₁`` (unbiased)  or  ``‖Rx‖₁/d`` (least error).
+#
+# With two or four bits, EDEN rounds ``Rx·√d/‖x‖₂`` to the nearest of the points ``c`` that are best
+# for a normal distribution (Lloyd and Max), and ``S = ‖x‖₂²/⟨Rx, c⟩`` or ``⟨Rx, c⟩/‖c‖₂²``. Points
+# are multiples of 1/4096, so that the inverse rotation sums integers, the same on every machine.
+#
+# A Hadamard matrix has a power of two rows: a vector is cut into blocks of such lengths, each with
+# a scale of its own. The last coordinates, fewer than 64, are filled up with zeros.
+
+LEAST_BLOCK = 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_UNIT = 4096
+_UPPER_POINTS: dict[int, tuple[float, ...]] = {
+    2: (0.4528, 1.5104),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0691, 2.7326),
+}
+"""By width, the positive half of the best points for a normal distribution (Max, 1960)."""
+WIDTHS = (1, *_UPPER_POINTS)
+
+
+def points_of(width: int) -> NDArray[np.int64]:
+    """Return the points of a width in multiples of 1/4096, increasing.
+
+    >>> points_of(2)
+    array([-6187, -1855,  1855,  6187])
+    """
+    upper = [round(_UNIT * point) for point in _UPPER_POINTS[width]]
+    return np.array([-point for point in reversed(upper)] + upper, np.int64)
+
+
+def block_lengths(length: int) -> tuple[int, ...]:
+    """Return the blocks of a vector with ``length`` coordinates; the last may be too long.
+
+    >>> block_lengths(159010)
+    (131072, 16384, 8192, 2048, 1024, 256, 64)
+    """
+    lengths = []
+    while length >= LEAST_BLOCK:
+        lengths.append(1 << (length.bit_length() - 1))
+        length -= lengths[-1]
+    if length:
+        lengths.append(1 << (length - 1).bit_length())
+    return tuple(lengths)
+
+
+def random_signs(seed: int, length: int) -> NDArray[np.int8]:
+    """Return the diagonal of ``D``: the bits of the generator SplitMix64 as signs, lowest first.
+
+    >>> random_signs(7, 12)
+    array([ 1,  1,  1, -1,  1, -1,  1,  1,  1, -1,  1,  1], dtype=int8)
+    """
+    counter = np.arange(1, -(-length // 64) + 1, dtype=np.uint64)
+    word = counter * np.uint64(_GOLDEN) + np.uint64(seed)
+    word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    word ^= word >> np.uint64(31)
+    bits = np.unpackbits(word.astype("<u8").view(np.uint8), bitorder="little")[:length]
+    return 2 * bits.astype(np.int8) - np.int8(1)
+
+
+def hadamard(vector: NDArray[np.int32] | NDArray[np.int64] | Float64Array) -> None:
+    """Multiply by the Hadamard matrix, in place; ``(n,)`` with ``n`` a power of two.
+
+    >>> vector = np.array([1.0, 0.0, 0.0, 2.0])
+    >>> hadamard(vector)
+    >>> vector
+    array([ 3., -1., -1.,  3.])
+    """
+    half = 1
+    while half < len(vector):
+        pairs = vector.reshape(-1, 2, half)
+        difference = pairs[:, 0] - pairs[:, 1]
+        pairs[:, 0] += pairs[:, 1]
+        pairs[:, 1] = difference
+        half *= 2
+
+
+def quantize_rotated(
+    vector: FloatArray, seed: int, unbiased: bool, width: int = 1
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Return a code for every coordinate of the rotated vector, and the scale ``S`` of every block.
+
+    At one bit the codes are the signs.
+    """
+    lengths = block_lengths(len(vector))
+    rotated = np.zeros(sum(lengths))
+    rotated[: len(vector)] = vector
+    rotated *= random_signs(seed, len(rotated))
+    scales = np.zeros(len(lengths))
+    start = 0
+    for index, length in enumerate(lengths):
+        block = rotated[start : start + length]
+        squared_norm = float(block @ block)
+        hadamard(block)
+        start += length
+        if width > 1:
+            scales[index] = _round_block(block, squared_norm, unbiased, width)
+        elif (norm_1 := float(np.abs(block).sum()) / length**0.5) > 0:
+            scales[index] = squared_norm / norm_1 if unbiased else norm_1 / length
+    codes = rotated >= 0 if width == 1 else rotated
+    return codes.astype(np.uint8), scales.astype(np.float32)
+
+
+def _round_block(block: Float64Array, squared_norm: float, unbiased: bool, width: int) -> float:
+    """Replace a rotated block, ``√d`` times too long, by its codes; return the scale."""
+    points = points_of(width) / _UNIT
+    rotated = block / len(block) ** 0.5
+    deviation = (squared_norm / len(block)) ** 0.5
+    thresholds = (points[1:] + points[:-1]) / 2
+    block[:] = np.searchsorted(thresholds, rotated / deviation) if deviation else 0
+    chosen = points[block.astype(np.int64)]
+    product = float(rotated @ chosen)
+    if product <= 0:
+        return 0.0
+    return squared_norm / product if unbiased else product / float(chosen @ chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotatedUpload(ByValue):
+    """The signs of a rotated vector, or codes of two or four bits.
+
+    Attributes:
+        signs: a code below ``2^width`` for every coordinate of all blocks; 0 or 1 at one bit.
+        scales: ``S`` of every block.
+        seed: of the rotation, below ``2^32``.
+        length: how many coordinates the vector has.
+        width: bits per coordinate.
+    """
+
+    signs: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    seed: int
+    length: int
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width not in WIDTHS:
+            raise MessageError(f"a rotated upload has {self.width} bits, not one of {WIDTHS}")
+        lengths = block_lengths(self.length)
+        if self.signs.shape != (sum(lengths),) or self.scales.shape != (len(lengths),):
+            raise MessageError(
+                f"{self.signs.shape} signs and {self.scales.shape} scales; {self.length} rotated "
+                f"coordinates need {sum(lengths)} and {len(lengths)}"
+            )
+        if self.signs.dtype != np.uint8 or self.scales.dtype != np.float32:
+            raise MessageError(
+                f"signs are {self.signs.dtype} and scales {self.scales.dtype}, "
+                "not uint8 and float32"
+            )
+        if not 0 <= self.seed < 1 << 32:
+            raise MessageError(f"seed {self.seed} of a rotation is outside 0..2^32 - 1")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def validate(self) -> None:
+        if len(self.signs) and int(self.signs.max()) >> self.width:
+            if self.width == 1:
+                raise MessageError(f"sign {int(self.signs.max())} is neither 0 nor 1")
+            raise MessageError(f"code {int(self.signs.max())} does not have {self.width} bits")
+        if not (np.isfinite(self.scales) & ~np.signbit(self.scales)).all():
+            raise MessageError("a scale of a rotated upload is negative, NaN or infinite")
+
+    def values(self, dtype: type[np.floating]) -> FloatArray:
+        lengths = block_lengths(self.length)
+        unit = 1
+        integers: NDArray[Any] = 2 * self.signs.astype(np.int32) - np.int32(1)
+        if self.width > 1:
+            unit, integers = _UNIT, points_of(self.width)[self.signs]
+        factors = np.empty(len(integers))
+        start = 0
+        for scale, length in zip(self.scales.tolist(), lengths, strict=True):
+            hadamard(integers[start : start + length])
+            factors[start : start + length] = scale / length**0.5 / unit
+            start += length
+        integers *= random_signs(self.seed, len(integers))
+        return (integers * factors)[: self.length].astype(dtype)
+
+
 AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 """Everything that stands for a vector."""
 Message = AnyUpload | Skip
 
 
 def is_message(value: object) -> bool:
-    """Tell whether this is something that a client can send."""
     return isinstance(value, Message)
 
 

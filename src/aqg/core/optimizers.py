@@ -6,11 +6,9 @@ Reddi et al., Adaptive Federated Optimization (FedOpt), turn the sum into anothe
 that NumPy and torch spell alike; roots, which they round differently, come from the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +24,8 @@ class OptimizerState(NamedTuple):
     variance: Float64Array  # the running mean of squared directions, ``(n,)`` or ``(0,)``
 
 
-class ServerOptimizer(Protocol):
-    """Turns the aggregated direction into the step to take."""
+class ServerOptimizer:
+    """Turns the aggregated direction into the step to take; here the direction itself."""
 
     @property
     def fresh_share(self) -> float:
@@ -37,38 +35,29 @@ class ServerOptimizer(Protocol):
         of directions past, which an upload cannot mend any more, so what clients hold back must be
         small against the fresh part.
         """
-
-    def init(self, num_params: int) -> OptimizerState:
-        """Return the state before the first round."""
-
-    def step(
-        self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
-        """Return the state after the round, and ``update``: the server takes ``-α·update``.
-
-        ``root`` takes the roots of an array's coordinates where it lies.
-        """
-
-
-@dataclass(frozen=True)
-class SGD:
-    """The paper's step: ``update = direction``."""
-
-    @property
-    def fresh_share(self) -> float:
         return 1.0
 
-    def init(self, num_params: int) -> OptimizerState:  # noqa: ARG002
+    def init(self, _num_params: int) -> OptimizerState:
+        """Return the state before the first round."""
         return OptimizerState(np.zeros(0), np.zeros(0))
 
     def step(
         self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
+        """Return the state after the round, and ``update``: the server takes ``-α·update``.
+
+        ``root`` takes the roots of an array's coordinates where it lies.
+        """
         return state, direction
 
 
 @dataclass(frozen=True)
-class Momentum:
+class SGD(ServerOptimizer):
+    """The paper's step: ``update = direction``."""
+
+
+@dataclass(frozen=True)
+class Momentum(ServerOptimizer):
     """Heavy ball: ``momentum ← beta·momentum + direction``, and ``update`` is the momentum.
 
     >>> optimizer = Momentum(beta=0.5)
@@ -94,13 +83,12 @@ class Momentum:
     def step(
         self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
-        """Add the direction to what is left of the momentum."""
         momentum = self.beta * state.momentum + direction
         return state._replace(momentum=momentum), momentum
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(ServerOptimizer):
     """FedAdam: a running direction, divided by the running size of each coordinate.
 
     ``momentum ← b1·momentum + (1-b1)·direction``, ``variance ← b2·variance + (1-b2)·direction²``,
@@ -124,14 +112,12 @@ class Adam:
         return 1.0 - self.b1
 
     def init(self, num_params: int) -> OptimizerState:
-        """Start at rest, with the smallest size that counts."""
         return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
     def step(
         self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
     ) -> tuple[OptimizerState, Any]:
-        """Move both averages, then divide one by the root of the other."""
         momentum = self.b1 * state.momentum + (1 - self.b1) * direction
         variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
         return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)
@@ -150,8 +136,7 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     >>> make_optimizer("momentum:beta=0.8")
     Momentum(beta=0.8)
     """
-    made: SGD | Momentum | Adam = make_named("optimizer", spec, OPTIMIZERS)
-    return made
+    return make_named("optimizer", spec, OPTIMIZERS)
 
 
 def _require_decay(name: str, value: float) -> None:

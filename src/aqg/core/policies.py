@@ -9,8 +9,6 @@ upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ
     ``T_b = movement + 3 (‖ε̂_{b_max-b+1}‖² + ‖ε_{b_max-b+1}‖²)``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -52,14 +50,11 @@ def thresholds(case: Case) -> Float64Array:
         raise ConfigError("the paper's criterion needs the stage StoredErrors in the recipe")
     # T_b uses the errors of width b_max - b + 1: the list of widths, read backwards.
     errors = case.stored_errors + case.innovation.errors
-    result: Float64Array = np.asarray(case.movement)[..., None] + 3.0 * errors[..., ::-1]
-    return result
+    return np.asarray(case.movement)[..., None] + 3.0 * errors[..., ::-1]
 
 
 def _passes(case: Case) -> BoolArray:
-    """Tell for ``b = 1..b_max`` whether the criterion holds; ties send."""
-    result: BoolArray = case.innovation.quantized_norm[..., None] >= thresholds(case)
-    return result
+    return case.innovation.quantized_norm[..., None] >= thresholds(case)
 
 
 @dataclass(frozen=True)
@@ -187,3 +182,18 @@ class StageWidth:
     def decide(self, case: Case) -> Decision:
         shape = case.innovation.squared_norm.shape
         return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))
+
+
+@dataclass(frozen=True)
+class AquilaPolicy:
+    """Send when ``‖Q_b(Δ)‖² + ‖ε_b‖² > β·movement``, with the one width that was measured.
+
+    In AQUILA's paper the server takes ``α/M`` times the sum: the movement is that of one step.
+    """
+
+    def decide(self, case: Case) -> Decision:
+        """Weigh what would be sent, and its error, against the model's last step."""
+        innovation = case.innovation
+        error = innovation.errors.min(axis=-1)
+        send = np.asarray(innovation.quantized_norm + error > case.movement)
+        return Decision(send, innovation.errors.argmin(axis=-1) + 1)

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Condensed, Downlink
 from aqg.core.grids import affine, snap
-from aqg.core.linear import PRIME, linear_digest
 from aqg.core.messages import Upload
 from aqg.core.recipe import Movement, Recipe
 from aqg.core.space import NumpySpace
@@ -36,6 +35,7 @@ from aqg.errors import MessageError
 
 _SPACE = NumpySpace()
 _FIRST = np.arange(1)
+_PIECE = 1 << 18
 
 
 class Entry(NamedTuple):
@@ -73,15 +73,12 @@ class Public(NamedTuple):
 
     @property
     def parameters(self) -> FloatArray:
-        """``θ^k``."""
-        params: FloatArray = self.track.position[0]
-        return params
+        return self.track.position[0]
 
     @property
     def velocity(self) -> FloatArray:
         """What moves the model in every round, ``(n,)``; ``(0,)`` where nothing does."""
-        velocity: FloatArray = self.track.velocity[0]
-        return velocity
+        return self.track.velocity[0]
 
     @property
     def vectors(self) -> tuple[NDArray[Any], ...]:
@@ -94,17 +91,18 @@ class Public(NamedTuple):
         A position that is damaged below its quantum has one that no other has.
         """
         if self.quantum and mark is None:
-            multiples = _multiples(self.parameters, self.quantum)
-            mark = linear_digest(multiples)
-            exact = (multiples * self.quantum).astype(self.parameters.dtype)
-            if exact.tobytes() != self.parameters.tobytes():
-                mark = PRIME
+            mark = _mark_of(self.parameters, self.quantum)
         return self._replace(mark=mark)
 
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
-    """Return the public model before the first round: the starting model, at rest."""
     return Public(1, public_track(recipe, parameters))
+
+
+def at_rest(parameters: FloatArray, round_number: int = 1) -> Public:
+    """Return the public model of a vector without a velocity."""
+    track = init_track(0, parameters.dtype)._replace(position=parameters[None])
+    return Public(round_number, track)
 
 
 def public_track(recipe: Recipe, parameters: FloatArray) -> Track:
@@ -175,9 +173,74 @@ def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
     return (mark + int(unit / quantum) * linear_digest(levels, places)) % PRIME
 
 
+def _mark_of(vector: FloatArray, quantum: float) -> int:
+    """Return the linear digest of a position's multiples, taken piece by piece."""
+    mark = 0
+    for start in range(0, len(vector), _PIECE):
+        piece = vector[start : start + _PIECE]
+        multiples = _multiples(piece, quantum)
+        if (multiples * quantum).astype(piece.dtype).tobytes() != piece.tobytes():
+            return PRIME
+        mark += linear_digest(multiples, np.arange(start, start + len(piece)))
+    return mark % PRIME
+
+
 def _multiples(vector: FloatArray, quantum: float) -> IntArray:
     """Return a vector over its quantum; what someone else may send is cut to what a mark takes."""
     with np.errstate(over="ignore", invalid="ignore"):
         multiples = np.nan_to_num(vector.astype(np.float64) / quantum)
-    found: IntArray = multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
-    return found
+    return multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
+
+
+PRIME = (1 << 61) - 1
+_PIECE = 1 << 14
+
+
+def linear_digest(integers: IntArray, places: IntArray | None = None) -> int:
+    """Return the digest of a vector, or of one that is zero but for some places.
+
+    Integers lie between ``-2^54`` and ``2^54``.
+
+    >>> whole = linear_digest(np.array([0, 5, 0, -3]))
+    >>> whole == linear_digest(np.array([5, -3]), np.array([1, 3]))
+    True
+    >>> (whole + linear_digest(np.array([0, -5, 0, 3]))) % PRIME
+    0
+    """
+    total = 0
+    for start in range(0, len(integers), _PIECE):
+        piece = integers[start : start + _PIECE]
+        if places is None:
+            where = np.arange(start, start + len(piece), dtype=np.uint64)
+        else:
+            where = places[start : start + _PIECE].astype(np.uint64)
+        products = _products(_coefficients(where), np.abs(piece).astype(np.uint64))
+        products = np.where(piece < 0, PRIME - products, products)
+        total += (int((products >> 31).sum()) << 31) + int((products & (1 << 31) - 1).sum())
+    return total % PRIME
+
+
+def _coefficients(places: Any) -> Any:
+    """Return SplitMix64 of the places, modulo ``2^64``, in 61 bits."""
+    bits = (places + 1) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> 27)) * np.uint64(0x94D049BB133111EB)
+    return (bits ^ (bits >> 31)) & PRIME
+
+
+def _products(coefficients: Any, magnitudes: Any) -> Any:
+    """Return the products modulo the prime; those of magnitudes' halves fit into 64 bits."""
+    low = _short_products(coefficients, magnitudes & (1 << 27) - 1)
+    high = _short_products(coefficients, magnitudes >> 27)
+    return _reduced(low + _reduced(((high & (1 << 34) - 1) << 27) + (high >> 34)))
+
+
+def _short_products(coefficients: Any, magnitudes: Any) -> Any:
+    upper = (coefficients >> 31) * magnitudes  # times 2^31, of which 61 bits are kept
+    lower = (coefficients & (1 << 31) - 1) * magnitudes
+    return _reduced((upper >> 30) + ((upper & (1 << 30) - 1) << 31) + lower)
+
+
+def _reduced(number: Any) -> Any:
+    number = (number & PRIME) + (number >> 61)
+    return np.where(number >= PRIME, number - PRIME, number)

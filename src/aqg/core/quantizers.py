@@ -4,21 +4,37 @@ A quantizer measures and encodes; it never decides. Randomness is an argument: a
 (seed, client, round) from which the stochastic quantizer draws.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.blockwise import LONGEST_BLOCK, BlockUpload, quantize_blocks, quantize_buckets
-from aqg.core.grids import Grid, level_dtype, round_up_to_bfloat16
-from aqg.core.halves import HalfUpload, to_halves
+from aqg.core.grids import (
+    MAX_WIDTH,
+    MIN_STEP,
+    Grid,
+    grid_step,
+    level_dtype,
+    round_up_to_bfloat16,
+    value_table,
+)
 from aqg.core.kernels import Innovation, measure, quantize
-from aqg.core.messages import AnyUpload, DenseUpload, Upload
-from aqg.core.rotation import RotatedUpload, quantize_rotated
-from aqg.core.types import FloatArray
+from aqg.core.messages import (
+    LONGEST_BLOCK,
+    AnyUpload,
+    BlockUpload,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    SparseUpload,
+    Upload,
+    quantize_blocks,
+    quantize_buckets,
+    quantize_rotated,
+    to_halves,
+)
+from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError
 
 MAX_BUCKET_BITS = 8
@@ -37,22 +53,25 @@ class Request(NamedTuple):
     noise: float = 1.0  # ``b``, the noise that the upload may carry, in the vector's own energy
 
 
-class Quantizer(Protocol):
-    """Measures a vector and encodes it at a width the policy chose."""
+class Quantizer:
+    """Measures a vector, here its norm alone, and encodes it at a width the policy chose."""
 
     @property
     def num_errors(self) -> int:
         """How many widths ``1..num_errors`` it reports errors for."""
+        return 0
 
     def measure(self, delta: FloatArray) -> Innovation:
         """Return the statistics of ``delta``, shape ``(..., n)``."""
+        return measure(delta, Grid.MIDTREAD, max_width=0)
 
-    def quantize(self, vector: FloatArray, request: Request, /) -> AnyUpload:
+    def quantize(self, vector: FloatArray, _request: Request) -> AnyUpload:
         """Encode one vector of shape ``(n,)``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class GridQuantizer:
+class GridQuantizer(Quantizer):
     """Nearest level on a grid: the paper's quantizer (`Grid.MIDRISE`) and ours (`MIDTREAD`)."""
 
     grid: Grid
@@ -70,19 +89,8 @@ class GridQuantizer:
         return Upload(quantize(vector, self.grid, width, step), step, width, self.grid)
 
 
-class NormOnly:
-    """Part of the quantizers whose errors no policy asks for."""
-
-    @property
-    def num_errors(self) -> int:
-        return 0
-
-    def measure(self, delta: FloatArray) -> Innovation:
-        return measure(delta, Grid.MIDTREAD, max_width=0)
-
-
 @dataclass(frozen=True)
-class Verbatim(NormOnly):
+class Verbatim(Quantizer):
     """The vector itself, in float32 (GD, LAG)."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> DenseUpload:
@@ -90,7 +98,7 @@ class Verbatim(NormOnly):
 
 
 @dataclass(frozen=True)
-class Stochastic(NormOnly):
+class Stochastic(Quantizer):
     """QSGD: unbiased rounding to ``s`` multiples of ``‖v‖₂/s``.
 
     ``Q(v)_i = step·⌊v_i/step + u_i⌋`` with ``u_i`` uniform on [0, 1), so ``E[Q(v)] = v`` for any
@@ -101,7 +109,6 @@ class Stochastic(NormOnly):
     num_levels: int | None = None
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate up or down at random, by its distance."""
         width = request.width
         top = (1 << (width - 1)) - 1
         num_levels = top if self.num_levels is None else self.num_levels
@@ -113,26 +120,24 @@ class Stochastic(NormOnly):
 
 
 @dataclass(frozen=True)
-class Sign(NormOnly):
+class Sign(Quantizer):
     """SignSGD: one bit per coordinate, with magnitude one."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Keep the signs; zero counts as positive."""
         return Upload((vector >= 0).astype(np.uint8), 1.0, request.width, Grid.MIDTREAD)
 
 
 @dataclass(frozen=True)
-class QsgdAtWidth(NormOnly):
+class QsgdAtWidth(Quantizer):
     """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        """Round every coordinate up or down at random, by its distance."""
         num_levels = int(request.advice[0]) if request.advice else 1 << (request.width - 2)
         return Stochastic(num_levels).quantize(vector, request)
 
 
 @dataclass(frozen=True)
-class Half(NormOnly):
+class Half(Quantizer):
     """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> HalfUpload:
@@ -140,15 +145,15 @@ class Half(NormOnly):
 
 
 @dataclass(frozen=True)
-class Blockwise(NormOnly):
-    """Eight bits and a step for every 256 coordinates: `aqg.core.blockwise`."""
+class Blockwise(Quantizer):
+    """Eight bits and a step for every 256 coordinates: `aqg.core.messages`."""
 
     def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
         return BlockUpload(*quantize_blocks(vector))
 
 
 @dataclass(frozen=True)
-class Buckets(NormOnly):
+class Buckets(Quantizer):
     """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
 
     bucket: int
@@ -158,7 +163,6 @@ class Buckets(NormOnly):
             raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
-        """Round every coordinate up or down at random, by its distance."""
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
         num_levels = (1 << (request.width - 1)) - 1
         found = quantize_buckets(vector, self.bucket, num_levels, uniform)
@@ -166,13 +170,148 @@ class Buckets(NormOnly):
 
 
 @dataclass(frozen=True)
-class Rotated(NormOnly):
-    """A few bits per coordinate after a random rotation: `aqg.core.rotation`."""
+class Rotated(Quantizer):
+    """A few bits per coordinate after a random rotation: `aqg.core.messages`."""
 
     unbiased: bool = True
 
     def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
-        """Rotate by a seed drawn from ``key``, which the message carries."""
         seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
         codes, scales = quantize_rotated(vector, seed, self.unbiased, request.width)
         return RotatedUpload(codes, scales, seed, len(vector), request.width)
+
+
+TERNARY_WIDTH = 2
+
+
+def num_kept(fraction: float, num_params: int) -> int:
+    """Return ``k = max(1, round(fraction·n))``, and never more than ``n``.
+
+    >>> num_kept(0.01, 159010), num_kept(0.01, 18)
+    (1590, 1)
+    """
+    return min(num_params, max(1, round(fraction * num_params)))
+
+
+def largest(vector: FloatArray, count: int) -> IntArray:
+    """Return the indices, increasing, of the ``count`` coordinates of largest magnitude.
+
+    Of equal magnitudes those in front are taken. Zeros are never taken: they say nothing.
+
+    >>> largest(np.array([0.5, -2.0, 0.5, 1.0, 0.0]), 3)
+    array([0, 1, 3])
+    """
+    if count < 1:
+        return np.arange(0)
+    magnitude = np.abs(vector)
+    if count >= len(vector):
+        return np.flatnonzero(magnitude)
+    threshold = np.partition(magnitude, len(vector) - count)[len(vector) - count]
+    if threshold == 0:
+        return np.flatnonzero(magnitude)
+    taken = magnitude > threshold
+    ties = np.flatnonzero(magnitude == threshold)
+    taken[ties[: count - np.count_nonzero(taken)]] = True
+    return np.flatnonzero(taken)
+
+
+@dataclass(frozen=True)
+class _KeepsFew(Quantizer):
+    keep: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"keep is {self.keep}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class TopK(_KeepsFew):
+    """``Top_k(v)``: the ``k`` coordinates of largest magnitude, each in half precision.
+
+    Aji & Heafield, Sparse Communication for Distributed Gradient Descent; Stich et al., Sparsified
+    SGD with Memory.
+    """
+
+    def quantize(self, vector: FloatArray, _request: Request) -> SparseUpload:
+        indices = largest(vector, num_kept(self.keep, len(vector)))
+        halves, exponent = to_halves(vector[indices])
+        is_left = halves != 0
+        return SparseUpload(indices[is_left], halves[is_left], exponent, len(vector))
+
+
+@dataclass(frozen=True)
+class SparseTernary(_KeepsFew):
+    """STC: ``μ·sign(v_i)`` where ``|v_i|`` is among the ``k`` largest, else zero.
+
+    ``μ`` is the mean magnitude of the kept, rounded up to bfloat16. Sattler et al., Robust and
+    Communication-Efficient Federated Learning from Non-IID Data (its Algorithm 1).
+    """
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        kept = largest(vector, num_kept(self.keep, len(vector)))
+        return ternary(vector, kept, request.width)
+
+
+def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:
+    levels = np.ones(len(vector), np.uint8)
+    mean = float(np.abs(vector[indices]).sum(dtype=np.float64)) / max(1, len(indices))
+    if mean < MIN_STEP:  # as on the grid: rounding up would overshoot
+        return Upload(levels, 0.0, width, Grid.MIDTREAD)
+    levels[indices] = np.where(vector[indices] > 0, 2, 0)
+    return Upload(levels, round_up_to_bfloat16(mean), width, Grid.MIDTREAD)
+
+
+def choose_width(radius: float, norm: float, num_params: int) -> int:
+    """Return ``b = ⌈log2(R·√d/‖Δ‖₂ + 1)⌉`` within ``1..MAX_WIDTH``.
+
+    >>> choose_width(radius=1.0, norm=3.0, num_params=9), choose_width(1.0, 1.0, 7850)
+    (1, 7)
+    """
+    if norm == 0:
+        return 1
+    width = math.ceil(math.log2(radius * num_params**0.5 / norm + 1))
+    return min(max(width, 1), MAX_WIDTH)
+
+
+@dataclass(frozen=True)
+class AquilaQuantizer(Quantizer):
+    """AQUILA's width, ``b = ⌈log2(R·√d/‖Δ‖₂ + 1)⌉``; the other widths' errors are infinite.
+
+    Zhao et al., AQUILA: Communication Efficient Federated Learning with Adaptive Quantization in
+    Device Selection Strategy. Peaked innovations get more bits. On LAQ's grid the error is at most
+    ``√d·R/(2^b - 1)``, which this width keeps below ``‖Δ‖₂``: that is why it is rounded up.
+    """
+
+    @property
+    def num_errors(self) -> int:
+        return MAX_WIDTH
+
+    def measure(self, delta: FloatArray) -> Innovation:
+        """Choose every row's width and measure what it would send."""
+        rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
+        base = measure(rows, Grid.MIDTREAD, max_width=0)
+        steps = np.zeros((len(rows), MAX_WIDTH))
+        errors = np.full(steps.shape, np.inf)
+        quantized = np.full(len(rows), np.nan)
+        for r in np.flatnonzero(base.in_range):
+            row = rows[r]
+            radius = float(np.abs(row).max(initial=0))
+            width = choose_width(radius, float(base.squared_norm[r]) ** 0.5, len(row))
+            step = grid_step(Grid.MIDRISE, width, radius, mean_abs=0.0)
+            levels = quantize(row, Grid.MIDRISE, width, step)
+            values = value_table(Grid.MIDRISE, width, step, np.float64)[levels]
+            steps[r, width - 1] = step
+            errors[r, width - 1] = np.square(values - row).sum()
+            quantized[r] = np.square(values).sum()
+        leading = delta.shape[:-1]
+        return Innovation(
+            in_range=base.in_range.reshape(leading),
+            squared_norm=base.squared_norm.reshape(leading),
+            steps=steps.reshape(*leading, MAX_WIDTH),
+            errors=errors.reshape(*leading, MAX_WIDTH),
+            quantized_norm=quantized.reshape(leading),
+        )
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        width, step = request.width, request.step
+        return Upload(quantize(vector, Grid.MIDRISE, width, step), step, width, Grid.MIDRISE)

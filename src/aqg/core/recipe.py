@@ -15,7 +15,7 @@ from operator import mul
 
 from aqg.core.policies import Policy
 from aqg.core.quantizers import Quantizer, Verbatim
-from aqg.core.stage import Stage
+from aqg.core.stages import Stage, WiderTolerance
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError
@@ -105,12 +105,10 @@ class Recipe:
 
     @cached_property
     def all_stages(self) -> dict[str, Stage]:
-        """Every stage that a client keeps a state of, by name."""
         return {stage.name: stage for stage in self.stages}
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether clients send their vectors as they are."""
         return isinstance(self.quantizer, Verbatim)
 
     @property
@@ -123,15 +121,32 @@ class Recipe:
     ) -> Float64Array:
         """Return how much each client counts in a round: its weight, or its part of a mean.
 
-        Args:
-            weights: ``w_m`` of all clients, with mean 1.
-            takes_part: the clients that were sampled and have not dropped out.
-            sampled: the fraction that is sampled, by which the server divides the sum.
+        ``weights`` of all clients have the mean 1; those that were sampled and have not dropped out
+        take part; by ``sampled``, their fraction, the server divides the sum.
         """
         if not self.averages or not len(takes_part):
             return weights
         return weights * (len(weights) * sampled / float(weights[takes_part].sum()))
 
     def for_updates(self, are_exact: bool) -> Recipe:
-        """Return the recipe for updates that are exact gradients, or that may hold noise."""
         return self.exact if are_exact and self.exact is not None else self
+
+
+def widest_weights(recipe: Recipe) -> tuple[float, ...]:
+    """Return ``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to cover."""
+    factors = [stage.widest for stage in recipe.stages if isinstance(stage, WiderTolerance)]
+    return tuple(max(factors, default=1.0) * weight for weight in recipe.movement.weights)
+
+
+MEMORIES = ("model", "none")
+
+
+def require_memory(memory: str, recipe: Recipe) -> None:
+    """Raise unless clients of a recipe may hold that much between rounds."""
+    if memory not in MEMORIES:
+        raise ConfigError(f"memory is {memory!r}; choose from {', '.join(MEMORIES)}")
+    if memory == "none" and (recipe.memory.keeps_mirror or recipe.keeps_residual):
+        raise ConfigError(
+            "memory is 'none' with a recipe whose clients remember what they sent; use auto with "
+            "local steps or batches, or qsgd"
+        )

@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from aqg.core.aquila import AquilaPolicy, AquilaQuantizer
 from aqg.core.auto import NOISE, WIDEST, make_auto
 from aqg.core.grids import MAX_WIDTH, Grid
+from aqg.core.messages import WIDTHS
 from aqg.core.policies import (
     Always,
+    AquilaPolicy,
     Lazy,
     LazyExact,
     LazyOwn,
@@ -27,6 +28,7 @@ from aqg.core.policies import (
 )
 from aqg.core.quantizers import (
     MAX_BUCKET_BITS,
+    AquilaQuantizer,
     Blockwise,
     Buckets,
     GridQuantizer,
@@ -34,12 +36,12 @@ from aqg.core.quantizers import (
     QsgdAtWidth,
     Rotated,
     Sign,
+    SparseTernary,
     Stochastic,
+    TopK,
     Verbatim,
 )
 from aqg.core.recipe import DEPTH, Movement, Recipe
-from aqg.core.rotation import WIDTHS
-from aqg.core.sparsifiers import SparseTernary, TopK
 from aqg.core.stages import (
     DoublingLevels,
     ErrorControl,
@@ -67,7 +69,6 @@ class Entry:
 
     @property
     def options(self) -> dict[str, float]:
-        """The recipe's own options with their defaults."""
         return defaults(self.make)
 
 
@@ -211,13 +212,11 @@ def _onebit() -> Recipe:
 
 @register("fp16", "every gradient in half precision, no memory")
 def _fp16() -> Recipe:
-    """IEEE 754 half precision, as in Micikevicius et al., Mixed Precision Training."""
     return Recipe(policy=Always(16), quantizer=Half(), step="dog")
 
 
 @register("blockwise8", "8 bits and a step for every 256 coordinates, no memory")
 def _blockwise8() -> Recipe:
-    """Dettmers et al., 8-bit Optimizers via Block-wise Quantization."""
     return Recipe(policy=Always(8), quantizer=Blockwise(), step="dog")
 
 
@@ -298,7 +297,6 @@ def _eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
 
 @register("aquila", "AQUILA: a width from the innovation's shape, or nothing")
 def _aquila(*, beta: float = 0.1) -> Recipe:
-    """Zhao et al., AQUILA."""
     return Recipe(
         memory=Memory.INNOVATION,
         policy=AquilaPolicy(),

@@ -1,6 +1,6 @@
 """A client's round: measure, decide, upload, settle. Written once, over a leading axis of clients.
 
-One client is an axis of length one (`aqg.core.client`); the simulator hands in blocks of many. What
+One client is an axis of length one (`respond`); the simulator hands in blocks of many. What
 differs between them is the `aqg.core.space.Space` in which vectors live.
 
 `compress` takes the clients' vectors through the stages of their recipe, and corrects the clients'
@@ -8,29 +8,20 @@ tracks towards what comes out (`aqg.core.track.correct`). It changes nothing. On
 moved the mirrors, on this side as on the other, `settle` brings the clients' own state up to date.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS
-from aqg.core.messages import AnyUpload
+from aqg.core.messages import AnyUpload, Message, Skip
 from aqg.core.recipe import Recipe
-from aqg.core.space import Array, Space, with_rows
-from aqg.core.stage import (
-    Flow,
-    Outcome,
-    StageState,
-    call_after,
-    call_before,
-    store_rows,
-    take_rows,
-    undo_faults,
-)
-from aqg.core.track import Gaps, Memory, Terms, Track, correct, init_mirrors
-from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.space import Array, NumpySpace, Space, with_rows
+from aqg.core.stages import Flow, Outcome, StageState, call_before, settle_stage
+from aqg.core.track import Gaps, Memory, Terms, Track, correct, follow_one, init_mirrors
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
+from aqg.errors import ConfigError, GradientError
 
 
 class Clients(NamedTuple):
@@ -73,7 +64,6 @@ class Compressed(NamedTuple):
 def init_clients(
     recipe: Recipe, num_params: int, dtype: np.dtype[Any], num_clients: int = 1
 ) -> Clients:
-    """Return the state before the first round, in NumPy."""
     stages = {}
     for name, stage in recipe.all_stages.items():
         fields = {field: np.asarray(v) for field, v in stage.init(num_params, dtype).items()}
@@ -83,7 +73,6 @@ def init_clients(
 
 
 def join_clients(states: Sequence[Clients]) -> Clients:
-    """Return the states of several clients, in NumPy, as one."""
     first = states[0]
     track = Track(*map(np.concatenate, zip(*(state.track for state in states), strict=True)))
     stages = {
@@ -95,7 +84,6 @@ def join_clients(states: Sequence[Clients]) -> Clients:
 
 
 def split_clients(state: Clients) -> list[Clients]:
-    """Return the state of each client."""
     rows = [slice(m, m + 1) for m in range(len(state.skipped_rounds))]
     return [
         Clients(
@@ -113,20 +101,16 @@ def compress(
 ) -> Compressed:
     """Decide for each of these clients what it sends, and quantize it; nothing else changes.
 
-    Args:
-        space: where vectors live.
-        recipe: the compressor.
-        state: of all clients.
-        clients: whose vectors these are: increasing places on the state's axis.
-        vectors: what each has computed, its gradient ``g_m^k`` or another update, ``(m, n)``.
-        news: what they know besides.
+    ``vectors`` are what each of ``clients``, increasing places on the state's axis, has computed:
+    its gradient ``g_m^k`` or another update, ``(m, n)``.
     """
     flow = Flow(
         vectors, news.movement, news.losses, news.round, space, level_factors=news.level_factors
     )
     stages: dict[str, tuple[StageState, StageState]] = {}
     for stage in recipe.stages:
-        old = take_rows(space, stage, state.stages, clients)
+        home = stage.home(space)
+        old = {f: home.take(column, clients) for f, column in state.stages[stage.name].items()}
         new, flow = call_before(space, stage, old, flow)
         stages[stage.name] = old, new
     positions = state.track.position if recipe.memory is Memory.INNOVATION else None
@@ -169,10 +153,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     )
     stages = dict(state.stages)
     for stage in recipe.stages:
-        old, new = sent.stages[stage.name]
-        after = call_after(space, stage, new, outcome)
-        after = undo_faults(space, stage, old, after, gaps.faulty)
-        store_rows(space, stage, stages, sent.clients, old, after)
+        settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
 
 
@@ -185,8 +166,75 @@ def _describe(
 
 
 def describe_fault(vector: FloatArray) -> str:
-    """Say why a vector cannot be quantized."""
     num_bad = int(np.count_nonzero(~np.isfinite(vector)))
     if num_bad:
         return f"gradient has {num_bad} non-finite values of {vector.size}"
     return f"innovation exceeds the largest magnitude a grid accepts, {MAX_RADIUS:.3g}"
+
+
+ClientState = Clients
+"""What a client remembers between rounds: `Clients` with an axis of length one."""
+
+_SPACE = NumpySpace()
+_FIRST = np.arange(1)
+_PRECISIONS = ("float32", "float64")
+
+
+def init_client(
+    recipe: Recipe, num_params: int, dtype: np.dtype[np.floating] | str = "float32"
+) -> ClientState:
+    if not is_whole(num_params) or num_params < 1:
+        raise ConfigError(f"num_params is {num_params!r}; it must be a whole number above 0")
+    check_precision(np.dtype(dtype))
+    return init_clients(recipe, int(num_params), np.dtype(dtype))
+
+
+def check_precision(dtype: np.dtype[np.generic]) -> None:
+    if dtype.name not in _PRECISIONS:
+        raise ConfigError(f"dtype is {dtype.name}; choose from {', '.join(_PRECISIONS)}")
+
+
+def respond(
+    recipe: Recipe,
+    state: ClientState,
+    gradient: FloatArray,
+    movement: float,
+    key: Sequence[int],
+    loss: float = math.nan,
+    level_factor: float = 1.0,
+    noise: float = 1.0,
+) -> tuple[ClientState, Message]:
+    """Decide what to send of this round's ``gradient``, and encode it.
+
+    ``key`` are integers (seed, client, round) that make the round's randomness; ``noise`` is what
+    the upload may carry, as the server says; ``level_factor`` is how many levels the client uses
+    over the average, in recipes that give more of them to clients that count more.
+
+    A gradient with NaN, infinity or values beyond any grid gives a `Skip` that says so, and leaves
+    the state as it was (the loss, if it is finite, is noted all the same).
+    """
+    check_gradient(state, gradient)
+    seed, client, round_number = key
+    factors = None if level_factor == 1 else np.array([level_factor])
+    news = News(round_number, movement, np.array([loss]), seed, client, factors, noise)
+    sent = compress(_SPACE, recipe, state, _FIRST, gradient[None], news)
+    track = state.track
+    message: Message = Skip(sent.faults[0][1]) if sent.faults else Skip()
+    if sent.uploads:
+        message = sent.uploads[0]
+        track = follow_one(recipe.memory, track, message)
+    return settle(_SPACE, recipe, state._replace(track=track), sent), message
+
+
+def check_gradient(state: ClientState, gradient: object) -> None:
+    if not isinstance(gradient, np.ndarray):
+        raise GradientError(f"a gradient is a NumPy array, not {type(gradient).__name__}")
+    dtype = state.track.position.dtype
+    if gradient.ndim != 1:
+        raise GradientError(f"a gradient is flat, of shape (n,), not {gradient.shape}")
+    if gradient.dtype != dtype:
+        raise GradientError(f"gradient is {gradient.dtype}, the client's state {dtype}")
+    if len(gradient) != state.num_params:
+        raise GradientError(
+            f"gradient has {len(gradient)} values, the client's state is for {state.num_params}"
+        )

@@ -11,15 +11,14 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.budget import Budget, first_budget
-from aqg.core.client import check_precision
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
 from aqg.core.messages import (
@@ -33,11 +32,11 @@ from aqg.core.messages import (
     num_nonzero,
 )
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
-from aqg.core.per_client import PerClient
 from aqg.core.public import Entry, Public
+from aqg.core.quantizers import TERNARY_WIDTH
 from aqg.core.recipe import Recipe
+from aqg.core.round import Clients, check_precision
 from aqg.core.space import Array, NumpySpace, Space
-from aqg.core.sparsifiers import TERNARY_WIDTH
 from aqg.core.step_sizes import Fixed, StepRule, StepState
 from aqg.core.track import (
     Change,
@@ -48,13 +47,14 @@ from aqg.core.track import (
     move_directions,
     next_direction,
 )
-from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
+from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
 _NO_NOISE = Budget()
 _FIRST = np.arange(1)
+_PIECE = 1 << 18
 
 
 class Step(NamedTuple):
@@ -121,20 +121,17 @@ class Model(NamedTuple):
 
     @property
     def averaged(self) -> Array:
-        """The mean of the models so far, where one is kept; else the model. See `step_sizes`."""
         if self.step is None or not self.step.num_models:
             return self.parameters
         return self.step.mean
 
     def public(self, space: Space) -> Public:
-        """Return what clients hold, in NumPy."""
         position, velocity = space.get(self.parameters), space.get(self.velocity)
         track = Track(position[None], velocity[None], self.direction[None], np.ones(1, np.bool_))
         return Public(self.round, track, self.history, self.quantum)
 
 
 def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
-    """Return the model before the first round."""
     length, follows = len(parameters), not isinstance(step.downlink, Full)
     moves = recipe.memory.keeps_mirror and follows
     waits = not recipe.memory.keeps_mirror and isinstance(step.downlink, Condensed)
@@ -316,7 +313,7 @@ def _catch_up(
     assert isinstance(upload, Upload)
     shown = space.put(upload.values(np.float64))
     rule, size = step.rule.next(space, model.step, params, shown, step.size)
-    moved = _on_grid(space, model, upload, vector, abs(size))
+    moved = on_grid(space, params, model.quantum, upload, vector, abs(size))
     if moved is None:
         return model._replace(rest=rest, step=rule), Entry(model.round), None
     upload, quantum, base = moved
@@ -331,44 +328,38 @@ def _catch_up(
     return model, entry, length
 
 
-def _on_grid(
-    space: Space, model: Model, upload: Upload, vector: Array, size: float
+def on_grid(
+    space: Space, base: Array, quantum: float, upload: Upload, vector: Array, size: float = 1.0
 ) -> tuple[Upload, float, Array] | None:
     """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
-
-    Args:
-        space: where vectors live.
-        model: before the step.
-        upload: of the vector.
-        vector: what is to be said.
-        size: in units of this.
     """
-    base, quantum = model.parameters, model.quantum
     dtype, middle = space.get(base[:0]).dtype, num_levels(upload.grid, upload.width) // 2
     if not upload.step * size:
         return None
     power = nearest_power_of_two(upload.step * size)
     if upload.width > TERNARY_WIDTH and power < upload.step * size:
         power *= 2  # the largest coordinate has a level
-    reach = float(abs(base).max()) + middle * power
+    reach = max(float(base.max()), -float(base.min())) + middle * power
     if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
         quantum = choose_quantum(reach, power, dtype)
         base = snap(base, quantum)
     if upload.width > TERNARY_WIDTH or power < quantum:
         power = max(power, quantum)
-        levels = np.rint(space.get(vector) * (size / power)).clip(-middle, middle)
-        levels = np.where(upload.levels == middle, 0, levels)
-        if not levels.any():
+        levels, whole = np.empty_like(upload.levels), space.get(vector)
+        for start in range(0, len(levels), _PIECE):
+            piece = slice(start, start + _PIECE)
+            numbers = np.rint(whole[piece] * (size / power)).clip(-middle, middle)
+            levels[piece] = np.where(upload.levels[piece] == middle, 0, numbers) + middle
+        if (levels == middle).all():
             return None
-        upload = replace(upload, levels=(levels + middle).astype(upload.levels.dtype))
+        upload = replace(upload, levels=levels)
     return replace(upload, step=power), quantum, base
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
-    """Find how much noise the uploads of the next round may carry."""
     if not recipe.noise:
         return model
     budget, energy = model.budget, model.upload_energy
@@ -379,7 +370,6 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:
-    """Return the change of a vector; None where there is none."""
     change = Change(space.get(old), space.get(new))
     return None if change.old.tobytes() == change.new.tobytes() else change
 
@@ -403,35 +393,27 @@ class ServerState(NamedTuple):
 
     @property
     def round(self) -> int:
-        """``k``, the round in progress."""
         return self.model.round
 
     @property
     def parameters(self) -> FloatArray:
-        """The model ``θ^k``."""
-        params: FloatArray = self.model.parameters
-        return params
+        return self.model.parameters
 
     @property
     def averaged(self) -> FloatArray:
-        """The mean of the models so far, where one is kept; else the model."""
-        params: FloatArray = self.model.averaged
-        return params
+        return self.model.averaged
 
     @property
     def public(self) -> Public:
-        """What clients hold of the model."""
         return self.model.public(_SPACE)
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.peers)
 
     def mirror(self, client: int) -> FloatArray:
         """Return ``ref_m`` of a client, ``(n,)``; ``(0,)`` where the recipe keeps none."""
-        mirror: FloatArray = self.peers[client].track.position[0]
-        return mirror
+        return self.peers[client].track.position[0]
 
 
 def init_server(
@@ -453,7 +435,6 @@ def init_server(
 
 
 def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
-    """Return the state of a server that holds these mirrors, a track for each client."""
     peers = PerClient(len(mirrors), Peer(mirrors[0]))
     for client, track in enumerate(mirrors):
         peers = peers.replaced(client, Peer(track))
@@ -461,7 +442,6 @@ def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
 
 
 def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
-    """Return what every client receives at the start of the round."""
     movement = recipe.movement.of(state.model.history)
     return Broadcast(state.round, state.parameters, movement, state.model.budget.noise)
 
@@ -492,7 +472,6 @@ def take_message(
 
 
 def check_client(state: ServerState, client: int) -> None:
-    """Raise unless there is such a client."""
     if not is_whole(client) or not 0 <= client < state.num_clients:
         raise MessageError(
             f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
@@ -500,13 +479,12 @@ def check_client(state: ServerState, client: int) -> None:
 
 
 def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
-    """Raise `MessageError` unless an upload can be taken in."""
     num_params = len(model.parameters)
     if len(message) != num_params:
         raise MessageError(
             f"client {client} sent {len(message)} coordinates; the model has {num_params}"
         )
-    if not _is_number(weight):
+    if not is_number(weight):
         raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
     message.validate()
 
@@ -540,13 +518,13 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
 
     The state must have been made for the same optimizer, rule and downlink.
     """
-    if not _is_number(step.size):
+    if not is_number(step.size):
         raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
-    if not (_is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
+    if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
         raise ConfigError(
             f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
         )
-    if not (_is_number(step.sampled) and 0 < step.sampled <= 1):
+    if not (is_number(step.sampled) and 0 < step.sampled <= 1):
         raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
     for name in ("velocity", "rest"):
@@ -567,5 +545,153 @@ def age_weight(age: int) -> float:
     return 1.0 / math.sqrt(1.0 + age)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
+Value = TypeVar("Value")
+
+_FANOUT = 32
+
+
+class PerClient(Generic[Value]):
+    """An immutable sequence, all of whose entries are alike at first.
+
+    `replaced` shares everything but a path of a tree with the old sequence: its cost does not
+    depend on the length but for a logarithm, and entries that were never replaced take no memory.
+
+    >>> empty = PerClient(1_000_000, "nothing")
+    >>> one = empty.replaced(999_999, "something")
+    >>> one[999_999], one[0], empty[999_999]
+    ('something', 'nothing', 'nothing')
+    """
+
+    __slots__ = ("_depth", "_initial", "_length", "_root")
+
+    def __init__(self, length: int, initial: Value) -> None:
+        self._length = length
+        self._initial = initial
+        self._depth = 1
+        while _FANOUT**self._depth < length:
+            self._depth += 1
+        self._root: Any = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Value:
+        node = self._root
+        for level in range(self._depth - 1, -1, -1):
+            if node is None:
+                return self._initial
+            node = node[index // _FANOUT**level % _FANOUT]
+        return self._initial if node is None else node[0]
+
+    def __iter__(self) -> Iterator[Value]:
+        return (self[index] for index in range(self._length))
+
+    def replaced(self, index: int, value: Value) -> PerClient[Value]:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        changed: PerClient[Value] = PerClient.__new__(PerClient)
+        changed._length, changed._initial = self._length, self._initial
+        changed._depth = self._depth
+        changed._root = _replace(self._root, self._depth, index, (value,))
+        return changed
+
+
+def _replace(node: Any, depth: int, index: int, leaf: tuple[Any]) -> Any:
+    """Return the tree with another leaf, a tuple of one so that any value can stand in it."""
+    if depth == 0:
+        return leaf
+    children = [None] * _FANOUT if node is None else list(node)
+    place = index // _FANOUT ** (depth - 1) % _FANOUT
+    children[place] = _replace(children[place], depth - 1, index, leaf)
+    return tuple(children)
+
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_STAGE = "stage/"
+"""What the names of stages' arrays begin with: ``stage/NAME/FIELD``."""
+
+
+def clients_to_arrays(state: Clients) -> dict[str, NDArray[Any]]:
+    """Return clients' state as arrays that any array format can hold."""
+    return {
+        "num_params": np.array(state.num_params, np.int64),
+        "mirrors": state.track.position,
+        "directions": state.track.direction,
+        "skipped_rounds": state.skipped_rounds,
+        **{
+            f"{_STAGE}{name}/{field}": table
+            for name, fields in state.stages.items()
+            for field, table in fields.items()
+        },
+    }
+
+
+def clients_from_arrays(arrays: Arrays) -> Clients:
+    stages: dict[str, dict[str, NDArray[Any]]] = {}
+    for key, table in arrays.items():
+        if key.startswith(_STAGE):
+            name, field = key.removeprefix(_STAGE).split("/")
+            stages.setdefault(name, {})[field] = np.array(table)
+    mirrors = np.array(arrays["mirrors"])
+    directions = np.array(arrays["directions"])
+    track = Track(mirrors, np.zeros((len(mirrors), 0)), directions, np.asarray(mirrors.any(axis=1)))
+    skipped_rounds = np.array(arrays["skipped_rounds"])
+    return Clients(int(arrays["num_params"]), track, skipped_rounds, stages)
+
+
+def model_to_arrays(model: Model) -> dict[str, NDArray[Any]]:
+    return {
+        "round": np.array(model.round, np.int64),
+        "parameters": model.parameters,
+        "total": model.total,
+        "history": np.array(model.history, np.float64),
+        "momentum": model.optimizer.momentum,
+        "variance": model.optimizer.variance,
+        "velocity": model.velocity,
+        "velocity_direction": model.direction,
+        "rest": model.rest,
+        "quantum": np.array(model.quantum),
+        "gap": np.array(model.gap),
+        "is_moved": np.array(model.is_moved),
+        "num_sent": np.array(model.num_sent, np.int64),
+        "budget": np.array([*model.budget, model.upload_energy]),
+        **({} if model.step is None else _step_to_arrays(model.step)),
+    }
+
+
+def model_from_arrays(arrays: Arrays) -> Model:
+    *budget, upload_energy = arrays["budget"].tolist()
+    return Model(
+        round=int(arrays["round"]),
+        parameters=np.array(arrays["parameters"]),
+        velocity=np.array(arrays["velocity"]),
+        direction=np.array(arrays["velocity_direction"]),
+        total=np.array(arrays["total"]),
+        history=tuple(arrays["history"].tolist()),
+        optimizer=OptimizerState(np.array(arrays["momentum"]), np.array(arrays["variance"])),
+        rest=np.array(arrays["rest"]),
+        quantum=float(arrays["quantum"]),
+        gap=float(arrays["gap"]),
+        is_moved=bool(arrays["is_moved"]),
+        step=_step_from_arrays(arrays) if "step_start" in arrays else None,
+        num_sent=int(arrays["num_sent"]),
+        budget=Budget(*budget),
+        upload_energy=upload_energy,
+    )
+
+
+_STEP_VECTORS = ("start", "mean")
+
+
+def _step_to_arrays(state: StepState) -> dict[str, NDArray[Any]]:
+    numbers = [number for name, number in state._asdict().items() if name not in _STEP_VECTORS]
+    vectors = {f"step_{name}": getattr(state, name) for name in _STEP_VECTORS}
+    return {**vectors, "step_numbers": np.array(numbers, np.float64)}
+
+
+def _step_from_arrays(arrays: Arrays) -> StepState:
+    vectors: dict[str, Any] = {n: np.array(arrays[f"step_{n}"]) for n in _STEP_VECTORS}
+    names = [name for name in StepState._fields if name not in _STEP_VECTORS]
+    numbers = arrays["step_numbers"].tolist()
+    return StepState(**vectors, **dict(zip(names, numbers, strict=True)))

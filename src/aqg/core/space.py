@@ -42,9 +42,8 @@ class NumpySpace:
 
     ``clients`` are always increasing indices of rows.
 
-    Args:
-        in_place: whether the arrays that come in belong to the space, to be written to. Otherwise
-            every input is left as it is.
+    With ``in_place``, arrays that come in belong to the space, to be written to. Otherwise every
+    input is left as it is.
     """
 
     host: NumpySpace  # the space of the small numbers that stay with Python
@@ -54,11 +53,9 @@ class NumpySpace:
         self.host = self
 
     def get(self, array: Array) -> Any:
-        """Return an array as a NumPy array."""
         return array
 
     def put(self, array: Any) -> Array:
-        """Return a NumPy array as one of this space."""
         return np.array(array)
 
     def own(self, array: Array) -> Array:
@@ -73,7 +70,6 @@ class NumpySpace:
         return table if len(clients) == len(table) else table[as_index(clients)]
 
     def rows(self, table: Array, clients: IntArray) -> Sequence[FloatArray]:
-        """Return some rows as NumPy vectors."""
         return [table[client] for client in clients]
 
     def store(self, table: Array, clients: IntArray, rows: Any) -> Array:
@@ -176,7 +172,6 @@ class NumpySpace:
             mirrors[client] = 0.0
 
     def add_values(self, total: Array, uploads: Sequence[AnyUpload], weights: Float64Array) -> None:
-        """Add the uploads to a weighted sum, in place."""
         for upload, weight in zip(uploads, weights.tolist(), strict=True):
             total += weight * upload.values(np.float64)
 
@@ -190,11 +185,9 @@ class NumpySpace:
         return table
 
     def cast(self, vector: Array, like: Array) -> Array:
-        """Return a vector in the precision of another."""
         return vector.astype(like.dtype, copy=False)
 
     def any(self, vector: Array) -> bool:
-        """Tell whether some coordinate is not zero."""
         return bool(vector.any())
 
     def take_step(
@@ -211,7 +204,6 @@ class NumpySpace:
         return float(scalar)
 
     def squared_norm(self, vector: Array) -> float:
-        """Return ``‖vector‖²``, summed in double precision."""
         wide = vector.astype(np.float64, copy=False)
         return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
 
@@ -223,24 +215,16 @@ class NumpySpace:
         self, function: Callable[[Item], Result], items: Sequence[Item], num_values: int
     ) -> list[Result]:
         """Apply a function to items of so many values in all, on several threads where it pays."""
-        return map_messages(function, items, num_values)
+        if num_values < _THREAD_LENGTH:
+            return [function(item) for item in items]
+        return map_threads(function, items, num_threads())
 
 
 Space = NumpySpace
 """A space of any kind: all are made from this one."""
 
 
-def map_messages(
-    function: Callable[[Item], Result], items: Sequence[Item], num_values: int
-) -> list[Result]:
-    """Apply a function that makes or reads messages of so many values in all."""
-    if num_values < _THREAD_LENGTH:
-        return [function(item) for item in items]
-    return map_threads(function, items, num_threads())
-
-
 def as_index(clients: IntArray) -> slice | IntArray:
-    """Return consecutive indices as a slice, which indexes without a copy."""
     if not len(clients):
         return clients
     first, last = clients.item(0), clients.item(-1)
@@ -248,7 +232,6 @@ def as_index(clients: IntArray) -> slice | IntArray:
 
 
 def with_rows(numbers: NDArray[Any], clients: IntArray, rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the numbers of all clients with those of some replaced; the old ones stay."""
     if len(clients) == len(numbers):
         return rows
     numbers = numbers.copy()
@@ -257,7 +240,6 @@ def with_rows(numbers: NDArray[Any], clients: IntArray, rows: NDArray[Any]) -> N
 
 
 def energies(vectors: FloatArray) -> Float64Array:
-    """Return the squared norm of a vector, or of each row."""
     return measure(vectors, Grid.MIDTREAD, max_width=0).squared_norm
 
 

@@ -3,22 +3,158 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.recipe import Recipe
-from aqg.core.space import energies
-from aqg.core.stage import Flow, Outcome, Plain, StageState
-from aqg.core.types import Float64Array
+from aqg.core.kernels import Innovation
+from aqg.core.messages import AnyUpload
+from aqg.core.space import Space, energies
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
+
+StageState: TypeAlias = Mapping[str, Any]
+"""Named arrays, a row per client."""
+
+
+class Flow(NamedTuple):
+    """What goes through the stages of ``m`` clients in a round."""
+
+    # what each client is about to compress, ``(m, n)``; at first its gradient. A stage replaces
+    # them, and never writes into them.
+    vectors: Any
+    # the number that criteria compare with, from the server; one for all, or ``(m,)``
+    movement: float | Float64Array
+    losses: Any  # each client's loss at the model of this round, ``(m,)``, NaN where unknown
+    round: int  # ``k``, counted from 1
+    space: Space  # where the vectors live
+    # ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage keeps them
+    stored_errors: Float64Array | None = None
+    # numbers that a stage has for the quantizer, a row per client, where it has any
+    advice: Float64Array | None = None
+    level_factors: Float64Array | None = None  # of each client, as in `aqg.core.round.News`
+
+    def of(self, places: IntArray) -> Flow:
+        movement = self.movement
+        if not isinstance(movement, float | int):
+            movement = movement[places]
+        return Flow(
+            self.space.take(self.vectors, places),
+            movement,
+            self.losses[places],
+            self.round,
+            self.space,
+            None if self.stored_errors is None else self.stored_errors[places],
+            None if self.advice is None else self.advice[places],
+            None if self.level_factors is None else self.level_factors[places],
+        )
+
+
+class Outcome(NamedTuple):
+    """What became of the vectors of ``m`` clients.
+
+    ``senders``, ``skipping`` and ``faulty`` are places on the axis of ``m`` clients.
+    """
+
+    # what was to be quantized, ``(m, n)``: the flow's vectors, less the mirror where the recipe
+    # sends innovations
+    vectors: Any
+    innovation: Innovation  # their statistics
+    senders: IntArray  # who sent
+    skipping: IntArray  # who chose not to
+    faulty: IntArray  # whose vector cannot be quantized; the state of these is left as it was
+    uploads: Sequence[AnyUpload]  # what each of the senders sent
+    space: Space  # where the vectors live
+    # returns ``ref_m`` after the uploads, of each of the senders
+    mirrors: Callable[[], Sequence[FloatArray]]
+
+
+class Stage:
+    """One step of a recipe; its classes are frozen dataclasses, and this one changes nothing."""
+
+    # under which its state is kept; unlike that of any other stage of the recipe
+    name: ClassVar[str]
+    # "unused" if it looks at numbers only, "read" if it looks at vectors by way of ``flow.space``
+    # and keeps numbers, "device" if it keeps vectors there, too; else they are brought to NumPy
+    # first, wherever they live
+    vectors: ClassVar[str] = "host"
+    notes_faults: ClassVar[bool] = False  # whether vectors that cannot be quantized count
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
+        """Return the state of one client before the first round, without the leading axis."""
+        return {}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        """Return the state and the flow to go on with."""
+        return state, flow
+
+    def after(self, state: StageState, _outcome: Outcome) -> StageState:
+        """Return the state after the round."""
+        return state
+
+    def home(self, space: Space) -> Space:
+        """Return the space in which the stage keeps its state."""
+        return space if self.vectors == "device" else space.host
+
+
+def call_before(
+    space: Space, stage: Stage, rows: StageState, flow: Flow
+) -> tuple[StageState, Flow]:
+    """Call `Stage.before`, with the vectors in NumPy if that is what the stage is written for.
+
+    What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
+    """
+    kind = stage.vectors
+    if kind in ("unused", "read"):
+        return stage.before(rows, flow)
+    if kind == "device" or space is space.host:
+        new, changed = stage.before(rows, flow)
+        vectors = changed.vectors
+        return {f: v if v is rows[f] else space.apart(v, vectors) for f, v in new.items()}, changed
+    brought = flow._replace(vectors=space.get(flow.vectors), space=space.host)
+    new, changed = stage.before(rows, brought)
+    vectors = flow.vectors
+    if changed.vectors is not brought.vectors:
+        vectors = space.put(changed.vectors)
+    return new, changed._replace(vectors=vectors, space=space)
+
+
+def settle_stage(
+    space: Space,
+    stage: Stage,
+    tables: dict[str, StageState],
+    clients: IntArray,
+    states: tuple[StageState, StageState],  # of these clients, before the round and on the way
+    outcome: Outcome,
+) -> None:
+    """Call `Stage.after`, likewise, and put the rows that changed into the tables of all clients.
+
+    Of a client whose vector was faulty they stay as they were before the round.
+    """
+    old, new = states
+    if stage.vectors == "host" and space is not space.host:
+        outcome = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
+    new = stage.after(new, outcome)
+    home, table, faulty = stage.home(space), tables[stage.name], outcome.faulty
+    changed = {}
+    for field, column in new.items():
+        if column is old[field]:
+            continue
+        rows = column
+        if len(faulty) and not stage.notes_faults:
+            rows = home.own(column)
+            rows[faulty] = old[field][faulty]
+        changed[field] = home.store(table[field], clients, rows)
+    if changed:
+        tables[stage.name] = {**table, **changed}
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Plain):
+class ErrorFeedback(Stage):
     """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
 
     Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
@@ -34,7 +170,6 @@ class ErrorFeedback(Plain):
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
 
     def after(self, _state: StageState, outcome: Outcome) -> StageState:
-        """Keep what the upload left out; all of it, where nothing was sent."""
         space, senders = outcome.space, outcome.senders
         if not len(senders):
             return {"residual": outcome.vectors}
@@ -57,7 +192,6 @@ class ErrorControl(ErrorFeedback):
             raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
-        """Keep a part of what the upload left out, and the rest of what was kept before."""
         space, senders = outcome.space, outcome.senders
         kept = space.rows(state["residual"], senders)
         new = super().after(state, outcome)["residual"]
@@ -69,7 +203,7 @@ class ErrorControl(ErrorFeedback):
 
 
 @dataclass(frozen=True)
-class RunningAverage(Plain):
+class RunningAverage(Stage):
     """``v ← (1 - η)·v + η·g``; the first gradient starts it.
 
     >>> from aqg.core.space import NumpySpace
@@ -94,7 +228,7 @@ class RunningAverage(Plain):
 
 
 @dataclass(frozen=True)
-class OwnMovement(Plain):
+class OwnMovement(Stage):
     """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
 
     name: ClassVar[str] = "own_movement"
@@ -109,7 +243,7 @@ class OwnMovement(Plain):
 
 
 @dataclass(frozen=True)
-class StoredErrors(Plain):
+class StoredErrors(Stage):
     """Keeps ``‖ε̂_b‖²`` for ``b = 1..b_max`` as they were at the last upload; zeros before it."""
 
     max_width: int
@@ -131,7 +265,7 @@ class StoredErrors(Plain):
 
 
 @dataclass(frozen=True)
-class WiderTolerance(Plain):
+class WiderTolerance(Stage):
     """Gives each client the movement ``min(max(t, ‖ref_m‖²), widest·t)`` to compare with.
 
     The movement ``t`` is the energy of the mean gradient. Where clients agree, each one's own
@@ -170,14 +304,8 @@ class WiderTolerance(Plain):
         return np.minimum(np.maximum(energy, movement), self.widest * movement)
 
 
-def widest_weights(recipe: Recipe) -> tuple[float, ...]:
-    """Return ``ξ_1..ξ_D`` for a client that is tolerated most: what a guarantee has to cover."""
-    factors = [stage.widest for stage in recipe.stages if isinstance(stage, WiderTolerance)]
-    return tuple(max(factors, default=1.0) * weight for weight in recipe.movement.weights)
-
-
 @dataclass(frozen=True)
-class LossSchedule(Plain):
+class LossSchedule(Stage):
     """Shows a client's losses to a rule and gives the policy its signal, in place of the movement.
 
     The loss of a round counts although its gradient cannot be used.
@@ -221,8 +349,7 @@ def level_factors(weights: Float64Array) -> Float64Array | None:
     if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
         return None
     powers = weights ** (2 / 3)
-    factors: Float64Array = powers * math.sqrt(powers.sum() / np.square(weights).sum())
-    return factors
+    return powers * math.sqrt(powers.sum() / np.square(weights).sum())
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 With local training, the server's natural step is that of federated averaging, which makes the mean
 of the clients' models the next model. `Fixed` takes that step, or the one that the user gave, in
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
-Friend, ICML 2023). All of it is made from the model and the
-server's updates, and is the server's own affair.
+Friend, ICML 2023). All of it is made from the model and the server's updates.
 
 Steps that are long enough to come far in few rounds leave the model in a noise around where it is
 going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
@@ -12,11 +11,9 @@ model itself, and the mean is what is measured and kept in the end, with the sam
 statistics of batch normalization (`aqg.objectives.statistics`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -53,37 +50,9 @@ def share_of_newest(average: float, count: float) -> float:
     return (average + 1.0) / (average + count)
 
 
-class StepRule(Protocol):
-    """Finds the length of each step."""
-
-    @property
-    def name(self) -> str:
-        """How settings call it."""
-
-    @property
-    def average(self) -> float:
-        """``γ`` of the mean over the models; 0 where none is kept."""
-
-    def init(self, parameters: FloatArray) -> StepState | None:
-        """Return the state before the first round; None where nothing is remembered."""
-
-    def next(
-        self,
-        space: Space,  # where vectors live
-        state: StepState | None,  # before the step
-        parameters: Array,  # ``θ^k``
-        update: Array,  # what the server optimizer made of the published sums
-        natural: float,  # the step of federated averaging, or another that is known to work
-    ) -> tuple[StepState | None, float]:
-        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``."""
-
-    def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
-        """Return the state with the model after a step in the mean, where one is kept."""
-
-
 @dataclass(frozen=True)
-class _Averaging:
-    """Keeps a mean of the models in which later ones count for more.
+class StepRule:
+    """Finds the length of each step; keeps a mean of the models in which later ones count for more.
 
     ``mean_t = mean_{t-1} + (γ + 1)/(γ + t)·(θ^t - mean_{t-1})``, which is about the last
     ``1/(γ + 1)`` of all models, however many there are (Shamir and Zhang, Stochastic Gradient
@@ -91,14 +60,28 @@ class _Averaging:
     """
 
     average: float = 0.0  # ``γ``; 0 for no mean
+    name: ClassVar[str]  # how settings call it
 
     def __post_init__(self) -> None:
         if not 0 <= self.average < math.inf:
             raise ConfigError(f"average is {self.average}; it must be at least 0 and finite")
 
-    def _first_mean(self, parameters: FloatArray) -> FloatArray:
-        """Return the place of the mean, before there is one."""
-        return np.zeros_like(parameters if self.average else parameters[:0])
+    def init(self, parameters: FloatArray) -> StepState | None:
+        """Return the state before the first round; None where nothing is remembered."""
+        if not self.average:
+            return None
+        return StepState(parameters[:0], mean=np.zeros_like(parameters))
+
+    def next(
+        self,
+        _space: Space,
+        state: StepState | None,  # before the step
+        _parameters: Array,  # ``θ^k``
+        _update: Array,  # what the server optimizer made of the published sums
+        natural: float,  # the step of federated averaging, or another that is known to work
+    ) -> tuple[StepState | None, float]:
+        """Return the state and ``α`` for ``θ^{k+1} = θ^k - α·update``."""
+        return state, natural
 
     def follow(self, state: StepState | None, parameters: Array) -> StepState | None:
         """Return the state with the model after a step in the mean, where one is kept."""
@@ -110,32 +93,14 @@ class _Averaging:
         return state._replace(mean=mean, num_models=count)
 
 
-@dataclass(frozen=True)
-class Fixed(_Averaging):
+class Fixed(StepRule):
     """The natural step in every round."""
 
     name = "fixed"
 
-    def init(self, parameters: FloatArray) -> StepState | None:
-        """Remember nothing but a mean, where one is asked for."""
-        if not self.average:
-            return None
-        return StepState(parameters[:0], mean=self._first_mean(parameters))
-
-    def next(
-        self,
-        _space: Space,
-        state: StepState | None,
-        _parameters: Array,
-        _update: Array,
-        natural: float,
-    ) -> tuple[StepState | None, float]:
-        """Return the natural step."""
-        return state, natural
-
 
 @dataclass(frozen=True)
-class DistanceOverGradients(_Averaging):
+class DistanceOverGradients(StepRule):
     """``α_k = r_k/√G_k``.
 
     ``r_k`` is the longest distance of the model from where it started, and ``G_k`` the sum of the
@@ -161,8 +126,9 @@ class DistanceOverGradients(_Averaging):
                 raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
-        """Start where the model does."""
-        return StepState(parameters.copy(), mean=self._first_mean(parameters))
+        return StepState(
+            parameters.copy(), mean=np.zeros_like(parameters if self.average else parameters[:0])
+        )
 
     def next(
         self,
@@ -172,7 +138,6 @@ class DistanceOverGradients(_Averaging):
         update: Array,
         natural: float,
     ) -> tuple[StepState, float]:
-        """Look how far the model has come, and how much that took."""
         assert state is not None
         length = space.squared_norm(update)
         if length == 0:
@@ -199,8 +164,7 @@ def make_step(spec: str) -> Fixed | DistanceOverGradients:
     >>> make_step("dog:first=0.1").first
     0.1
     """
-    made: Fixed | DistanceOverGradients = make_named("step", spec, STEPS, also=(AUTO,))
-    return made
+    return make_named("step", spec, STEPS, also=(AUTO,))
 
 
 def resolve_step(
@@ -208,12 +172,8 @@ def resolve_step(
 ) -> StepRule:
     """Return the rule that a setting names; ``"auto"`` is the recipe's own.
 
-    Args:
-        spec: the setting.
-        recipe: the compressor.
-        are_exact: whether updates are computed on all samples of a client: then the natural step
-            is the problem's own, and the one to take.
-        optimizer: what the server makes of the sums. Momentum and Adam have steps of their own.
+    Where updates are exact, computed on all samples of a client, the natural step is the problem's
+    own, and the one to take. Momentum and Adam have steps of their own.
     """
     if spec != AUTO:
         return make_step(spec)

@@ -50,7 +50,6 @@ class Memory(enum.Enum):
 
     @property
     def keeps_mirror(self) -> bool:
-        """Whether both ends hold a ``ref_m``."""
         return self is not Memory.NONE
 
 
@@ -65,13 +64,11 @@ class Track(NamedTuple):
     is_held: BoolArray  # whether the position may differ from zero, ``(M,)``
 
     def row(self, index: int) -> Track:
-        """Return one track, as an axis of length one."""
         rows = slice(index, index + 1)
         position, velocity, direction, is_held = self
         return Track(position[rows], velocity[rows], direction[rows], is_held[rows])
 
     def copy(self) -> Track:
-        """Return copies of all, in NumPy."""
         position, velocity, direction, is_held = self
         return Track(position.copy(), velocity.copy(), direction.copy(), is_held.copy())
 
@@ -122,7 +119,6 @@ class Gaps(NamedTuple):
 def init_track(
     length: int, dtype: np.dtype[Any], num_tracks: int = 1, has_velocity: bool = False
 ) -> Track:
-    """Return tracks at zero, in NumPy."""
     return Track(
         np.zeros((num_tracks, length), dtype),
         np.zeros((num_tracks, length if has_velocity else 0)),
@@ -171,8 +167,7 @@ def correct(
             advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
             noise=terms.noise,
         )
-        upload: AnyUpload = recipe.quantizer.quantize(chosen[index], request)
-        return upload
+        return recipe.quantizer.quantize(chosen[index], request)
 
     return space.map(encode, range(len(senders)), len(senders) * chosen[0].size), gaps
 
@@ -244,15 +239,13 @@ def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
     if memory is Memory.LATEST:
         return part.values(dtype)
     if not isinstance(part, Upload):
-        total: FloatArray = position + part.values(dtype)
-        return total
+        return position + part.values(dtype)
     return add_levels(position, part.levels, value_table(part.grid, part.width, part.step, dtype))
 
 
 def move_directions(
     directions: NDArray[np.int8], rows: Sequence[int], parts: Sequence[Part]
 ) -> None:
-    """Bring the directions of many tracks up to date, in place."""
     for row, part in zip(rows, parts, strict=True):
         directions[row] = next_direction(directions[row], part)
 

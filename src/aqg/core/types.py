@@ -1,7 +1,6 @@
 """Names for the arrays that travel through the package."""
 
-from __future__ import annotations
-
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -18,8 +17,12 @@ Levels = NDArray[np.unsignedinteger[Any]]
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether this is a whole number; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Tell whether this is a number that is finite."""
+    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
 
 
 class ByValue:

@@ -1,7 +1,13 @@
 """Datasets (downloaded, verified, cached) and the ways to split them among clients."""
 
-from aqg.data.cache import data_directory
-from aqg.data.datasets import DATASETS, Dataset, DatasetInfo, is_dataset_file, load_dataset
+from aqg.data.datasets import (
+    DATASETS,
+    Dataset,
+    DatasetInfo,
+    data_directory,
+    is_dataset_file,
+    load_dataset,
+)
 from aqg.data.partitions import (
     PARTITIONS,
     Partition,

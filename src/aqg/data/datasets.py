@@ -7,23 +7,170 @@ digits        64 pixels in [0, 1], float64              every fifth sample of a 
 mnist         784 pixels in [0, 1], float32             the official one
 heterogeneous first 34 features of three sets, float64  no test set; `Dataset.sources` is given
 ============= ========================================= ======================================
+
+A file ``FILE.npz`` of the user's own holds these arrays:
+
+=========== ====================================================================================
+``x_train`` samples, ``(N, ...)``: numbers of any kind
+``y_train`` what is to be learned of them: classes from 0 as integers ``(N,)``, numbers, or
+            targets of any shape ``(N, ...)``
+``x_test``  and ``y_test``, the same for the test set; optional
+``client``  ``(N,)``: whose sample it is, as a number or a text; optional. With it the partition is
+            ``natural`` unless another is named
+=========== ====================================================================================
+
+Pixels, that is unsigned bytes with at least two axes per sample, are divided by 255. Other
+integers, such as token ids, stay integers.
+
+Files from the network are kept in a data directory and verified on every read, by the SHA-256 of
+the *decompressed* content: mirrors wrap the same file in different gzip streams.
 """
 
-from __future__ import annotations
-
+import contextlib
+import gzip
+import hashlib
 import io
+import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+import secrets
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.data.cache import RemoteFile, data_directory, read_content
 from aqg.errors import ConfigError, DataError
+
+ENVIRONMENT_VARIABLE = "AQG_DATA_DIR"
+_ELSEWHERE = f"choose a data directory with --data-dir or {ENVIRONMENT_VARIABLE}"
+_GZIP_MAGIC = b"\x1f\x8b"
+_TIMEOUT_SECONDS = 30.0
+_CHUNK_BYTES = 1 << 16
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A public file and how to know it."""
+
+    path: str  # where it lives below the data directory, with forward slashes
+    sha256: str  # hex digest of the content, after gzip decompression if ``path`` ends in ``.gz``
+    urls: tuple[str, ...]  # where to get it, in the order to try
+
+
+def data_directory(data_dir: Path | None = None) -> Path:
+    """Return the data directory: the argument, else ``AQG_DATA_DIR``, else the user's cache.
+
+    >>> data_directory(Path("somewhere")).name
+    'somewhere'
+    """
+    chosen = data_dir or os.environ.get(ENVIRONMENT_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("aqg", appauthor=False) / "data"
+
+
+def read_content(file: RemoteFile, directory: Path) -> bytes:
+    """Return the verified, decompressed content of ``file``, downloading it if it is missing.
+
+    A file that is there is only ever read, so a read-only directory works. One that is damaged
+    is reported and left alone: it may be the user's own.
+    """
+    path = directory / file.path
+    try:
+        body = path.read_bytes()
+    except FileNotFoundError:
+        return _download(file, path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; {_ELSEWHERE}") from error
+    try:
+        return _verified_content(body, file)
+    except _ContentError as error:
+        raise DataError(
+            f"{path} is damaged: {error}; delete it, and it is downloaded again"
+        ) from error
+
+
+class _ContentError(Exception):
+    """Bytes that are not the file they should be."""
+
+
+def _verified_content(body: bytes, file: RemoteFile) -> bytes:
+    # A server or proxy may undo the compression in transit, so the bytes decide, not the name.
+    content = body
+    if file.path.endswith(".gz") and body.startswith(_GZIP_MAGIC):
+        try:
+            content = gzip.decompress(body)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _ContentError(
+                f"not a valid gzip stream ({error}), expected content with SHA-256 {file.sha256}"
+            ) from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != file.sha256:
+        raise _ContentError(f"SHA-256 of the content is {found}, expected {file.sha256}")
+    return content
+
+
+def _download(file: RemoteFile, path: Path) -> bytes:
+    failures = []
+    for url in file.urls:
+        _logger.info("downloading %s", url)
+        try:
+            body = _fetch(url)
+            content = _verified_content(body, file)
+        except OSError as error:  # the base of every error of the transport
+            failures.append(f"{url} ({_reason(error)})")
+        except _ContentError as error:
+            failures.append(f"{url} ({error})")
+        else:
+            _place(body, path)
+            return content
+    raise DataError(
+        f"cannot download {file.path}, tried {', '.join(failures)}; "
+        f"put the file at {path} or {_ELSEWHERE}"
+    )
+
+
+def _fetch(url: str) -> bytes:
+    import pooch
+
+    # In memory: the largest file is 10 MB, and nothing touches the disk before it is verified.
+    buffer = io.BytesIO()
+    download = pooch.HTTPDownloader(chunk_size=_CHUNK_BYTES, timeout=_TIMEOUT_SECONDS)
+    download(url, buffer, None)
+    return buffer.getvalue()
+
+
+def _reason(error: OSError) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return type(error).__name__ if status is None else f"HTTP status {status}"
+
+
+def _place(body: bytes, path: Path) -> None:
+    """Write ``body`` to ``path`` so that it appears whole or not at all."""
+    # Not `tempfile`, whose files only their owner may read: a data directory can be shared.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("xb") as stream:
+            stream.write(body)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}; {_ELSEWHERE}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
 
 NUM_SHARED_FEATURES = 34
 """Features kept of each heterogeneous set: as many as the smallest has."""
@@ -296,29 +443,27 @@ class DatasetInfo:
     load: Callable[[Path | None], Dataset]
 
 
-DATASETS: Mapping[str, DatasetInfo] = MappingProxyType(
-    {
-        info.name: info
-        for info in (
-            DatasetInfo(
-                "digits",
-                "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
-                lambda _: load_digits(),
-            ),
-            DatasetInfo(
-                "mnist",
-                "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
-                load_mnist,
-            ),
-            DatasetInfo(
-                "heterogeneous",
-                "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
-                "three sets; 2 MB from the LAG repository on GitHub",
-                load_heterogeneous,
-            ),
-        )
-    }
-)
+DATASETS: dict[str, DatasetInfo] = {
+    info.name: info
+    for info in (
+        DatasetInfo(
+            "digits",
+            "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
+            lambda _: load_digits(),
+        ),
+        DatasetInfo(
+            "mnist",
+            "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
+            load_mnist,
+        ),
+        DatasetInfo(
+            "heterogeneous",
+            "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
+            "three sets; 2 MB from the LAG repository on GitHub",
+            load_heterogeneous,
+        ),
+    )
+}
 
 
 def is_dataset_file(name: str) -> bool:
@@ -328,18 +473,165 @@ def is_dataset_file(name: str) -> bool:
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
     """Load a dataset by name, or from a file whose name ends in ``.npz``.
 
-    `data_directory` says where the files of those with a name are kept, and `aqg.data.files` what
-    a file must hold.
+    `data_directory` says where the files of those with a name are kept, and the text above what a
+    file must hold.
 
     >>> load_dataset("digits").num_classes
     10
     """
     if is_dataset_file(name):
-        from aqg.data.files import read_dataset  # which imports this module
-
         return read_dataset(Path(name).expanduser())
     if name not in DATASETS:
         raise ConfigError(
             f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}, or a file FILE.npz"
         )
     return DATASETS[name].load(data_dir)
+
+
+Arrays = dict[str, NDArray[Any]]
+
+_MAX_CLASSES = 1 << 17
+"""Whole numbers above this are taken as amounts, not classes."""
+_NEEDED = ("x_train", "y_train")
+_OPTIONAL = ("x_test", "y_test", "client")
+
+
+class Facts(NamedTuple):
+    """What the defaults of a run depend on."""
+
+    num_samples: int  # of all clients
+    num_clients: int | None  # that the file names, None where it names none
+    has_classes: bool  # whether the targets are classes
+
+
+def peek(path: Path) -> Facts:
+    arrays = read_arrays(path, ("y_train",), ("client",))
+    labels, clients = arrays["y_train"], arrays.get("client")
+    num_clients = None if clients is None else len(np.unique(clients))
+    return Facts(len(labels), num_clients, _are_classes(labels))
+
+
+def read_dataset(path: Path) -> Dataset:
+    arrays = read_arrays(path, _NEEDED, _OPTIONAL)
+    for name in ("x_train", "y_train", "x_test", "y_test"):
+        if name in arrays:
+            _check_numbers(path, name, arrays[name])
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        present, absent = ("x_test", "y_test") if "x_test" in arrays else ("y_test", "x_test")
+        raise DataError(f"{str(path)!r} has {present} and no {absent}; it needs both, or neither")
+    for part in ("train", "test"):
+        _check_pair(path, arrays, part)
+    _check_test(path, arrays)
+    labels, test_labels = arrays["y_train"], arrays.get("y_test")
+    num_classes = 0
+    if _are_classes(labels) and (test_labels is None or _are_classes(test_labels)):
+        num_classes = max(int(part.max()) for part in (labels, test_labels) if part is not None) + 1
+    names, clients = _clients(path, arrays)
+    return Dataset(
+        name=path.name,
+        features=_features(arrays["x_train"]),
+        labels=_labels(labels),
+        num_classes=max(2, num_classes) if num_classes else 0,
+        test_features=_features(arrays["x_test"]) if "x_test" in arrays else None,
+        test_labels=None if test_labels is None else _labels(test_labels),
+        clients=clients,
+        client_names=names,
+    )
+
+
+def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
+    """Return arrays of a file that `numpy.savez` wrote, by name; nothing in it is run."""
+    try:
+        with path.open("rb") as file:
+            content: Any = np.load(file, allow_pickle=False)
+            if not isinstance(content, np.lib.npyio.NpzFile):
+                raise DataError(f"{str(path)!r} holds a single array; write it with numpy.savez")
+            missing = [name for name in needed if name not in content]
+            if missing:
+                found = ", ".join(content.files) or "nothing"
+                raise DataError(
+                    f"{str(path)!r} has no array {missing[0]!r}; it holds {found}, and "
+                    f"{' and '.join(needed)} are needed"
+                )
+            names = (name for name in (*needed, *optional) if name in content)
+            return {name: _array(path, content, name) for name in names}
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"dataset {str(path)!r} cannot be read: {reason}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{str(path)!r} is not a file that numpy.savez wrote: {error}") from None
+
+
+def _array(path: Path, content: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = content[name]
+    except ValueError:
+        raise DataError(
+            f"array {name!r} of {str(path)!r} holds Python objects, which are not loaded; "
+            "convert it to numbers or texts first"
+        ) from None
+    return array
+
+
+def _check_numbers(path: Path, name: str, array: NDArray[Any]) -> None:
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"array {name!r} of {str(path)!r} is {array.dtype}; it must be numbers")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        first = np.argwhere(~np.isfinite(array))[0].tolist()
+        raise DataError(
+            f"array {name!r} of {str(path)!r} holds NaN or infinity, first at {first}; "
+            "fill it in or drop those samples"
+        )
+
+
+def _check_pair(path: Path, arrays: Arrays, part: str) -> None:
+    x, y = arrays.get(f"x_{part}"), arrays.get(f"y_{part}")
+    if x is None or y is None:
+        return
+    if not x.ndim or not y.ndim or len(x) != len(y) or not len(x) or not x.size:
+        raise DataError(
+            f"{str(path)!r} has x_{part} of shape {x.shape} and y_{part} of shape {y.shape}; "
+            "both must have the same number of samples, at least 1"
+        )
+
+
+def _check_test(path: Path, arrays: Arrays) -> None:
+    for name in ("x", "y"):
+        train, test = arrays[f"{name}_train"], arrays.get(f"{name}_test")
+        if test is not None and test.shape[1:] != train.shape[1:]:
+            raise DataError(
+                f"{str(path)!r} has {name}_train of shape {train.shape} and {name}_test of shape "
+                f"{test.shape}; they must agree after the first axis"
+            )
+
+
+def _are_classes(labels: NDArray[Any]) -> bool:
+    is_whole = labels.ndim == 1 and labels.dtype.kind in "iub"
+    return is_whole and len(labels) > 0 and labels.min() >= 0 and labels.max() < _MAX_CLASSES
+
+
+def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+    ids = arrays.get("client")
+    if ids is None:
+        return (), None
+    if ids.shape != arrays["y_train"].shape[:1] or ids.dtype.kind not in "iuUS":
+        raise DataError(
+            f"array 'client' of {str(path)!r} is {ids.dtype} of shape {ids.shape}; it must be one "
+            f"whole number or text for each of the {len(arrays['y_train'])} samples"
+        )
+    names, clients = np.unique(ids, return_inverse=True)
+    return tuple(map(str, names.tolist())), clients.astype(np.int64)
+
+
+def _features(array: NDArray[Any]) -> NDArray[Any]:
+    if array.ndim == 1:
+        array = array[:, np.newaxis]
+    if array.dtype == np.uint8 and array.ndim > 2:
+        return array / np.float32(255)
+    if array.dtype.kind == "f":
+        return array.astype(np.float32) if array.dtype.itemsize < 4 else array
+    return array.astype(np.int64)
+
+
+def _labels(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.dtype.kind == "f" else array.astype(np.int64)

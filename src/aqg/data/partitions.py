@@ -16,8 +16,6 @@ Every part is a sorted int64 array of indices into the training set. Parts never
 empty, and all but ``source`` use every sample. The same seed gives the same parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypeAlias, TypedDict

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -20,7 +21,7 @@ from aqg.flower.late import Buffered
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+    from flwr.app import ConfigRecord, Message, MetricRecord
     from flwr.serverapp import Grid
 
 _logger = logging.getLogger("flwr.aqg")
@@ -59,7 +60,11 @@ class Compressed(Strategy):
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's: ``"condensed"`` with
             options, see `aqg.core.downlink.Condensed`. By default the recipe's own.
-        seed: of recipes that draw.
+        seed: of recipes that draw, and of a first model that is drawn.
+        start: how the first model travels: ``"exact"``; ``"seed"``, drawn on both sides;
+            ``"rounded"`` to 8 bits; ``"digest"``, where nodes have it
+            (``make_mod(start=...)``). By default ``"seed"`` where all of its layers look freshly
+            initialized, else ``"exact"``. The strategy starts from what nodes receive.
 
     """
 
@@ -74,6 +79,7 @@ class Compressed(Strategy):
         exclude: str | Sequence[str] = (),
         downlink: str | None = None,
         seed: int = 0,
+        start: str = "auto",
     ) -> None:
         _require_strategy(strategy)
         self.counts = Counts()
@@ -87,6 +93,7 @@ class Compressed(Strategy):
             downlink=downlink,
             seed=seed,
             clip=self._clipping_norm,
+            start=start,
         )
         self.strategy = strategy  # what is set from here on may be the strategy's own
 
@@ -95,6 +102,10 @@ class Compressed(Strategy):
         compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
         self.counts = compressed.counts
         self._is_running = True
+        if arguments and isinstance(arguments[0], ArrayRecord):
+            arguments = (compressed.prepare(arguments[0]), *arguments[1:])
+        elif isinstance(initial := options.get("initial_arrays"), ArrayRecord):
+            options["initial_arrays"] = compressed.prepare(initial)
         _logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
         try:
             result = self.strategy.start(compressed, *arguments, **options)

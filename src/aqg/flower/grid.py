@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from aqg.channel.server import Channel, LostError
-from aqg.channel.tensors import is_finite
+from aqg.channel.tensors import is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.arrays import is_readable, record_of, tensor_of, values_of
 from aqg.flower.envelope import (
@@ -189,6 +189,7 @@ class CompressedGrid(Grid):
         self.inner = grid
         self.check_reply: Callable[[RecordDict], None] = lambda _: None
         self._make_channel = make_channel or partial(Channel, settings=settings)
+        self._prepared: Channel | None = None
         self._settings = settings
         self._weighted_by = weighted_by
         self._run_name = run_name or secrets.token_hex(8)
@@ -291,6 +292,17 @@ class CompressedGrid(Grid):
         self._num_models += 1
         return channel
 
+    def prepare(self, record: ArrayRecord) -> ArrayRecord:
+        """Begin with the model that a strategy starts from; return it as nodes will have it."""
+        if not record or not is_readable(record):
+            return record
+        try:
+            self._prepared = self._make_channel(f"{self._run_name}0", values_of(record))
+        except ConfigError:  # said when it is sent
+            return record
+        self._num_models += 1
+        return record_of(self._prepared.copied().items())
+
     def finish(self, nodes: Iterable[int] = ()) -> None:
         """Let nodes forget what they keep of the run on disk, and log what it took.
 
@@ -362,9 +374,8 @@ class CompressedGrid(Grid):
             _logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
             channel = None
         if channel is None:
-            run = f"{self._run_name}{self._num_models}"
             try:
-                channel = self._make_channel(run, values)
+                channel = self._channel_of(values)
             except ConfigError as error:
                 has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
                 if has_floats and len(message.content.array_records) == 1 and not self._channels:
@@ -374,7 +385,6 @@ class CompressedGrid(Grid):
                 return None
             self._channels[name] = channel
             self._whole[name] = channel.version, record  # at first the copy is the model
-            self._num_models += 1
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
@@ -383,6 +393,20 @@ class CompressedGrid(Grid):
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
+
+    def _channel_of(self, values: Values) -> Channel:
+        """Return a channel for a model that is sent for the first time."""
+        ready, self._prepared = self._prepared, None
+        if ready is not None and ready.schema.fits(values):
+            own = ready.copied()
+            if all(is_same(tensor, own[name]) for name, tensor in values.items()):
+                return ready
+        run = f"{self._run_name}{self._num_models}"
+        self._num_models += 1
+        if self._settings.start == "digest":
+            return self._make_channel(run, values)
+        # a strategy goes on from what it has: what nodes start from must not be another model
+        return Channel(run, values, replace(self._settings, start="exact"))
 
     def _values(self, name: str, record: ArrayRecord) -> Values:
         """Return a record's tensors: the same as last time where its arrays are."""
@@ -416,7 +440,7 @@ class CompressedGrid(Grid):
                 envelope.add(name, record)
                 if node not in self._speakers:  # it may lack the mod, and must still understand
                     beside[name] = record
-        envelope.says_version = any(kind == FULL for _, kind, _ in envelope.records)
+        envelope.says_version = node not in self._speakers
         content = RecordDict({**beside, RECORD: pack(envelope)})
         traffic.down += num_bytes(content)
         metadata = message.metadata
@@ -438,6 +462,10 @@ class CompressedGrid(Grid):
         """Return a reply as the strategy expects it; None where the node was sent more."""
         node = sent.message.metadata.dst_node_id
         if reply.has_error():
+            if node not in self._speakers and sent.repeats < 1:  # it may lack the mod
+                news = [p for p in sent.phases.values() if p.channel.is_compact(node)]
+                if news:
+                    return self._send_again(sent, "it answers with an error")
             return _replaced(sent, reply)
         traffic = self.counts.node(node).of(_kind_of(sent.message))
         try:

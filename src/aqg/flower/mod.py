@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg.channel.client import Held, OutOfReachError, receive, reply_to
-from aqg.errors import AqgError, MessageError
+from aqg.core.types import to_numpy
+from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.arrays import is_readable, record_of, values_of
 from aqg.flower.envelope import (
     BESIDE,
@@ -59,6 +61,7 @@ def make_mod(
     recipe: Recipe | None = None,
     *,
     tells_order: bool = False,
+    start: Callable[[Context], object] | None = None,
 ) -> Mod:
     """Return the mod with settings of your own.
 
@@ -68,6 +71,9 @@ def make_mod(
         tells_order: whether handlers find a record ``aqg-order`` beside the model, with the run's
             ``seed``, the number of the ``client``, the ``round`` and the policy for
             ``statistics``.
+        start: makes the model that training starts from, where the node has it (a torch module, a
+            ``state_dict`` or an ArrayRecord), so that with ``start="digest"`` on the server it
+            need not travel.
 
     """
     directory = None if state_dir is None else Path(state_dir)
@@ -89,7 +95,8 @@ def make_mod(
                     if kind == ENDED:
                         memory.forget(run)
                 return reply_with(message, Envelope())
-            models = _receive(message, envelope, memory, recipe)
+            own = (lambda: None) if start is None else (lambda: _tensors(start(context)))
+            models = _receive(message, envelope, memory, recipe, own)
         except AqgError as error:
             return refusal(message, error)
         if isinstance(models, Envelope):  # what the server must know before anything can be done
@@ -99,7 +106,9 @@ def make_mod(
             order, policy = model.order, model.beside().policy if model.is_stepping else ""
             told = {"seed": order.seed, "client": order.client, "round": order.round}
             message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
-        is_first = any(kind == FULL for _, kind, _ in envelope.records)
+        is_first = any(kind == FULL for _, kind, _ in envelope.records) or any(
+            model.order.first for model in models.values()
+        )
         del envelope
         started = time.perf_counter()
         reply = call_next(message, context)
@@ -131,8 +140,28 @@ def _say_once(message: Message, context: Context) -> None:
     )
 
 
+def _tensors(given: object) -> Values:
+    """Return the tensors of a node's own first model."""
+    from aqg.flower.models import is_module, values_in
+
+    if isinstance(given, ArrayRecord):
+        return values_of(given)
+    if is_module(given):
+        return values_in(given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"start returned a {type(given).__name__}; it must be a torch module, its state_dict "
+            "or an ArrayRecord"
+        )
+    return {name: to_numpy(tensor) for name, tensor in given.items()}
+
+
 def _receive(
-    message: Message, envelope: Envelope, memory: Memory, recipe: Recipe | None
+    message: Message,
+    envelope: Envelope,
+    memory: Memory,
+    recipe: Recipe | None,
+    start: Callable[[], Values | None],
 ) -> dict[str, Held] | Envelope:
     """Put the app's records into the message; return the models, or a reply that asks for one."""
     models: dict[str, Held] = {}
@@ -146,7 +175,7 @@ def _receive(
                 raise MessageError(f"the message has no model {name!r} of NumPy arrays")
             whole = values_of(record) if isinstance(record, ArrayRecord) else None
             try:
-                model = receive(next(parts), whole, memory, envelope.version, recipe)
+                model = receive(next(parts), whole, memory, envelope.version, recipe, start)
             except OutOfReachError as error:
                 lost.add_model(name, COMPRESSED, error.reply)
                 continue

@@ -323,6 +323,7 @@ class AQG(Strategy):
             seed=settings.seed,
             own=self._recipe,
             exact=settings.exact,
+            start=settings.start,
         )
         recipe = chosen.make_recipe()
         downlink, rule = settings.make_downlink(recipe), settings.make_step(recipe)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.errors import DataError
 from aqg.objectives.layout import Buffers, ModelLayout
-from aqg.sim.local import LocalTraining
+from aqg.sim.training import LocalTraining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

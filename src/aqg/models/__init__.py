@@ -55,7 +55,6 @@ class DataShape:
         )
 
     def offered(self) -> dict[str, Any]:
-        """Return what a function that makes a model can ask for by name."""
         return {
             "input_shape": self.input_shape,
             "target_shape": self.target_shape,
@@ -103,5 +102,4 @@ def _built_in(spec: str, shape: DataShape) -> nn.Module:
         "resnet8": nets.make_resnet8,
         "transformer": nets.make_transformer,
     }
-    module: nn.Module = make_named("model", spec, makers, shape)
-    return module
+    return make_named("model", spec, makers, shape)

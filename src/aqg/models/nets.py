@@ -1,7 +1,5 @@
 """Models that are torch modules, and the loss that suits the targets, where nobody names one."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -58,7 +56,6 @@ class Images(nn.Module):
 
 
 def make_cnn(shape: DataShape, width: int = 8) -> nn.Module:
-    """Return two convolutions that halve an image each, and a linear layer."""
     images = Images(shape.input_shape)
     channels, height, breadth = images.shape
     quarter = -(-height // 4) * -(-breadth // 4)
@@ -76,7 +73,6 @@ def make_cnn(shape: DataShape, width: int = 8) -> nn.Module:
 
 
 def make_resnet8(shape: DataShape, norm: str = "group", width: int = 16) -> nn.Module:
-    """Return a residual network of eight layers: one convolution, three blocks, one linear."""
     _require_at_least("resnet8", width=width)
     if norm not in ("group", "batch"):
         raise ConfigError(f"norm of model 'resnet8' is {norm!r}; choose from group, batch")
@@ -149,13 +145,11 @@ class Transformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return, at every place, the logits of the token after it."""
         places = torch.arange(tokens.shape[-1], device=tokens.device)
         hidden = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        return self.head(self.norm(hidden))
 
 
 class AttentionBlock(nn.Module):
@@ -178,14 +172,12 @@ class AttentionBlock(nn.Module):
         query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for p in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.dropout(self.projection(mixed.transpose(-3, -2).flatten(-2)))
-        result: Tensor = hidden + self.dropout(self.perceptron(self.norm2(hidden)))
-        return result
+        return hidden + self.dropout(self.perceptron(self.norm2(hidden)))
 
 
 def make_transformer(
     shape: DataShape, width: int = 64, layers: int = 2, heads: int = 4, dropout: float = 0.0
 ) -> nn.Module:
-    """Return a transformer for sequences of token ids whose targets are the next tokens."""
     if (
         not shape.num_tokens
         or len(shape.input_shape) != 1
@@ -213,7 +205,6 @@ def _require_at_least(model: str, **counts: int) -> None:
 
 
 def _head(model: str, width: int, shape: DataShape) -> list[tuple[str, nn.Module]]:
-    """Return a linear layer with an output per class, or per number that is to be predicted."""
     if shape.num_classes:
         return [("head", nn.Linear(width, shape.num_classes))]
     if len(shape.target_shape) > 1:

@@ -157,7 +157,11 @@ def make_objective(
     # Imported here because these modules import this one.
     from aqg.objectives.closed_form import Logistic, Perceptron, Softmax
 
-    _check_settings(num_features, num_classes, l2, scaling)
+    if num_features < 1:
+        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
+    if num_classes < 2:
+        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
+    check_loss_settings(l2, scaling)
 
     def logistic() -> Objective:
         if num_classes != 2:
@@ -176,20 +180,10 @@ def make_objective(
         "softmax": lambda: Softmax(num_features, num_classes, l2, scaling),
         "mlp": perceptron,
     }
-    objective: Objective = make_named("model", spec, makers, also=tuple(MODULES))
-    return objective
-
-
-def _check_settings(num_features: int, num_classes: int, l2: float, scaling: str) -> None:
-    if num_features < 1:
-        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
-    if num_classes < 2:
-        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
-    check_loss_settings(l2, scaling)
+    return make_named("model", spec, makers, also=tuple(MODULES))
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
-    """Raise unless ``l2`` and ``scaling`` are ones an objective can have."""
     if not (math.isfinite(l2) and l2 >= 0):
         raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
     if scaling not in get_args(Scaling):

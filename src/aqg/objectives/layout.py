@@ -76,11 +76,8 @@ class ModelLayout:
     ) -> Self:
         """Describe a module.
 
-        Args:
-            module: any torch module; it is only looked at.
-            include: name patterns, such as ``"*.lora_*"``; parameters that match none stay out.
-            exclude: name patterns of parameters and buffers that stay out.
-            statistics: the policy for buffers that training changes.
+        ``include`` and ``exclude`` are name patterns such as ``"*.lora_*"``: parameters that match
+        none of the former stay out, and so do parameters and buffers that match one of the latter.
         """
         import torch  # here and below, so that a server without modules needs none
 
@@ -176,17 +173,14 @@ class ModelLayout:
 
     @property
     def num_params(self) -> int:
-        """The length of ``θ``."""
         return sum(spec.size for spec in self.parameters)
 
     @property
     def num_statistics(self) -> int:
-        """The length of `Buffers.values`."""
         return sum(spec.size for spec in self.statistics)
 
     @property
     def num_counters(self) -> int:
-        """The length of `Buffers.counts`."""
         return sum(spec.size for spec in self.counters)
 
     @property
@@ -200,7 +194,6 @@ class ModelLayout:
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of every tensor of ``θ``, in order."""
         return tuple((spec.name, spec.shape) for spec in self.parameters)
 
     @property
@@ -232,7 +225,6 @@ class ModelLayout:
                 )
 
     def flatten(self, module: nn.Module, *, finite: bool = True) -> FloatArray:
-        """Return the module's parameters as ``θ``; with ``finite``, NaN and infinity raise."""
         self.check(module)
         tensors = tensors_of(module)
         flat = np.empty(self.num_params, self.dtype)
@@ -243,7 +235,6 @@ class ModelLayout:
         return flat
 
     def load(self, module: nn.Module, params: FloatArray) -> None:
-        """Write ``θ`` into a module of this layout."""
         if params.shape != (self.num_params,):
             raise ConfigError(
                 f"parameters have shape {params.shape}; {self.model} needs ({self.num_params},)"
@@ -252,7 +243,6 @@ class ModelLayout:
         write_tensors(module, self.parameters, params)
 
     def require_finite(self, params: FloatArray) -> None:
-        """Raise an error that names the first tensor of ``θ`` with NaN or infinity."""
         for spec in self.parameters:
             bad = int(np.count_nonzero(~np.isfinite(params[spec.place])))
             if bad:
@@ -278,7 +268,6 @@ class ModelLayout:
         return Buffers(values, counts)
 
     def write_buffers(self, module: nn.Module, buffers: Buffers) -> None:
-        """Write values that `read_buffers` returned into a module of this layout."""
         write_tensors(module, self.statistics, buffers.values)
         write_tensors(module, self.counters, buffers.counts)
 
@@ -329,7 +318,6 @@ def _check_parameters(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _normalization_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that normalization layers update as they train."""
     names = set()
     for path, layer in module.named_modules():
         if getattr(layer, "track_running_stats", False):
@@ -359,12 +347,10 @@ class TensorSpec(NamedTuple):
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
-    """Give tensors their places in the flat vector, one after the other."""
     return read_specs((name, tuple(value.shape), dtype_name(value)) for name, value in tensors)
 
 
 def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    """Do the same from names, shapes and dtypes."""
     specs: list[TensorSpec] = []
     offset = 0
     for name, shape, dtype in rows:
@@ -376,17 +362,14 @@ def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return a tensor's dtype without the name of its library."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def write_tensors(module: nn.Module, specs: Iterable[TensorSpec], flat: NDArray[Any]) -> None:
-    """Write parts of a flat vector into the tensors that they belong to."""
     import torch
 
     tensors = tensors_of(module)

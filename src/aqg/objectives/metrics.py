@@ -4,8 +4,6 @@ A metric takes a model's outputs and the targets, and gives one number. Those bu
 they make no sense, such as the accuracy of a regression, and say so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +66,6 @@ class Metric:
         return f"{value:.1%}" if self.is_percent else f"{value:.4g}"
 
     def describe(self) -> dict[str, Any]:
-        """Return what a reader of the records needs to know."""
         return {"higher_is_better": self.higher_is_better, "percent": self.is_percent}
 
 
@@ -250,7 +247,6 @@ def _scores(outputs: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _accuracy(outputs: Any, targets: Any) -> Float64Array:
-    """Return how many are right, and of how many."""
     scores, labels = main_output(outputs), to_numpy(targets)
     if scores.shape == (*labels.shape, 1):
         scores = scores[..., 0]
@@ -297,7 +293,6 @@ def _explained(outputs: Any, targets: Any) -> float:
 
 
 def _surprise(outputs: Any, targets: Any) -> Float64Array:
-    """Return the sum of the cross-entropies, and how many there are."""
     if np.issubdtype(to_numpy(targets).dtype, np.floating):
         raise DoesNotApply(f"perplexity needs classes; the targets are {to_numpy(targets).dtype}")
     scores, labels = _scores(outputs, targets)

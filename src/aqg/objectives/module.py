@@ -97,7 +97,6 @@ class ModuleObjective(Objective):
         self._is_repeatable = False
 
     def init_params(self, seed: int) -> NDArray[np.float64]:
-        """Return the module's own parameters or, with ``reset``, new ones drawn from the seed."""
         if seed < 0:
             raise ConfigError(f"seed {seed} is not an integer of at least 0")
         module = self._calls.module
@@ -107,7 +106,6 @@ class ModuleObjective(Objective):
         return self.model_layout.flatten(module).astype(np.float64)
 
     def initial_buffers(self) -> Buffers:
-        """Return the buffers that the module came with."""
         return self.model_layout.read_buffers(self._calls.module)
 
     @property
@@ -125,7 +123,6 @@ class ModuleObjective(Objective):
         return bound
 
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
-        """Return the objective for samples of this shape: itself, or one that knows the shape."""
         if len(shape) == 1 or self.input_shape is not None:
             return self
         bound = copy.copy(self)
@@ -133,7 +130,6 @@ class ModuleObjective(Objective):
         return bound
 
     def carrying(self, carrier: Carrier | None) -> ModuleObjective:
-        """Return the same objective with buffers that a carrier keeps."""
         bound = copy.copy(self)
         bound.carrier = carrier
         return bound
@@ -145,7 +141,6 @@ class ModuleObjective(Objective):
             self._is_repeatable = True
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
-        """Return the loss of each client, shape ``(...)``, with the module in evaluation mode."""
         return self._run(params, features, labels, differentiate=False)[0]
 
     def losses_and_gradients(
@@ -170,7 +165,6 @@ class ModuleObjective(Objective):
 
     @contextmanager
     def session(self, key: Sequence[int]) -> Iterator[Session]:
-        """Train one client on minibatches; ``key`` is (seed, client, round)."""
         session = Session(self._batch_gradient, key)
         client = int(key[1])
         start = None if self.carrier is None else self.carrier.start(client)
@@ -215,13 +209,11 @@ class ModuleObjective(Objective):
     def test_batches(
         self, params: Array, features: Array, labels: Array
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield outputs and targets of one set of samples, batch by batch, for metrics."""
         flat, inputs, targets, _ = self._tensors(params, features, labels)
         pieces = torch.split(targets[0], _MEASURED_AT_ONCE)
         yield from zip(self._outputs(flat, inputs[0]), pieces, strict=True)
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return a context for each model to be measured; see `Carrier.views`."""
         return [nullcontext()] if self.carrier is None else self.carrier.views()
 
     def _outputs(self, flat: Tensor, inputs: Tensor) -> Iterator[Any]:
@@ -376,14 +368,12 @@ class ModuleObjective(Objective):
 
 
 def _tensor(array: Array) -> Tensor:
-    """Return a tensor that shares its memory with ``array`` where torch allows it."""
     if isinstance(array, Tensor):
         return array.detach()
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def _like(array: Array, result: Tensor) -> Array:
-    """Return ``result`` as NumPy or torch, whichever ``array`` is."""
     return result if isinstance(array, Tensor) else result.numpy()[()]
 
 
@@ -427,13 +417,8 @@ class Carrier(Protocol):
 class Session:
     """Gradients on minibatches of one client, one after the other.
 
-    Args:
-        gradient: from this session, ``θ``, features and labels, makes loss and gradient.
-        key: (seed, client, round).
-
-    Attributes:
-        start: the buffers to start from; None: the module's own.
-        state: buffers as the last step left them, and frozen parameters; None before the first.
+    Buffers start from `start` (None: the module's own); `state` are they as the last step left
+    them, and frozen parameters. ``key`` is (seed, client, round).
     """
 
     def __init__(
@@ -448,7 +433,6 @@ class Session:
         self.state: dict[str, Tensor] | None = None
 
     def losses_and_gradients(self, params: Any, features: Any, labels: Any) -> tuple[Any, Any]:
-        """Return the loss of a batch and its gradient."""
         return self._gradient(self, params, features, labels)
 
     @contextmanager
@@ -470,7 +454,6 @@ class Session:
 
 
 def _generators(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators that computing on a device advances."""
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),)
@@ -483,7 +466,6 @@ def _set_generators(states: Sequence[Tensor], device: torch.device) -> None:
 
 
 def read_state(layout: ModelLayout, state: dict[str, Tensor]) -> Buffers:
-    """Return the layout's buffers out of the state that calls left."""
     values = np.empty(layout.num_statistics)
     counts = np.empty(layout.num_counters, np.int64)
     for target, specs in ((values, layout.statistics), (counts, layout.counters)):
@@ -499,11 +481,7 @@ LOCK = threading.RLock()
 class ModuleCalls:
     """Outputs and losses of a module at any ``θ``.
 
-    Args:
-        module: a private copy of the user's.
-        layout: which of its tensors make up ``θ``.
-        loss: the mean loss of a batch, from outputs and targets.
-        name: for messages.
+    ``module`` is a private copy of the user's, ``loss`` the mean loss of a batch.
     """
 
     def __init__(
@@ -542,7 +520,6 @@ class ModuleCalls:
     def outputs(
         self, flat: Tensor, state: dict[str, Tensor], inputs: Tensor, *, training: bool
     ) -> Any:
-        """Return the module's outputs at ``flat``; what it writes to buffers is in ``state``."""
         pieces = zip(self.layout.parameters, torch.split(flat, self._sizes), strict=True)
         tensors = {spec.name: piece.reshape(spec.shape) for spec, piece in pieces}
         everything = {**tensors, **state}

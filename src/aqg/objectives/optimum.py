@@ -8,8 +8,6 @@ every client's loss, and so their average ``f``, is strongly convex with modulus
 which turns a small gradient into a bound on the error of ``f*``, however θ was found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -41,7 +41,6 @@ _OCTAVES = 6
 
 
 def sections(layout: ModelLayout) -> tuple[Section, ...]:
-    """Return the tensors of a frame, in order."""
     floats = [Section(spec.size, spec.dtype) for spec in layout.statistics]
     return (*floats, *(Section(spec.size, "int") for spec in layout.counters))
 
@@ -66,7 +65,6 @@ class SharedStatistics(NamedTuple):
     def first(
         layout: ModelLayout, buffers: Buffers, *, fine: bool = False, average: float = 0.0
     ) -> SharedStatistics:
-        """Return what a run starts from: the module's own buffers."""
         travels = np.array(layout.tracked, np.bool_)
         moves, residual = np.zeros_like(travels), np.zeros(len(buffers.values))
         return SharedStatistics(layout, buffers, travels, moves, residual, fine, average)
@@ -82,7 +80,6 @@ class SharedStatistics(NamedTuple):
         return receive(self.layout, self.buffers, self.broadcast())
 
     def broadcast(self) -> bytes:
-        """Return the frame that goes down with the model; empty where nothing travels."""
         if not self.travels.any():
             return b""
         message = StatisticsMessage(
@@ -90,15 +87,7 @@ class SharedStatistics(NamedTuple):
         )
         return encode_statistics(message, sections(self.layout), "half" if self.fine else "byte")
 
-    def broadcast_fine(self) -> bytes:
-        """Return the frame for those who measure the model: in half precision."""
-        if not self.travels.any():
-            return b""
-        message = StatisticsMessage(*self.buffers, self.travels)
-        return encode_statistics(message, sections(self.layout), "half")
-
     def read(self, frame: bytes) -> StatisticsMessage:
-        """Return what a client's frame says; raise `WireError` where it cannot be used."""
         if frame:
             message = decode_statistics(frame, sections(self.layout))
             return self._with_start(message) if message.is_change else message
@@ -237,7 +226,6 @@ def _rounded_change(old: Float64Array, new: Float64Array, random: Generator) -> 
 def _chosen(
     specs: Iterable[TensorSpec], sent: BoolArray, held: NDArray[Number], found: NDArray[Number]
 ) -> NDArray[Number]:
-    """Return ``held``, with the tensors that were sent as they were ``found``."""
     result = held.copy()
     for spec, is_sent in zip(specs, sent.tolist(), strict=True):
         if is_sent:

@@ -8,7 +8,7 @@ The book goes into a file as named arrays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,20 @@ from numpy.typing import NDArray
 from aqg.core.downlink import Downlink, Full
 from aqg.core.messages import Message, Skip
 from aqg.core.optimizers import ServerOptimizer
-from aqg.core.per_client import PerClient
-from aqg.core.persistence import model_from_arrays, model_to_arrays
 from aqg.core.public import Entry, Public, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.server import Peer as Client
-from aqg.core.server import ServerState, Step, forget, init_server, publish_round, take_message
+from aqg.core.server import (
+    PerClient,
+    ServerState,
+    Step,
+    forget,
+    init_server,
+    model_from_arrays,
+    model_to_arrays,
+    publish_round,
+    take_message,
+)
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.track import Track, init_mirrors
 from aqg.core.types import Float64Array, FloatArray
@@ -48,40 +56,22 @@ class Verdict:
     problem: str = ""  # why it was not taken; empty where it was
 
 
+@dataclass(eq=False)
 class MirrorBook:
     """The server's side: the model and its log, every ``ref_m`` with its stamp, and their sum.
 
     A reply is checked as a whole and the new state computed beside the old one, which it replaces
     only then; a reply that is not taken changes nothing. Taking one costs the same however many
     clients there are.
-
-    Args:
-        recipe: the compressor.
-        state: the model and all mirrors.
-        entries: what is held of each client beside its mirror.
-        weights: ``w_m``.
-        downlink: how the model is published.
-        publisher: keeps its log; None where clients receive the whole model.
-        rule: for the length of steps.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        state: ServerState,
-        entries: Sequence[Held],
-        weights: Float64Array,
-        downlink: Downlink = _FULL,
-        publisher: Publisher | None = None,
-        rule: StepRule = _FIXED,
-    ) -> None:
-        self.recipe = recipe
-        self.rule = rule
-        self.weights = weights
-        self.state = state
-        self.downlink = downlink
-        self.publisher = publisher
-        self._entries = list(entries)
+    recipe: Recipe
+    state: ServerState  # the model and all mirrors
+    entries: list[Held]  # what is held of each client beside its mirror
+    weights: Float64Array  # ``w_m``
+    downlink: Downlink = _FULL  # how the model is published
+    publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
+    rule: StepRule = _FIXED  # for the length of steps
 
     @staticmethod
     def first(
@@ -105,40 +95,28 @@ class MirrorBook:
         return MirrorBook(recipe, state, entries, weights, downlink, publisher, rule)
 
     @property
-    def entries(self) -> Sequence[Held]:
-        """What is held of each client beside its mirror."""
-        return tuple(self._entries)
-
-    @property
     def round(self) -> int:
-        """``k``, the round in progress."""
         return self.state.round
 
     @property
     def parameters(self) -> FloatArray:
-        """``θ^k``."""
         return self.state.parameters
 
     @property
     def movement(self) -> float:
-        """The scalar that clients receive with the model."""
         return self.recipe.movement.of(self.state.model.history)
 
     def entry(self, client: int) -> Held:
-        """Return what is held of one client beside its mirror."""
-        return self._entries[client]
+        return self.entries[client]
 
     @property
     def public(self) -> Public:
-        """What clients hold of the model."""
         return self.state.public
 
     def order(self, client: int, **terms: Any) -> Order:
         """Return what a client is to be sent in this round.
 
-        Args:
-            client: its number.
-            terms: what the book does not know: the run, the recipe, and what else is wanted.
+        ``terms`` are what the book does not know: the run, the recipe, and what else is wanted.
         """
         stamp, parcel = self.entry(client).stamp, self.parcel(client)
         if parcel is not None:
@@ -157,7 +135,6 @@ class MirrorBook:
         )
 
     def parcel(self, client: int) -> Parcel | None:
-        """Return what leads a client to the model; None where it receives the model itself."""
         if self.publisher is None:
             return None
         return self.publisher.parcel(client, self.public)
@@ -178,7 +155,7 @@ class MirrorBook:
         except (MessageError, WireError) as error:
             return Verdict(None, str(error))
         self.state = state
-        self._entries[client] = entry
+        self.entries[client] = entry
         return Verdict(message)
 
     def _read(
@@ -196,12 +173,11 @@ class MirrorBook:
         return *self._after(client, peer, message, reply.restarted), message
 
     def peer(self, client: int) -> Peer:
-        """Return what is held of a client."""
-        return Peer(self.state.peers[client].track, self._entries[client])
+        return Peer(self.state.peers[client].track, self.entries[client])
 
     def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
         """Take in what `take_reply` returned for a client's reply."""
-        self.state, self._entries[client] = self._after(client, peer, message, restarted)
+        self.state, self.entries[client] = self._after(client, peer, message, restarted)
 
     def _after(
         self, client: int, peer: Peer, message: Message, restarted: bool
@@ -210,7 +186,7 @@ class MirrorBook:
         if restarted:
             state = forget(self.recipe, state, client, weight)
         state = take_message(self.recipe, state, client, message, weight)
-        entry = self._entries[client]
+        entry = self.entries[client]
         last_upload = entry.last_upload if isinstance(message, Skip) else self.round
         return state, peer.entry._replace(last_upload=last_upload)
 
@@ -392,7 +368,6 @@ def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
 
 
 def save_start(directory: Path, publisher: Publisher) -> None:
-    """Write the starting model, once: snapshots are relative to it."""
     file = directory / _START
     is_first = publisher.round == 1 or not file.exists()
     if publisher.start is not None and is_first:
@@ -400,7 +375,6 @@ def save_start(directory: Path, publisher: Publisher) -> None:
 
 
 def _load_start(directory: Path) -> FloatArray | None:
-    """Read the starting model; without it, snapshots stand alone."""
     try:
         return read_arrays(directory / _START)["parameters"]
     except (RunError, KeyError) as error:
@@ -409,10 +383,8 @@ def _load_start(directory: Path) -> FloatArray | None:
 
 
 def as_array(digest: bytes) -> NDArray[np.uint8]:
-    """Return a digest as an array."""
     return np.frombuffer(digest[:DIGEST_BYTES], np.uint8)
 
 
 def _rows(vectors: Any) -> NDArray[Any]:
-    """Put rows below each other; a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

@@ -5,8 +5,6 @@ finds out from stamps and digests, and does nothing, goes back by one answer, as
 lacks, or starts again from zero.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
@@ -16,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.core.public import Public
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.protocol.digests import start_digest
-from aqg.protocol.follower import Holding, LostError, Parcel, Start, Terms, follow, holding_of
+from aqg.protocol.follower import LostError, Terms, follow, holding_of
 from aqg.protocol.messages import (
     Order,
     Reply,
@@ -97,8 +94,8 @@ class ClientSession:
         try:
             read = order_from_bytes(order, self._terms.values() or self._read_terms())
         except UnknownTermsError as unknown:
-            held = b"" if self._start is None else start_digest(self._start)
-            return to_bytes(unknown.reply(held))
+            digest = b"" if self._start is None else start_digest(self._start)
+            return to_bytes(unknown.reply(digest))
         agreed = agree(read, self._recipe)
         self._keep_terms(read)
         store = ClientStore(self._vault(read), key_of(read))
@@ -109,10 +106,16 @@ class ClientSession:
         parcel = read.parcel
         if parcel is None:
             raise MessageError("the order has no model and nothing that leads to one")
+        terms = Terms(agreed, read.num_params, read.dtype)
+        held = store.load_public()
+        held = held if held is not None and terms.fits(held) else None
         try:
-            public = follow_public(terms_of(read, agreed), parcel, store, lambda: self._start)
-        except OutOfReachError as lost:
-            return to_bytes(lost.reply(read), read.stamp)
+            public = follow(terms, parcel, held, lambda: self._start)
+        except LostError as lost:
+            _logger.warning("round %d: the model is out of reach: %s", read.round, lost)
+            holding = holding_of(terms, held, lambda: self._start)
+            return to_bytes(lost_reply(read, holding, str(lost)), read.stamp)
+        store.put_public(public)  # counts when the mirror is saved as well
         read = replace(read, movement=agreed.movement.of(public.history))
         started = time.perf_counter()
         base = intact_base(agreed, store, read)
@@ -127,7 +130,6 @@ class ClientSession:
         return frame
 
     def _keep_terms(self, order: Order) -> None:
-        """Remember an order's terms, which later ones leave out."""
         key = key_of(order)
         if key not in self._terms:
             self._terms[key] = terms_of_run(order)
@@ -188,67 +190,28 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
 
 
 def key_of(order: Order) -> str:
-    """Return the name under which a client remembers a run."""
     return f"{order.run}-{order.fingerprint.hex()}"
-
-
-def terms_of(order: Order, recipe: Recipe) -> Terms:
-    """Return what must be known to follow the server's log."""
-    return Terms(recipe, order.num_params, order.dtype)
-
-
-class OutOfReachError(Exception):
-    """A parcel could not be followed; says what is held instead."""
-
-    def __init__(self, why: str, holding: Holding) -> None:
-        super().__init__(why)
-        self.holding = holding
-
-    def reply(self, order: Order) -> Reply:
-        """Return the answer to an order that could not be followed."""
-        _logger.warning("round %d: the model is out of reach: %s", order.round, self)
-        return lost_reply(order, self.holding, str(self))
-
-
-def follow_log(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> FloatArray:
-    """Follow the log from what is in the store; return the model that it leads to."""
-    return follow_public(terms, parcel, store, start).parameters
-
-
-def follow_public(terms: Terms, parcel: Parcel, store: ClientStore, start: Start) -> Public:
-    """Follow the log from what is in the store, and put what it leads to there."""
-    try:
-        public = follow(terms, parcel, _held(terms, store), start)
-    except LostError as error:
-        raise OutOfReachError(str(error), holding_of(terms, _held(terms, store), start)) from error
-    store.put_public(public)  # counts when the mirror is saved as well
-    return public
-
-
-def _held(terms: Terms, store: ClientStore) -> Public | None:
-    held = store.load_public()
-    return held if held is not None and terms.fits(held) else None
 
 
 def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
     """Find the state to answer from in what is stored, and make sure that it has its digest."""
-    base = _stored_base(recipe, store, order)  # no other state is held in memory
+
+    def empty() -> ClientMirror:
+        return ClientMirror.first(recipe, order.num_params, order.dtype)
+
+    def find(mirror: ClientMirror) -> Base | None:
+        return find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
+
+    base = find(store.load() or empty())
     if base is not None and (base.restarted or base.snapshot.is_intact):
         return base
     _logger.warning("the saved mirror does not have its digest any more; starting from zero")
-    empty = ClientMirror.first(recipe, order.num_params, order.dtype)
-    base = find_base(recipe, empty, order, draw=secrets.randbelow(EPOCH_DRAWS))
+    base = find(empty())
     assert base is not None  # who has answered nothing knows no older order
     return base
 
 
-def _stored_base(recipe: Recipe, store: ClientStore, order: Order) -> Base | None:
-    mirror = store.load() or ClientMirror.first(recipe, order.num_params, order.dtype)
-    return find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
-
-
 def log_reply(order: Order, reply: Reply) -> None:
-    """Say what was out of the ordinary."""
     if reply.restarted:
         _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
     if reply.rolled_back:

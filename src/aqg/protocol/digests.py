@@ -1,7 +1,5 @@
 """Digests: short numbers that tell states apart."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from typing import Any
@@ -42,7 +40,6 @@ def public_digest(public: Public) -> bytes:
 
 
 def start_digest(parameters: FloatArray) -> bytes:
-    """Return a digest of a starting model."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add(digest, parameters)
     return digest.digest()

@@ -5,21 +5,18 @@ of what it arrives at and compares it with the server's. A client that cannot fo
 elsewhere, changes nothing and says what it holds; the server then sends what it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from aqg.core.public import Public, init_public
+from aqg.core.public import Public, at_rest, init_public
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.start import MARK, unpack
-from aqg.wire.entry import follow_log, log_rounds, log_since
-from aqg.wire.snapshot import decode_snapshot
+from aqg.wire.entry import decode_snapshot, follow_log, log_rounds, log_since
 
 Start: TypeAlias = "Callable[[], FloatArray | None]"
 """Returns a client's own starting model, where it has one."""
@@ -45,7 +42,6 @@ class Parcel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The length of both frames."""
         return len(self.log) + len(self.snapshot)
 
 
@@ -63,17 +59,15 @@ class Terms(NamedTuple):
     recipe: Recipe  # as the server has it
     num_params: int  # length of the model
     dtype: str  # of the model
+    is_at_rest: bool = False  # whether the model has no velocity, whatever the recipe
 
     def first(self, start: FloatArray) -> Public:
-        """Return the public model before the first round."""
-        return init_public(self.recipe, start)
+        return at_rest(start) if self.is_at_rest else init_public(self.recipe, start)
 
     def blank(self) -> Public:
-        """Return a public model of the right shape."""
         return self.first(np.zeros(self.num_params, self.dtype))
 
     def fits(self, public: Public) -> bool:
-        """Tell whether a public model has the right shape."""
         return all(
             mine.dtype == theirs.dtype and mine.shape == theirs.shape
             for mine, theirs in zip(public.vectors, self.blank().vectors, strict=True)
@@ -81,14 +75,7 @@ class Terms(NamedTuple):
 
 
 def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model that a parcel leads to, after comparing digests; raise `LostError` if not.
-
-    Args:
-        terms: what server and client agreed on.
-        parcel: from the server.
-        held: the public model that the client holds; it is left as it was.
-        start: returns the client's own starting model, where it has one.
-    """
+    """Return the model that a parcel leads to, its digest compared; raise `LostError` if not."""
     try:
         public = _open(terms, parcel, held, start)
         rounds = log_rounds(parcel.log)
@@ -118,7 +105,6 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
 
 
 def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model from which the log is followed."""
     if parcel.snapshot[:1] == bytes([MARK]):
         return terms.first(unpack(parcel.snapshot, terms.num_params, terms.dtype, start()))
     if parcel.snapshot:
@@ -135,13 +121,11 @@ def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Pu
 
 
 def first_held(terms: Terms, start: Start) -> Public | None:
-    """Return the public model of a client that has nothing but its starting model."""
     own = start()
     return terms.first(own) if own is not None and _is_start(terms, own) else None
 
 
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
-    """Return what a client that cannot follow says of itself."""
     own = start()
     if own is not None and not _is_start(terms, own):
         own = None

@@ -16,6 +16,7 @@ says counts only if the digest is that of the round; anything else costs it a sn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +28,14 @@ from aqg.core.types import FloatArray, IntArray
 from aqg.errors import RunError
 from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
 from aqg.protocol.follower import CONTENT_EVERY, Holding, Parcel
-from aqg.wire.entry import Merger, encode_entry, encode_log, known_velocity, log_overhead
-from aqg.wire.snapshot import encode_snapshot
+from aqg.wire.entry import (
+    Merger,
+    encode_entry,
+    encode_log,
+    encode_snapshot,
+    known_velocity,
+    log_overhead,
+)
 
 Content = bytes | int
 """A frame, or its length."""
@@ -40,20 +47,13 @@ shorter than they are."""
 
 
 class Delivery(NamedTuple):
-    """What brings a client up to date.
+    """What brings a client up to date."""
 
-    Attributes:
-        first: the round of the first entry to send.
-        snapshot: the frame to send before it, or its length; None where the entries do.
-        num_bytes: in all.
-        merged: one frame in place of the entries; empty where they are sent.
-
-    """
-
-    first: int
+    first: int  # the round of the first entry to send
+    # the frame to send before it, or its length; None where the entries do
     snapshot: Content | None
-    num_bytes: int
-    merged: bytes = b""
+    num_bytes: int  # in all
+    merged: bytes = b""  # one frame in place of the entries; empty where they are sent
 
 
 class ModelLog:
@@ -65,7 +65,6 @@ class ModelLog:
         snapshot_round: the round that the last snapshot holds.
         snapshot: the snapshot.
         merges: whether the model lies on an exact grid, and entries can be added up.
-
     """
 
     def __init__(
@@ -80,8 +79,10 @@ class ModelLog:
         self.entries = list(entries)
         self.snapshot_round = snapshot_round
         self.snapshot = snapshot
-        self.merges = merges
+        self.merges_from = 0.0 if merges else math.inf
+        """The round of the first entry that can be added up with all later ones."""
         self._merger: Merger | None = None
+        self._sums: dict[int, bytes] = {}
 
     @property
     def round(self) -> int:
@@ -92,6 +93,7 @@ class ModelLog:
         """Add the entry of the round."""
         self.entries.append(entry)
         self._merger = None
+        self._sums = {}
 
     def bytes_since(self, position: int) -> int:
         """Return the length of all entries from a round on."""
@@ -126,7 +128,7 @@ class ModelLog:
         """Return all entries from a round on, or their sum where that is shorter."""
         num_bytes = self._log_bytes(first)
         merged = b""
-        if self.merges and self.round - first >= 2:
+        if first >= self.merges_from and self.round - first >= 2:
             merged = self._merged(first, public)
         if merged and len(merged) < num_bytes:
             return Delivery(first, None, len(merged), merged)
@@ -137,6 +139,8 @@ class ModelLog:
 
         It is quickest to ask for later rounds first.
         """
+        if first in self._sums:
+            return self._sums[first]
         merger = self._merger
         if merger is None or merger.first < first:
             merger = Merger(public())
@@ -145,7 +149,8 @@ class ModelLog:
             entry = self.entries[merger.first - 1 - self.first]
             if not isinstance(entry, bytes) or not merger.add(entry):
                 return b""
-        return merger.frame()
+        self._sums[first] = merger.frame()
+        return self._sums[first]
 
     def frame(self, first: int) -> bytes:
         """Return the frame of all entries from a round on."""
@@ -156,7 +161,7 @@ class ModelLog:
     def cut(self, oldest: int) -> None:
         """Drop entries that no one wants: all hold ``oldest``, or a snapshot would be shorter."""
         drop = max(0, min(oldest, self.round) - self.first)
-        kept, budget = 0, length(self.snapshot) * (_MERGED if self.merges else 1)
+        kept, budget = 0, length(self.snapshot) * (_MERGED if self.merges_from < math.inf else 1)
         for entry in reversed(self.entries[: max(0, self.snapshot_round - self.first)]):
             budget -= length(entry)
             if budget < 0:
@@ -168,6 +173,18 @@ class ModelLog:
         if drop > 0:
             del self.entries[:drop]
             self.first += drop
+
+    def bound(self, most_bytes: int) -> None:
+        """Drop entries that together are longer than this."""
+        kept = 0
+        for entry in reversed(self.entries):
+            most_bytes -= length(entry)
+            if most_bytes < 0:
+                break
+            kept += 1
+        drop = len(self.entries) - kept
+        del self.entries[:drop]
+        self.first += drop
 
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
@@ -189,26 +206,16 @@ _UNKNOWN, _HAS, _LACKS = range(3)
 
 
 class LogState(NamedTuple):
-    """A log and its readers between two rounds; nothing of it is ever changed.
+    """A log and its readers between two rounds; nothing of it is ever changed."""
 
-    Attributes:
-        first: the round of the first entry.
-        entries: frames of consecutive rounds.
-        digests: of the public model before each of these rounds, and after the last.
-        snapshot_round: the round that the last snapshot holds.
-        snapshot: relative to the starting model; empty before the first.
-        positions: the round that each client holds, ``(M,)``; 0 where it needs a snapshot.
-        starts: whether each client has the starting model, ``(M,)``.
-
-    """
-
-    first: int
-    entries: tuple[bytes, ...]
+    first: int  # the round of the first entry
+    entries: tuple[bytes, ...]  # frames of consecutive rounds
+    # of the public model before each of these rounds, and after the last
     digests: tuple[bytes, ...]
-    snapshot_round: int
-    snapshot: bytes
-    positions: IntArray
-    starts: NDArray[np.int8]
+    snapshot_round: int  # the round that the last snapshot holds
+    snapshot: bytes  # relative to the starting model; empty before the first
+    positions: IntArray  # the round that each client holds, ``(M,)``; 0 where it needs a snapshot
+    starts: NDArray[np.int8]  # whether each client has the starting model, ``(M,)``
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
@@ -269,7 +276,6 @@ class Publisher:
         merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
-
     """
 
     def __init__(
@@ -328,7 +334,7 @@ class Publisher:
             oldest = self._log.first  # somebody new may begin with the first entry
         if oldest > self._log.first:
             self._log.cut(oldest)
-        self._bound(_longest_snapshot(public))
+        self._log.bound(_longest_snapshot(public))
         del self._digests[: len(self._digests) - len(self._log.entries) - 1]
 
     def parcel(self, client: int, public: Public) -> Parcel:
@@ -348,22 +354,12 @@ class Publisher:
         entries = entries or log.frame(delivery.first)
         return Parcel(self.round, self.digest, entries, snapshot)
 
-    def is_new(self, client: int) -> bool:
-        """Tell whether a client has said nothing so far."""
-        return bool(self._starts[client] == _UNKNOWN)
-
     def followed(self, client: int) -> None:
         """Take note that a client holds the model of this round."""
         self._offered.pop(client, None)
         self.positions[client] = self.round
         if self._starts[client] == _UNKNOWN:  # it can have come from there only
             self._starts[client] = _HAS
-
-    def started(self, client: int) -> None:
-        """Take note that a client gets the starting model, and nothing else, by other means."""
-        self._offered.pop(client, None)
-        self._starts[client] = _HAS
-        self.positions[client] = 1 if self._log.first == 1 else _NOTHING
 
     def lost(self, client: int, holding: Holding) -> None:
         """Take note of what a client holds that could not follow.
@@ -407,20 +403,6 @@ class Publisher:
             snapshot = encode_snapshot(public, None)
             self._absolute = log.round, snapshot
         return Delivery(log.round, snapshot, len(snapshot))
-
-    def _bound(self, most_bytes: int) -> None:
-        """Drop entries that together are longer than any snapshot."""
-        log = self._log
-        size, kept = 0, 0
-        for entry in reversed(_frames(log.entries)):
-            size += len(entry)
-            if size > most_bytes:
-                break
-            kept += 1
-        drop = len(log.entries) - kept
-        if drop:
-            del log.entries[:drop]
-            log.first += drop
 
 
 def _frames(entries: Sequence[Any]) -> list[bytes]:

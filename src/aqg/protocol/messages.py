@@ -19,8 +19,6 @@ last four bytes        CRC-32 of all before, in an order without terms of these 
 ====================== =====================================================================
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -43,18 +41,11 @@ _MAX_NOISE = 1e12
 
 
 class Stamp(NamedTuple):
-    """Names one state of one client's mirror.
+    """Names one state of one client's mirror."""
 
-    Attributes:
-        epoch: grows whenever the mirror starts again from zero; 0 at the first start.
-        uploads: how many there were since then.
-        digest: of the mirror's content and of every upload that led to it.
-
-    """
-
-    epoch: int
-    uploads: int
-    digest: bytes
+    epoch: int  # grows whenever the mirror starts again from zero; 0 at the first start
+    uploads: int  # how many there were since then
+    digest: bytes  # of the mirror's content and of every upload that led to it
 
 
 class _Fields:
@@ -62,7 +53,7 @@ class _Fields:
 
     def to_fields(self) -> dict[str, Field]:
         """Return names and values."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every user is a dataclass
+        return asdict(self)  # type: ignore[call-overload]  # every user is a dataclass
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Self:
@@ -85,61 +76,40 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Order(_Fields):
-    """What one client receives in a round, beside the model.
+    """What one client receives in a round, beside the model."""
 
-    Attributes:
-        run: names the training run, across restarts of the server.
-        fingerprint: of everything both sides must agree on (see `fingerprint`).
-        recipe: the recipe's name and options; empty where the client must bring its own.
-        bits: ``b_max`` of the recipe.
-        max_staleness: of the recipe.
-        seed: of the run; with ``client`` and ``round`` it makes the key of all random draws.
-        num_params: length of the model.
-        dtype: of the model, ``"float32"`` or ``"float64"``.
-        incarnation: grows with every start of the server; orders are counted by it and ``round``.
-        round: ``k``, counted from 1.
-        client: the index ``m`` under which the server knows this client.
-        evaluate: whether the model is to be measured and not trained.
-        movement: the scalar of `aqg.core.messages.Broadcast`.
-        epoch: of the mirror that the server holds for this client.
-        uploads: of that mirror.
-        digest: of that mirror.
-        layout: signature of the server's module (see `signature`); empty where it has none.
-        constants: digest of what never travels of that module; empty where it has none.
-        public: digest of the public model that the order is about; empty where the model itself
-            comes with the order.
-        log: the entries that lead there, as a frame.
-        snapshot: where they start, as a frame; empty where they start from what the client holds.
-        statistics: of the server's module, as a frame; empty where none have changed.
-        noise: the scalar of `aqg.core.messages.Broadcast`.
-        exact: whether updates are gradients over all of a client's samples, without noise.
-
-    """
-
-    run: str
-    fingerprint: bytes
-    recipe: str
-    bits: int
-    max_staleness: int
-    seed: int
-    num_params: int
-    dtype: str
-    incarnation: int
-    round: int
-    client: int
-    evaluate: bool = False
-    movement: float = 0.0
-    epoch: int = 0
-    uploads: int = 0
-    digest: bytes = NO_STATE
+    run: str  # names the training run, across restarts of the server
+    fingerprint: bytes  # of everything both sides must agree on (see `fingerprint`)
+    recipe: str  # the recipe's name and options; empty where the client must bring its own
+    bits: int  # ``b_max`` of the recipe
+    max_staleness: int  # of the recipe
+    seed: int  # of the run; with ``client`` and ``round`` it makes the key of all random draws
+    num_params: int  # length of the model
+    dtype: str  # of the model, ``"float32"`` or ``"float64"``
+    incarnation: int  # grows with every start of the server; orders are counted by it and ``round``
+    round: int  # ``k``, counted from 1
+    client: int  # the index ``m`` under which the server knows this client
+    evaluate: bool = False  # whether the model is to be measured and not trained
+    movement: float = 0.0  # the scalar of `aqg.core.messages.Broadcast`
+    epoch: int = 0  # of the mirror that the server holds for this client
+    uploads: int = 0  # of that mirror
+    digest: bytes = NO_STATE  # of that mirror
+    # signature of the server's module (see `signature`); empty where it has none
     layout: bytes = b""
-    constants: bytes = b""
+    constants: bytes = b""  # digest of what never travels of that module; empty where it has none
+    # digest of the public model that the order is about; empty where the model itself comes with
+    # the order
     public: bytes = b""
-    log: bytes = b""
+    log: bytes = b""  # the entries that lead there, as a frame
+    # where they start, as a frame; empty where they start from what the client holds
     snapshot: bytes = b""
-    statistics: bytes = b""
-    noise: float = 1.0
+    statistics: bytes = b""  # of the server's module, as a frame; empty where none have changed
+    noise: float = 1.0  # the scalar of `aqg.core.messages.Broadcast`
+    # whether updates are gradients over all of a client's samples, without noise
     exact: bool = False
+    # what a client starts from that holds nothing (`aqg.channel.first`); empty where it holds a
+    # model, or receives it as a whole
+    first: bytes = b""
 
     def __post_init__(self) -> None:
         _require_state("digest", self.digest)
@@ -175,49 +145,29 @@ class Order(_Fields):
 
 @dataclass(frozen=True)
 class Reply(_Fields):
-    """What a client answers.
+    """What a client answers."""
 
-    Attributes:
-        incarnation: of the order it answers.
-        round: of the order it answers.
-        stale: whether the order was an old one, and nothing was done.
-        restarted: whether the client's mirror began again from zero before this frame.
-        rolled_back: whether the client took back an upload that had not arrived.
-        epoch: of the mirror that the frame is to be added to.
-        uploads: of that mirror.
-        base_digest: of that mirror.
-        digest: of the mirror after the frame.
-        frame: the message, encoded; empty where ``stale``.
-        loss: ``f_m(θ)`` at the model of the order; NaN where it was not measured.
-        num_samples: how many samples the client has.
-        fault: why nothing could be sent, or empty.
-        work_seconds: time the client spent on the order.
-        statistics: of the client's model after training, encoded; empty where none changed.
-        held_round: the round whose public model the client holds; 0 where it has none.
-        held_digest: of that model; said where the client is ``lost``.
-        held_start: digest of the client's own starting model; said where it is ``lost``.
-        lost: why the client could not reach the model of the order, and did nothing; or empty.
-
-    """
-
-    incarnation: int
-    round: int
-    stale: bool = False
-    restarted: bool = False
-    rolled_back: bool = False
-    epoch: int = 0
-    uploads: int = 0
-    base_digest: bytes = NO_STATE
-    digest: bytes = NO_STATE
-    frame: bytes = b""
+    incarnation: int  # of the order it answers
+    round: int  # of the order it answers
+    stale: bool = False  # whether the order was an old one, and nothing was done
+    restarted: bool = False  # whether the client's mirror began again from zero before this frame
+    rolled_back: bool = False  # whether the client took back an upload that had not arrived
+    epoch: int = 0  # of the mirror that the frame is to be added to
+    uploads: int = 0  # of that mirror
+    base_digest: bytes = NO_STATE  # of that mirror
+    digest: bytes = NO_STATE  # of the mirror after the frame
+    frame: bytes = b""  # the message, encoded; empty where ``stale``
+    # ``f_m(θ)`` at the model of the order; NaN where it was not measured
     loss: float = float("nan")
-    num_samples: int = 0
-    fault: str = ""
-    work_seconds: float = 0.0
+    num_samples: int = 0  # how many samples the client has
+    fault: str = ""  # why nothing could be sent, or empty
+    work_seconds: float = 0.0  # time the client spent on the order
+    # of the client's model after training, encoded; empty where none changed
     statistics: bytes = b""
-    held_round: int = 0
-    held_digest: bytes = NO_STATE
-    held_start: bytes = b""
+    held_round: int = 0  # the round whose public model the client holds; 0 where it has none
+    held_digest: bytes = NO_STATE  # of that model; said where the client is ``lost``
+    held_start: bytes = b""  # digest of the client's own starting model; said where it is ``lost``
+    # why the client could not reach the model of the order, and did nothing; or empty
     lost: str = ""
 
     def __post_init__(self) -> None:
@@ -276,20 +226,12 @@ _TERMS = (
 
 
 class _Form(NamedTuple):
-    """How a kind of message is written.
+    """How a kind of message is written."""
 
-    Attributes:
-        full: the first byte of one that stands alone.
-        short: of one that leaves out what the reader knows.
-        optional: fields that may be left out, most frequent first, and their defaults.
-        payload: the field at the end.
-
-    """
-
-    full: int
-    short: int
-    optional: dict[str, Any]
-    payload: str
+    full: int  # the first byte of one that stands alone
+    short: int  # of one that leaves out what the reader knows
+    optional: dict[str, Any]  # fields that may be left out, most frequent first, and their defaults
+    payload: str  # the field at the end
 
 
 def _form(kind: type[Any], full: int, short: int, payload: str, *optional: str) -> _Form:
@@ -301,7 +243,7 @@ _FORMS: dict[type[Any], _Form] = {
     Order: _form(
         *(Order, 0x83, 0x84, "log"),
         *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
-        "snapshot",
+        *("snapshot", "first"),
     ),
     Reply: _form(
         *(Reply, 0x92, 0x93, "frame"),
@@ -338,7 +280,6 @@ def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> byte
     Args:
         message: to write.
         known: what the reader has: of an order, an earlier one; of a reply, the stamp in its order.
-
     """
     form, types = _FORMS[type(message)], get_type_hints(type(message))
     terms = _write(message, _TERMS, types) if isinstance(message, Order) else b""

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.client import ClientState, init_client, respond
 from aqg.core.messages import Message, Skip
 from aqg.core.recipe import Recipe
+from aqg.core.round import ClientState, init_client, respond
 from aqg.core.track import Track, follow_one, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError
@@ -51,12 +51,10 @@ def max_frame_bytes(num_params: int) -> int:
 
 
 def first_lineage(epoch: int) -> bytes:
-    """Return the lineage of a mirror that starts from zero."""
     return hashlib.blake2b(b"zero %d" % epoch, digest_size=DIGEST_BYTES).digest()
 
 
 def next_lineage(digest: bytes, frame: bytes) -> bytes:
-    """Return the lineage after ``frame`` was added to the mirror with this digest."""
     return hashlib.blake2b(frame, key=digest, digest_size=DIGEST_BYTES).digest()
 
 
@@ -78,14 +76,12 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def zero(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Snapshot:
-        """Return the state before the first upload of an epoch."""
         state = init_client(recipe, num_params, np.dtype(dtype))
         lineage = first_lineage(epoch)
         return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.track)))
 
     @property
     def is_intact(self) -> bool:
-        """Whether the content still has the digest that the stamp says."""
         return content_digest(self.lineage, self.state.track) == self.stamp.digest
 
 
@@ -98,7 +94,6 @@ class ClientMirror(NamedTuple):
 
     @staticmethod
     def first(recipe: Recipe, num_params: int, dtype: str) -> ClientMirror:
-        """Return the memory of a client that has never answered."""
         return ClientMirror(Snapshot.zero(recipe, num_params, dtype))
 
 
@@ -131,7 +126,6 @@ def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> 
 
 
 def stale_reply(order: Order) -> Reply:
-    """Return the answer to an order that came too late: nothing was done."""
     return Reply(
         *order.serial,
         stale=True,
@@ -200,19 +194,13 @@ class Held(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """What the server holds of one client.
-
-    Attributes:
-        link: what the client holds as well.
-        entry: the stamp of that.
-    """
+    """What the server holds of one client."""
 
     track: Track
     entry: Held
 
 
 def first_peer(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Peer:
-    """Return the peer before the first upload of an epoch."""
     track = init_mirrors(recipe.memory, num_params, np.dtype(dtype))
     lineage = first_lineage(epoch)
     stamp = Stamp(epoch, 0, content_digest(lineage, track))
@@ -266,8 +254,7 @@ def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> 
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.track.position
     if recipe.memory.keeps_mirror:
-        update: FloatArray = mirror[0]
-        return update
+        return mirror[0]
     if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
     return message.values(mirror.dtype.type)

@@ -4,9 +4,6 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
-from __future__ import annotations
-
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
-from aqg.core.messages import Message
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Recipe, require_memory
 from aqg.core.recipes import make_recipe
+from aqg.core.server import check_client
 from aqg.core.step_sizes import Fixed, resolve_step
-from aqg.core.types import Float64Array, FloatArray, is_whole
+from aqg.core.types import Float64Array, FloatArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol.book import (
     MirrorBook,
@@ -89,6 +86,8 @@ class ServerSession:
             ``"exact"``. With ``"seed"`` and ``"rounded"`` the session starts from the model as it
             arrives, which is `parameters`.
         layout: name and shape of each tensor in ``parameters``, for ``"seed"`` and ``"rounded"``.
+        memory: what clients hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it: each order then begins with the starting model.
         path: a directory to which every step is written, and from which a session goes on that
             finds one there; None to remember in this process alone.
 
@@ -115,6 +114,7 @@ class ServerSession:
         exact: bool = False,
         start: str = "auto",
         layout: Sequence[tuple[str, tuple[int, ...]]] | None = None,
+        memory: str = "model",
         path: Path | str | None = None,
     ) -> None:
         first = _checked(parameters, num_clients)
@@ -126,7 +126,7 @@ class ServerSession:
             tensors = layout or (("model", first.shape),)
             first, self._first_message = settle(first, tensors, start, seed=seed)
         for name, value in (("step_size", step_size), ("sampled", sampled)):
-            if value is not None and not (_is_number(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
         if sampled > 1:
             raise ConfigError(f"sampled is {sampled!r}; it must be at most 1")
@@ -135,6 +135,8 @@ class ServerSession:
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
         self.recipe = chosen.for_updates(exact)
+        require_memory(memory, self.recipe)
+        self._forgets = memory == "none"
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
         if step == "auto" and step_size is not None:
             step = "fixed"
@@ -183,7 +185,7 @@ class ServerSession:
 
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
-        self._check_client(client)
+        check_client(self._book.state, client)
         named, bits, max_staleness = self._recipe_terms
         order = self._book.order(
             client,
@@ -204,7 +206,7 @@ class ServerSession:
 
         The sum of a round is the same to the last bit only if replies are taken in the same order.
         """
-        self._check_client(client)
+        check_client(self._book.state, client)
         if not isinstance(reply, bytes | bytearray | memoryview):
             kind = type(reply).__name__
             return Receipt(False, problem=f"the reply is {kind}; it must be bytes")
@@ -221,19 +223,20 @@ class ServerSession:
         if read.lost == NO_TERMS:
             self._informed.discard(client)
         if (read.incarnation, read.round) == (self._incarnation, self.round):
-            if read.lost != NO_TERMS:
+            if read.lost != NO_TERMS and not self._forgets:
                 self._informed.add(client)
             if client in self._answered:
                 problem = f"client {client} was taken in round {self.round} already"
                 return Receipt(False, problem=problem)
-            self._book.note_holding(client, read)
+            if not self._forgets:
+                self._book.note_holding(client, read)
         if read.lost:
             return Receipt(False, wants_order=True, problem=f"the client is lost: {read.lost}")
         verdict = self._book.accept(client, read, self._incarnation)
         if verdict.message is None:
             return Receipt(False, problem=verdict.problem)
         self._answered.add(client)
-        fault = _fault_of(verdict.message, read.fault)
+        fault = "" if verdict.message.width else read.fault
         return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
 
     def step(self) -> None:
@@ -248,12 +251,6 @@ class ServerSession:
             self._book.skip_step()
         self._answered = set()
         self._save()
-
-    def _check_client(self, client: int) -> None:
-        if not is_whole(client) or not 0 <= client < self.num_clients:
-            raise MessageError(
-                f"client is {client!r}; it must be a whole number in 0..{self.num_clients - 1}"
-            )
 
     def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
         optimizer = make_optimizer(self._optimizer)
@@ -285,7 +282,6 @@ class ServerSession:
         write_arrays(self._path / CHECKPOINT, arrays)
 
     def _restored(self) -> MirrorBook | None:
-        """Return the book of the checkpoint, if there is one."""
         if self._path is None:
             return None
         try:
@@ -326,7 +322,6 @@ def _resolve(spec: str, recipe: Recipe) -> Downlink:
 
 
 def _checked(parameters: object, num_clients: Any) -> FloatArray:
-    """Return a copy of a model that a session can start from."""
     if not is_whole(num_clients) or num_clients < 1:
         raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
     start = np.array(parameters)
@@ -340,10 +335,6 @@ def _checked(parameters: object, num_clients: Any) -> FloatArray:
     return start
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
-
-
 def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
     try:
         given = np.ones(num_clients) if weights is None else np.array(weights, np.float64)
@@ -352,7 +343,3 @@ def _weights(weights: Sequence[float] | None, num_clients: int) -> Float64Array:
     if given.shape != (num_clients,) or not (np.isfinite(given).all() and (given >= 0).all()):
         raise ConfigError(f"weights must be {num_clients} finite numbers that are not negative")
     return given
-
-
-def _fault_of(message: Message, fault: str) -> str:
-    return fault if message.width == 0 else ""

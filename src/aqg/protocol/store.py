@@ -6,8 +6,6 @@ A small index says which numbers count. Replacing the index is the commit: a cra
 leaves the old memory or the new one, and the protocol copes with either.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -16,15 +14,16 @@ import shutil
 import time
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.persistence import clients_from_arrays, clients_to_arrays
 from aqg.core.public import Public
+from aqg.core.server import clients_from_arrays, clients_to_arrays
 from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
@@ -34,18 +33,28 @@ from aqg.protocol.mirrors import ClientMirror, Snapshot
 Vector = NDArray[Any]
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on disk when this returns."""
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes another's place, whole or not at all, and is on disk then."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns, and so is its name."""
+    with _replacing(path) as file:
+        file.write(content)
+    try:
+        sync_directory(path.parent)
+    except OSError as error:
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
@@ -63,20 +72,11 @@ def sync_directory(path: Path) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
     """Save named arrays, whole or not at all, without a copy of them in memory."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    with _replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def read_arrays(path: Path) -> dict[str, Vector]:
-    """Load the arrays that `write_arrays` saved."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -110,11 +110,7 @@ class Vault(Protocol):
 
 
 class ArrayStore:
-    """Reads and writes arrays in a vault, each once, beside the index that names them.
-
-    Args:
-        vault: where they lie.
-    """
+    """Reads and writes arrays in a vault, each once, beside the index that names them."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
@@ -122,7 +118,6 @@ class ArrayStore:
         self._last = 0
 
     def read(self, cell: dict[str, Any]) -> Vector:
-        """Return the array of a cell of the index."""
         if "number" in cell:
             number = int(cell["number"])
             vector = self._vault.read_vector(number)
@@ -134,14 +129,12 @@ class ArrayStore:
         return data.reshape(cell["shape"])
 
     def remember(self, cell: dict[str, Any], array: Vector) -> None:
-        """Take note that an array is the one of a cell, and need not be written again."""
         if "number" in cell:
             number = int(cell["number"])
             self._last = max(self._last, number)
             self._stored[number] = weakref.ref(array)
 
     def reserve(self, numbers: set[int]) -> None:
-        """Take note of numbers that are in use."""
         self._last = max({self._last, *numbers})
 
     def write(self, array: Vector) -> dict[str, Any]:
@@ -170,9 +163,7 @@ class ClientStore:
     Both are part of one index, so that they change together. Vectors of a public model are written
     by `put_public`, and count from the next `save` on; the caller need not hold them until then.
 
-    Args:
-        vault: where it lies.
-        key: names the run and what both sides agreed on; a memory under another key is not found.
+    A memory under another key, which names the run and what both sides agreed on, is not found.
     """
 
     def __init__(self, vault: Vault, key: str) -> None:
@@ -184,7 +175,6 @@ class ClientStore:
 
     @property
     def answered(self) -> tuple[int, int]:
-        """`Order.serial` of the last order answered."""
         incarnation, round_number = self._index["answered"]
         return incarnation, round_number
 
@@ -317,7 +307,6 @@ def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
 
 
 def _numbers_in(index: dict[str, Any]) -> set[int]:
-    """Return the numbers of all vectors that an index names."""
     rows = [index[name] for name in _ROWS if index[name] is not None]
     cells = [cell for row in rows for cell in row["arrays"].values()]
     return {int(cell["number"]) for cell in cells if "number" in cell}
@@ -336,7 +325,6 @@ class DirectoryVault:
             ) from None
 
     def read_index(self) -> str | None:
-        """Return the text of ``state.json``."""
         try:
             return (self._path / "state.json").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -345,19 +333,15 @@ class DirectoryVault:
             raise RunError(f"{str(self._path)!r} cannot be read: {error}") from None
 
     def write_index(self, text: str) -> None:
-        """Replace ``state.json``."""
         write_atomically(self._path / "state.json", text.encode())
 
     def read_vector(self, number: int) -> Vector:
-        """Load ``vector-N.npz``."""
         return read_arrays(self._path / f"vector-{number}.npz")["vector"]
 
     def write_vector(self, number: int, vector: Vector) -> None:
-        """Save ``vector-N.npz``."""
         write_arrays(self._path / f"vector-{number}.npz", {"vector": vector})
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Delete the files of other numbers."""
         for file in self._path.glob("vector-*.npz"):
             found = re.fullmatch(r"vector-(\d+)\.npz", file.name)
             if found and int(found[1]) not in numbers:
@@ -372,25 +356,20 @@ class MemoryVault:
         self._vectors: dict[int, Vector] = {}
 
     def read_index(self) -> str | None:
-        """Return the index."""
         return self._index
 
     def write_index(self, text: str) -> None:
-        """Replace the index."""
         self._index = text
 
     def read_vector(self, number: int) -> Vector:
-        """Return a vector."""
         if number not in self._vectors:
             raise RunError(f"there is no vector {number}")
         return self._vectors[number]
 
     def write_vector(self, number: int, vector: Vector) -> None:
-        """Keep a copy of a vector."""
         self._vectors[number] = vector.copy()
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Forget other vectors."""
         self._vectors = {n: v for n, v in self._vectors.items() if n in numbers}
 
 

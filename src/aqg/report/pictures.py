@@ -66,7 +66,7 @@ def _loss_of(comparison: Comparison) -> str:
     return "residual" if all(run.minimum is not None for run in comparison.runs) else "loss"
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -75,7 +75,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
@@ -86,7 +86,7 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
     columns = dict(_AXES)
     if all(SECONDS in run.extras for run in comparison.runs):
         columns[SECONDS] = "simulated seconds"
-    figure = _figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
+    figure = new_figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
     rows = figure.subplots(len(metrics), len(columns), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
     for axes, metric in zip(rows, metrics, strict=True):
@@ -100,13 +100,13 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
                 panel.set_xscale("log")
             if metric in LOSSES and has_points:
                 panel.set_yscale("log")
-            _tidy(panel)
+            tidy(panel)
         axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
     if title:
         figure.suptitle(title, fontsize=11)
     handles, labels = rows[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    return _png(figure)
+    return png(figure)
 
 
 def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
@@ -131,20 +131,26 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
         panel.fill_between(x, low, band.high[seen], color=COLORS[group.color], alpha=0.15, lw=0)
 
 
-def _tidy(panel: Axes) -> None:
+def tidy(panel: Axes) -> None:
     panel.grid(True, which="major", color="#e6e2da", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _panels(groups: Sequence[Group], height: float) -> tuple[Figure, list[Axes]]:
-    columns = min(len(groups), 3)
-    rows = math.ceil(len(groups) / columns)
-    figure = _figure(4.4 * columns + 1, height * rows + 0.5)
+def grid(count: int, width: float, height: float, margin: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels of such a size, up to three in a row."""
+    columns = max(1, min(count, 3))
+    rows = max(1, math.ceil(count / columns))
+    figure = new_figure(width * columns + margin, height * rows + 0.5)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in panels[len(groups) :]:
+    for panel in panels[count:]:
         panel.set_visible(False)
-    for panel, group in zip(panels, groups, strict=False):
+    return figure, panels[:count]
+
+
+def _panels(groups: Sequence[Group], height: float) -> tuple[Figure, list[Axes]]:
+    figure, panels = grid(len(groups), 4.4, height, 1)
+    for panel, group in zip(panels, groups, strict=True):
         panel.set_title(group.label, fontsize=9, loc="left")
         panel.set_xlabel("round", fontsize=8)
         panel.tick_params(labelsize=8)
@@ -165,10 +171,10 @@ def _draw_widths(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
             panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
             base = top
         panel.set_ylabel("uploads per round", fontsize=8)
-        _tidy(panel)
+        tidy(panel)
     patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
-    return _png(figure)
+    return png(figure)
 
 
 def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
@@ -185,7 +191,7 @@ def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
     patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
     patches += [Patch(color=_SILENT, label="skipped"), Patch(color=_AWAY, label="dropped out")]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
-    return _png(figure)
+    return png(figure)
 
 
 def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:

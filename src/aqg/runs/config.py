@@ -8,7 +8,6 @@ all settings is `aqg.settings`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -17,21 +16,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from aqg.core.downlink import resolve_downlink
-from aqg.core.dropouts import Absence, BernoulliDropout, Dropout, ScriptedDropout
 from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
 from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
-from aqg.data.files import Facts, peek
+from aqg.data.datasets import Facts, peek
 from aqg.errors import ConfigError
 from aqg.models import is_module
+from aqg.runs.directory import read_toml
 from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
 from aqg.sim.late import check_late, make_late
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
-from aqg.sim.training import Training
+from aqg.sim.training import (
+    Absence,
+    BernoulliDropout,
+    Dropout,
+    LocalTraining,
+    ScriptedDropout,
+    Training,
+)
 from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))
@@ -147,6 +152,7 @@ class RunConfig(RunSettings):
             resolve_downlink(self.downlink, recipe),
             resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
             make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
+            self.memory,
         )
 
     def _local(self) -> LocalTraining:
@@ -176,14 +182,11 @@ def read_stored(settings: Mapping[str, Any]) -> RunConfig:
 def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
     """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
 
-    With unequal clients or participation, ``K`` is that of a client with the mean number of
-    samples.
+    ``K`` is that of a client with the mean number of samples.
     """
-    values = {
-        name: _typed(name, settings.get(name, getattr(RunConfig, name)))
-        for name in ("batch_size", "local_steps", "local_epochs", "local_rate")
-    }
-    local = LocalTraining(*values.values())
+    names = ("batch_size", "local_steps", "local_epochs", "local_rate")
+    values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in names)
+    local = LocalTraining(*values)
     clients: int = max(1, _typed("clients", settings["clients"]))
     num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
     return local.rate * num_steps / clients
@@ -367,14 +370,7 @@ def located(name: str, value: Any) -> Any:
 def refuse_unnamed_code(
     settings: Mapping[str, Any], named: Mapping[str, Any], *, allowed: bool, where: str
 ) -> None:
-    """Refuse settings in a file that would run code which the command line does not name.
-
-    Args:
-        settings: from the file.
-        named: from the command line.
-        allowed: whether the user said that code in files may run.
-        where: the file, for the message.
-    """
+    """Refuse settings in a file that would run code which the command line does not name."""
     for name in ("model", "problem", "plugins"):
         value = settings.get(name)
         if allowed or not value or located(name, named.get(name)) == located(name, value):
@@ -396,7 +392,7 @@ def guard_file(
 ) -> None:
     """Refuse a file like that, if it is there, with some of its settings overridden."""
     if file.is_file():  # what is missing is reported where it is read
-        settings = {**read_settings(file), **(overrides or {})}
+        settings = {**read_toml(file), **(overrides or {})}
         refuse_unnamed_code(settings, named, allowed=allowed, where=repr(str(file)))
 
 
@@ -434,25 +430,7 @@ def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 def load_plugins(paths: tuple[str, ...]) -> None:
     for path in paths:
-        spec = importlib.util.spec_from_file_location("aqg_plugin", path)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"plugin {path!r} is not a Python file")
-        try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"plugin {path!r} cannot be loaded: {error}") from error
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None
+        load_file(Path(path))
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import Downlink
 from aqg.core.types import IntArray
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
+from aqg.sim.training import Training
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,11 @@ class Cost:
 
 
 class Heads(NamedTuple):
-    """What orders and replies say besides frames, in bytes.
+    """What orders and replies say besides frames, in bytes."""
 
-    Attributes:
-        first_order: to a client that is new, with all that the two agree on.
-        order: any other.
-        reply: to either.
-    """
-
-    first_order: int
-    order: int
-    reply: int
+    first_order: int  # to a client that is new, with all that the two agree on
+    order: int  # any other
+    reply: int  # to either
 
 
 @cache
@@ -74,7 +68,7 @@ def heads() -> Heads:
     Numbers that grow, such as the round, are of a middling size; they change it by a few bytes.
 
     >>> heads()
-    Heads(first_order=79, order=21, reply=22)
+    Heads(first_order=78, order=21, reply=22)
     """
     digest, other = b"\1" * STATE_DIGEST_BYTES, b"\2" * STATE_DIGEST_BYTES
     order = Order(
@@ -120,21 +114,20 @@ def heads() -> Heads:
 class Meter:
     """Adds to records of rounds what travels besides the frames that a simulation measures.
 
-    Args:
-        first_model: bytes of the first model, which each client receives in the first round it
-            takes part in (`aqg.start`). Where whole models travel in every round, the first one
-            is among them.
-        downlink: how the model travels.
+    Each client receives the first model (`aqg.start`) in the first round that it takes part in, and
+    in all others if it holds nothing between them; where whole models travel in every round, it is
+    among them.
 
     >>> from aqg.core.downlink import Exact
-    >>> meter = Meter(1000, Exact())
+    >>> meter = Meter(1000, Training(downlink=Exact()))
     >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
     >>> [meter.charge(record).total_bytes for record in rounds]
-    [1121, 63]
+    [1120, 63]
     """
 
-    def __init__(self, first_model: int, downlink: Downlink) -> None:
-        self._first_model = 0 if downlink.name == "full" else first_model
+    def __init__(self, first_model: int, training: Training) -> None:
+        self._first_model = 0 if training.downlink.name == "full" else first_model
+        self._forgets = training.memory == "none"
         self._known: set[int] = set()
         self._at_work: set[int] = set()
 
@@ -146,7 +139,8 @@ class Meter:
     def charge(self, record: RoundRecord) -> RoundRecord:
         """Return the record with all that was sent and received in the round."""
         present, head = _present(record), heads()
-        ordered, new = present - self._at_work, present - self._known
+        ordered = present - self._at_work
+        new = ordered if self._forgets else ordered - self._known
         self.replay(record)
         up = dict.fromkeys(present - self._at_work, head.reply)
         first = head.first_order + self._first_model

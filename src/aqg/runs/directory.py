@@ -253,9 +253,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 class RunFiles:
     """The files of one run, for the process that runs it and holds the lock.
 
-    Args:
-        path: the run's directory.
-        identity: tells runs apart; a checkpoint or summary of another run is refused.
+    A checkpoint or summary of a run with another identity is refused.
     """
 
     def __init__(self, path: Path, identity: str) -> None:

@@ -26,6 +26,7 @@ from multiprocessing import resource_tracker
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, ConfigError, RunError
+from aqg.spec import in_words
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -100,15 +101,10 @@ Handle: TypeAlias = Callable[[Event], None]
 
 
 class Place(Protocol):
-    """Where tasks run; on leaving it, all workers are gone.
+    """Where tasks run; on leaving it, all workers are gone."""
 
-    Attributes:
-        retries: how often a task is started again whose worker died.
-        stop: is set by the first Ctrl-C.
-    """
-
-    retries: int
-    stop: threading.Event
+    retries: int  # how often a task is started again whose worker died
+    stop: threading.Event  # is set by the first Ctrl-C
 
     @property
     def jobs(self) -> int:
@@ -155,8 +151,7 @@ def carry_out(
 ) -> None:
     """Do all that a plan wants; ``handle`` is told of everything, with the job it is about.
 
-    Raises:
-        Interrupted: on Ctrl-C, after every task under way has stopped.
+    On Ctrl-C, `Interrupted` is raised after every task under way has stopped.
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
     deaths: dict[int, int] = {}
@@ -280,7 +275,7 @@ def in_our_terms(error: Exception) -> AqgError:
     """Return an error that can be pickled: other processes may not know a plugin's own ones."""
     if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
         return error
-    return RunError(" ".join(f"{type(error).__name__}: {error}".split()))
+    return RunError(in_words(error))
 
 
 _THREAD_VARIABLES = (
@@ -316,11 +311,8 @@ def visible_gpus() -> tuple[str, ...]:
 class Processes:
     """Up to ``jobs`` processes with one compute thread each, started when there is work.
 
-    A context manager: on leaving it, all processes are gone.
-
-    Args:
-        jobs: how many tasks run at a time.
-        gpus: each process sees one of them, in turn; with more jobs than GPUs, several share one.
+    On leaving the context, all processes are gone. Each sees one of the GPUs, in turn; with more
+    jobs than GPUs, several share one.
     """
 
     retries = 0

@@ -200,12 +200,7 @@ def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[
 
 @contextmanager
 def locked(directory: Path, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Keep other processes from writing into ``directory``.
-
-    Args:
-        directory: must exist.
-        wait_seconds: how long to wait for one that does, such as one whose parent was killed.
-    """
+    """Keep other processes from writing into a directory, after waiting for one that does."""
     try:
         import fcntl
     except ImportError:  # a system without such locks

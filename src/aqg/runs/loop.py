@@ -26,9 +26,17 @@ from aqg import __version__
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.objectives.base import Objective
-from aqg.runs.config import RunConfig, read_settings, resolve, to_toml
+from aqg.runs.config import RunConfig, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
-from aqg.runs.directory import CONFIG, VALIDATION, Line, RunFiles, create_directory, finite_or_none
+from aqg.runs.directory import (
+    CONFIG,
+    VALIDATION,
+    Line,
+    RunFiles,
+    create_directory,
+    finite_or_none,
+    read_toml,
+)
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import Validator, curve, make_simulation
@@ -83,7 +91,7 @@ def read_configs(
     """Read a run directory's configs; overrides that differ from them are refused."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_settings(directory / CONFIG)
+    settings = read_toml(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     if asked != configs:
@@ -122,20 +130,11 @@ def run(
 ) -> Result:
     """Run until the run is over, from the directory's checkpoint if it has one.
 
-    That is after its last round, or earlier as `aqg.runs.stopping` has it.
-
-    Args:
-        config: of the run.
-        problem: that the config describes.
-        minimum: ``f*`` where it is known, or what finds it once the last round is done and saved.
-        directory: of the run; it exists and holds the config.
-        contact: is told `Progress` after every round, and tells when to stop; a note is the
-            ceiling that holds from now on.
-        ceiling: the bytes beyond which a run with a target that ends it costs too much.
-        keeps_models: leave the best model and the last, and the last checkpoint.
-
-    Raises:
-        Interrupted: when asked to stop, after the round in progress was finished and saved.
+    That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
+    ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
+    once the last round is done and saved. The contact is told `Progress` after every round; its
+    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
+    saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
@@ -169,7 +168,7 @@ def _run(
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
-    meter = Meter(problem.start_bytes, simulation.training.downlink)
+    meter = Meter(problem.start_bytes, simulation.training)
     for line in lines:
         meter.replay(line.record)
         progress.add(line.record)
@@ -281,7 +280,7 @@ class _Referee:
     def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
         goal = config.goal
         self._eval_every = config.eval_every
-        self._minimum = minimum or 0.0
+        self._minimum = 0.0
         self.metric = VALIDATION if config.validation else "accuracy"
         self.ending: Ending | None = None
         self.ceiling = ceiling
@@ -291,8 +290,11 @@ class _Referee:
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
             self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
-            if goal.kind == "residual" and minimum is None:
-                raise RunError(f"the target is a {goal}, and the minimum of the loss is unknown")
+            if goal.kind == "residual":
+                if minimum is None:
+                    text = f"the target is a {goal}, and the minimum of the loss is unknown"
+                    raise RunError(text)
+                self._minimum = minimum
 
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
         """Return what the target is about; NaN where it was not measured."""
@@ -395,29 +397,17 @@ def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers 
 
 
 class Measured(NamedTuple):
-    """How good a model is.
+    """How good a model is."""
 
-    Attributes:
-        rounds: after how many rounds.
-        measure: what was measured, ``test_NAME`` or ``loss``.
-        value: of it.
-    """
-
-    rounds: int
-    measure: str
+    rounds: int  # after how many rounds
+    measure: str  # ``test_NAME`` or ``loss``
     value: float
 
 
 class ModelFiles:
     """Keeps the best model of a run in mind, and writes it and the final one.
 
-    Args:
-        directory: of the run.
-        directions: for each test metric, whether more of it is better; None where nobody said.
-        next_round: the first round that is still to be run.
-
-    Attributes:
-        best: how good the best model is, None before the first.
+    ``directions`` has for each test metric whether more of it is better; None where nobody said.
     """
 
     def __init__(
@@ -447,14 +437,7 @@ class ModelFiles:
         loss: float | None,
         tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Remember a model if it is the best so far.
-
-        Args:
-            rounds: after how many rounds it is.
-            metrics: what was measured of it on the test set.
-            loss: its training loss, None where unknown.
-            tensors: makes its tensors, by name.
-        """
+        """Remember a model if it is the best so far; ``tensors`` makes its tensors, by name."""
         name = next((name for name in metrics if self._directions.get(name) is not None), None)
         measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
         if value is None or not math.isfinite(value):

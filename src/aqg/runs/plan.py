@@ -37,17 +37,14 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class StudyPlan(Plan[JobType], Protocol[JobType]):
-    """A plan that can be shown.
+    """A plan that can be shown."""
 
-    Attributes:
-        failures: what went wrong, by the job's name.
-        num_before: how many jobs were finished before.
-        bytes_before: what these sent and received.
-    """
+    failures: dict[str, AqgError]  # by the job's name
+    num_before: int  # how many jobs were finished before
+    bytes_before: int  # what these sent and received
 
-    failures: dict[str, AqgError]
-    num_before: int
-    bytes_before: int
+    @property
+    def num_finished(self) -> int: ...
 
     def problems(self) -> Iterable[RunConfig]:
         """Return configs with every problem that runs may need."""
@@ -78,6 +75,10 @@ class Batch:
         self._waiting = iter(self.left)
         self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
+
+    @property
+    def num_finished(self) -> int:
+        return self.num_before + self._num_ended - len(self.failures)
 
     def problems(self) -> Iterable[RunConfig]:
         return (job.config for job in self.left)

@@ -33,12 +33,13 @@ from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.objectives.base import Scaling
-from aqg.runs.config import RunConfig, check_files, make_own_problem
+from aqg.runs.config import NUM_SAMPLES, RunConfig, check_files, make_own_problem
 from aqg.runs.cost import running_totals
 from aqg.runs.directory import Line, finite_or_none
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
+from aqg.spec import in_words
 from aqg.start import settle
 from aqg.weights import check_names, fill_module, read_tensors
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from aqg.objectives.optimum import Optimum  # scipy is missing on some machines
 
 _TRIED_SAMPLES = 8
-_NUM_SAMPLES = {"mnist": 60_000}
 _CHOSEN, _HELD_OUT, _MOVED = 0xC0DE, 0xFA1D, 0x756C70
 """Keep these random choices apart from others that are made with the same seed."""
 
@@ -170,13 +170,7 @@ def send_start(problem: Problem, way: str, seed: int) -> Problem:
 
 
 def start_from(problem: Problem, tensors: Mapping[str, Any], source: str) -> Problem:
-    """Return the problem with these tensors as its starting point, frozen ones included.
-
-    Args:
-        problem: whose model has the same names and shapes.
-        tensors: by name.
-        source: the file, for messages.
-    """
+    """Return the problem with these tensors as its starting point, frozen ones included."""
     objective: Any = problem.objective
     if getattr(objective, "model_layout", None) is not None:
         module = copy.deepcopy(objective.module)
@@ -213,10 +207,10 @@ def try_out(config: RunConfig, problem: Problem) -> None:
     except AqgError:
         raise
     except Exception as error:  # the user's own code
-        text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"{objective.name} fails on {len(labels[some])} samples of shape {features.shape[1:]} "
-            f"({features.dtype}) with targets of shape {labels.shape[1:]} ({labels.dtype}): {text}"
+            f"({features.dtype}) with targets of shape {labels.shape[1:]} ({labels.dtype}): "
+            f"{in_words(error)}"
         ) from error
 
 
@@ -292,17 +286,14 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
-    num_samples = config.samples or _NUM_SAMPLES.get(config.dataset)
+    num_samples = config.samples or NUM_SAMPLES.get(config.dataset)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
-    if config.validation:
-        key["validation"] = config.validation
+    for name, default in (("validation", 0.0), ("problem", None), ("samples", None)):
+        if getattr(config, name) != default:
+            key[name] = getattr(config, name)
     if config.weighting == "samples":
         key["weighting"] = config.weighting
-    if config.problem is not None:
-        key["problem"] = config.problem
-    if config.samples is not None:
-        key["samples"] = config.samples
     if config.files:
         key["files"] = " ".join(digest for _, digest in config.files)
     return key
@@ -310,20 +301,10 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
 
 def make_simulation(config: RunConfig, problem: Problem) -> FastSimulation | ReferenceSimulation:
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
-    dropout = config.dropout_schedule()
+    given = (problem, recipe, config.alpha, config.dropout_schedule(), config.seed)
     if config.engine == "reference":
-        return ReferenceSimulation(
-            problem, recipe, config.alpha, dropout, config.seed, training=config.training()
-        )
-    return FastSimulation(
-        problem,
-        recipe,
-        config.alpha,
-        dropout,
-        config.seed,
-        device=config.device,
-        training=config.training(),
-    )
+        return ReferenceSimulation(*given, training=config.training())
+    return FastSimulation(*given, device=config.device, training=config.training())
 
 
 def perturb(features: FloatArray, draw: int) -> FloatArray:
@@ -376,12 +357,7 @@ def hold_out(problem: Problem, share: float, seed: int) -> Problem:
 
 
 class Validator:
-    """Measures the current model of a simulation on the validation set, on the same device.
-
-    Args:
-        simulation: of a problem with a validation set.
-        kind: ``"accuracy"`` or ``"loss"``.
-    """
+    """Measures the accuracy or loss of a simulation on the validation set, on the same device."""
 
     def __init__(self, simulation: FastSimulation | ReferenceSimulation, kind: str) -> None:
         samples = simulation.problem.validation

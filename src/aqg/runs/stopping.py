@@ -50,21 +50,12 @@ def has_diverged(loss: float) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """When a model is good enough.
+    """When a model is good enough."""
 
-    Attributes:
-        kind: ``"residual"``, the loss above its minimum; ``"loss"`` itself; or ``"accuracy"`` on
-            the test set.
-        value: at most this loss or residual, at least this accuracy.
-        hold: for how many rounds in a row it has to be met, after which the run ends; 0: to the
-            last round.
-        is_mean: whether it is enough that the first of these rounds meets it, and their mean.
-    """
-
-    kind: Kind
-    value: float
-    hold: int = 0
-    is_mean: bool = False
+    kind: Kind  # the loss, the loss above its minimum, or the accuracy on the test set
+    value: float  # at most this loss or residual, at least this accuracy
+    hold: int = 0  # for so many rounds in a row, after which the run ends; 0: to the last round
+    is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -134,8 +125,7 @@ class Target:
 class Judge:
     """Follows a run's costs and its loss, residual or accuracy, and says when it is over.
 
-    Attributes:
-        value: what was looked at last; NaN before the first look.
+    ``value`` is what was looked at last; NaN before the first look.
     """
 
     def __init__(self, target: Target, num_rounds: int) -> None:

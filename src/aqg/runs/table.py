@@ -19,23 +19,14 @@ class Table:
     """Text in cells, written as in Markdown.
 
     Names are in backticks, ``<br>`` is between lines, and ``**`` around what stands out.
-
-    Attributes:
-        name: marks its place in a document.
-        title: in a few words.
-        note: what the numbers are.
-        header: of the columns.
-        rows: as long as the header each.
-        num_labels: how many of the first columns say what a row is about; the others hold numbers
-            and are right-aligned in a terminal. None: all are text.
     """
 
-    name: str
+    name: str  # marks its place in a document
     title: str
-    note: str
+    note: str  # what the numbers are
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    num_labels: int | None = None
+    num_labels: int | None = None  # columns that are no numbers; None: all are text
 
     def to_markdown(self) -> str:
         """Write the table with its title and note.

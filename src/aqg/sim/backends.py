@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.space import NumpySpace, as_index
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
-from aqg.sim.local import LocalTraining
-from aqg.sim.problem import Problem
-from aqg.sim.stacks import stack_small_clients
-from aqg.sim.torch_backend import TorchBackend
+from aqg.objectives.closed_form import ClosedForm
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import LocalTraining
+
+if TYPE_CHECKING:  # needs torch
+    from aqg.sim.torch_backend import TorchBackend
 
 Backend: TypeAlias = "NumpyBackend | TorchBackend"
 """The space of a simulation's vectors, and what clients compute there."""
@@ -65,7 +68,6 @@ class NumpyBackend(NumpySpace):
         self._grouped: tuple[IntArray, list[Group]] = np.empty(0, np.int64), []
 
     def losses(self, params: FloatArray, clients: IntArray) -> Float64Array:
-        """Return the loss of each of these clients."""
         result = np.empty(len(clients))
         for positions, features, labels in self._groups(clients):
             result[positions] = self._objective.losses(params, features, labels)
@@ -74,7 +76,6 @@ class NumpyBackend(NumpySpace):
     def losses_and_gradients(
         self, params: FloatArray, clients: IntArray
     ) -> tuple[Float64Array, FloatArray]:
-        """Return the loss and the gradient of each of these clients."""
         if clients is not self._grouped[0]:  # the same again in every round where all take part
             self._grouped = clients, list(self._groups(clients))
         groups = self._grouped[1]
@@ -122,3 +123,143 @@ class NumpyBackend(NumpySpace):
         ]
         losses, updates = zip(*results, strict=True)
         return np.stack(losses), np.stack(updates)
+
+
+STACK_BYTES = 1 << 20
+"""Clients with more data than this gain nothing from a stack."""
+
+
+class Stack(NamedTuple):
+    """Clients ``first, first + 1, ...``: features ``(M, n, f)`` and labels ``(M, n)``."""
+
+    first: int
+    features: FloatArray
+    labels: IntArray
+
+
+def stack_small_clients(problem: Problem) -> dict[int, Stack]:
+    stacks: dict[int, Stack] = {}
+    if not problem.objective.stackable:
+        return stacks
+    clients = problem.clients
+    start = 0
+    while start < len(clients):
+        stop = _end_of_run(clients, start)
+        if stop - start > 1 and clients[start].features.nbytes <= STACK_BYTES:
+            features = join([samples.features for samples in clients[start:stop]])
+            labels = join([samples.labels for samples in clients[start:stop]])
+            stack = Stack(start, features, labels)
+            stacks.update(dict.fromkeys(range(start, stop), stack))
+        start = stop
+    return stacks
+
+
+def _end_of_run(clients: Sequence[Samples], start: int) -> int:
+    """Return the end of the clients like ``start`` that one stack can hold.
+
+    Where a view of the clients' memory would have to jump back, a new stack begins: clients may
+    share samples, and a stack must not multiply them.
+    """
+    size = len(clients[start].labels)
+    last = _address(clients[start].features)
+    stop = start + 1
+    while stop < len(clients) and len(clients[stop].labels) == size:
+        address = _address(clients[stop].features)
+        if address <= last and clients[stop].features.base is clients[start].features.base:
+            break
+        last = address
+        stop += 1
+    return stop
+
+
+def join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return arrays of one shape as the rows of one: a view if they lie side by side in memory.
+
+    >>> data = np.arange(12.0).reshape(3, 4)
+    >>> bool(np.shares_memory(join([data[0], data[1], data[2]]), data))
+    True
+    >>> join([data[0], data[2].copy()]).shape
+    (2, 4)
+    """
+    first = arrays[0]
+    base = first.base
+    adjacent = isinstance(base, np.ndarray) and all(
+        array.base is base
+        and array.flags.c_contiguous
+        and array.dtype == first.dtype
+        and array.shape == first.shape
+        and _address(array) == _address(first) + index * first.nbytes
+        for index, array in enumerate(arrays)
+    )
+    if not adjacent:
+        return np.stack(arrays)
+    view = np.lib.stride_tricks.as_strided(
+        first, (len(arrays), *first.shape), (first.nbytes, *first.strides), writeable=False
+    )
+    return view
+
+
+def _address(array: NDArray[Any]) -> int:
+    return array.__array_interface__["data"][0]
+
+
+PIECE_LENGTH = 512
+"""Longest piece: with ten classes, a product of so many samples keeps a share of a GPU busy."""
+
+
+class Pieces(NamedTuple):
+    """``P`` pieces of ``L`` samples, on a device."""
+
+    features: Any  # ``(P, L, f)``; the pieces of a client follow each other
+    labels: Any  # ``(P, L)``
+    weights: Any  # what a sample counts in its client's loss, ``(P, L)``
+    owners: Any  # 1 where a piece belongs to a client, ``(M, P)``
+    starts: list[int]  # where each client begins, counted in samples
+
+    def losses_and_gradients(self, objective: ClosedForm, params: Any) -> tuple[Any, Any]:
+        losses, gradients = objective.weighted_losses_and_gradients(
+            params, self.features, self.labels, self.weights
+        )
+        losses, gradients = self.owners @ losses, self.owners @ gradients
+        if objective.l2:
+            losses += objective.l2 / 2 * (params @ params)
+            gradients += objective.l2 * params
+        return losses, gradients
+
+
+def cut(
+    clients: Sequence[Samples], weight: Callable[[int], float], put: Callable[[Any], Any]
+) -> Pieces:
+    """Cut all clients; ``weight`` says what each of so many samples counts, ``put`` moves arrays.
+
+    >>> from aqg.sim.problem import Samples
+    >>> clients = [Samples(np.ones((n, 3)), np.zeros(n, np.int64)) for n in (600, 100)]
+    >>> pieces = cut(clients, lambda count: 1 / count, put=np.asarray)
+    >>> pieces.features.shape, pieces.owners.tolist()
+    ((3, 512, 3), [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    """
+    length = min(PIECE_LENGTH, max(len(client.labels) for client in clients))
+    counts = [-(-len(client.labels) // length) for client in clients]
+    num_pieces = sum(counts)
+    first = clients[0]
+    features = np.zeros((num_pieces * length, first.features.shape[1]), first.features.dtype)
+    labels = np.zeros(num_pieces * length, first.labels.dtype)
+    weights = np.zeros(num_pieces * length, first.features.dtype)
+    owners = np.zeros((len(clients), num_pieces), first.features.dtype)
+    starts = []
+    piece = 0
+    for client, (samples, count) in enumerate(zip(clients, counts, strict=True)):
+        start = piece * length
+        rows = slice(start, start + len(samples.labels))
+        features[rows], labels[rows] = samples
+        weights[rows] = weight(len(samples.labels))
+        owners[client, piece : piece + count] = 1
+        starts.append(start)
+        piece += count
+    return Pieces(
+        features=put(features.reshape(num_pieces, length, -1)),
+        labels=put(labels.reshape(num_pieces, length)),
+        weights=put(weights.reshape(num_pieces, length)),
+        owners=put(owners),
+        starts=starts,
+    )

@@ -20,8 +20,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray, IntArray
 from aqg.protocol.log import Content, Delivery, ModelLog, length
 from aqg.sim.problem import Problem
-from aqg.wire.entry import follow_log, log_overhead
-from aqg.wire.snapshot import decode_snapshot, encode_snapshot
+from aqg.wire.entry import decode_snapshot, encode_snapshot, follow_log, log_overhead
 
 _MOST_KEPT = 64
 """So many entries that all clients have are kept, before they are dropped together."""
@@ -39,19 +38,16 @@ class LogState(NamedTuple):
     entries: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
         values = (self.positions, np.array(self.first), *self[2:])
         return dict(zip(_FIELDS, values, strict=True))
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> LogState:
-        """Return the state that `to_arrays` wrote."""
         positions, first, lengths, snapshot, entries = (np.array(arrays[n]) for n in _FIELDS)
         return LogState(positions, int(first), lengths, snapshot, entries)
 
 
 def initial_log(num_clients: int) -> LogState:
-    """Return the state before the first round: all hold the starting model."""
     ones = np.ones(num_clients, np.int64)
     return LogState(ones, 1, np.zeros(0, np.int64), np.array([1, 0], np.int64))
 
@@ -59,9 +55,12 @@ def initial_log(num_clients: int) -> LogState:
 class Downloads:
     """The log of a simulation, and how far each client has read it."""
 
-    def __init__(self, start: FloatArray, state: LogState, merges: bool) -> None:
+    def __init__(
+        self, start: FloatArray, state: LogState, merges: bool, forgets: bool = False
+    ) -> None:
         self.start = start
         self.merges = merges
+        self.forgets = forgets  # whether clients hold nothing but the first model, each time anew
         self.load(state)
 
     def load(self, state: LogState) -> None:
@@ -77,14 +76,12 @@ class Downloads:
 
     @property
     def positions(self) -> IntArray:
-        """The round that each client holds."""
         if self._shared is not None:  # all the same, until someone drops out
             self._positions[:] = self._shared
             self._shared = None
         return self._positions
 
     def state(self) -> LogState:
-        """Return all that is needed to go on."""
         log = self.log
         log.cut(int(self.positions.min()))
         lengths = np.array([length(entry) for entry in log.entries], np.int64)
@@ -101,7 +98,7 @@ class Downloads:
         ``public`` returns the public model as it is, for a snapshot.
         """
         log = self.log
-        now, is_everyone = log.round, len(present) == len(self._positions)
+        now, is_everyone = log.round, len(present) == len(self._positions) and not self.forgets
         if is_everyone and self._shared == now - 1 >= log.first:
             self._shared = now
             return [(present, log_overhead(now - 1, 1)), (present, log.entries[-1])]
@@ -114,7 +111,7 @@ class Downloads:
                 continue
             delivery = log.deliver(position, lambda: self._snapshot_size(public), public)
             frames.append((clients, delivery.num_bytes))
-        self.positions[present] = now
+        self._note(present)
         self._shared = now if is_everyone else None
         return frames
 
@@ -122,15 +119,18 @@ class Downloads:
         return len(encode_snapshot(public(), self.start))
 
     def plan(self, present: IntArray, public: Public) -> dict[int, Delivery]:
-        """Return what brings each of these clients up to date, the least behind first."""
         found = {}
         for held in sorted({*self.positions[present].tolist()}, reverse=True):
             found[held] = self.log.deliver(
                 held, lambda: encode_snapshot(public, self.start), lambda: public
             )
         plan = {client: found[int(self.positions[client])] for client in present.tolist()}
-        self.positions[present] = self.log.round
+        self._note(present)
         return plan
+
+    def _note(self, present: IntArray) -> None:
+        if not self.forgets:
+            self.positions[present] = self.log.round
 
     def follow(self, held: Public, delivery: Delivery, recipe: Recipe) -> Public:
         """Return what a client holds after a delivery; a restored one holds the model already."""
@@ -141,7 +141,6 @@ class Downloads:
         return follow_log(frame, held, recipe.movement)
 
     def append(self, entry: Content) -> None:
-        """Add the entry of a round, or its length."""
         self.log.append(entry)
         if self._shared is None:
             self.log.cut(int(self._positions.min()))
@@ -149,9 +148,10 @@ class Downloads:
             self.log.cut(self._shared)
 
 
-def make_downloads(problem: Problem, recipe: Recipe, downlink: Downlink) -> Downloads | None:
-    """Return the log of a simulation before its first round; None where clients get models."""
+def make_downloads(
+    problem: Problem, recipe: Recipe, downlink: Downlink, forgets: bool
+) -> Downloads | None:
     if isinstance(downlink, Full):
         return None
     log = initial_log(problem.num_clients)
-    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink))
+    return Downloads(problem.initial_params, log, lies_on_grid(recipe, downlink), forgets)

@@ -8,13 +8,10 @@ mirrors and the samples on one device; and to size frames in place of building t
 On the CPU in float64 every upload, width, byte and parameter equals the reference's bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import AnyUpload, Skip
 from aqg.core.optimizers import OptimizerState
 from aqg.core.public import Public, lies_on_grid
@@ -22,20 +19,26 @@ from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, News, compress, settle
 from aqg.core.server import Model, add_uploads, take_step
 from aqg.core.space import Array, with_rows
-from aqg.core.stage import lives_on_device
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.protocol.log import Content
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.downloads import Downloads
-from aqg.sim.frame_sizes import SKIP_BYTES, frame_sizes, make_record, received_bytes
 from aqg.sim.late import Replies, Reply, check_late
 from aqg.sim.problem import Problem
-from aqg.sim.record import DROPPED, RoundRecord, full_download_bytes
+from aqg.sim.record import (
+    DROPPED,
+    SKIP_BYTES,
+    RoundRecord,
+    frame_sizes,
+    full_download_bytes,
+    make_record,
+    received_bytes,
+)
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
 
@@ -82,6 +85,7 @@ class FastSimulation:
         never_away = isinstance(self.dropout, BernoulliDropout) and self.dropout.rate == 0
         self._all_take_part = never_away and self._sampled == 1 and late is None
         num_at_work = self.training.num_sampled(count)
+        self.training.check_memory(recipe, self.statistics.are_averaged)
         check_late(late, recipe, num_at_work, self.statistics.are_averaged)
         self._replies = None if late is None else Replies(late, problem, seed)
         self.backend: Backend = make_backend(problem, device)
@@ -95,7 +99,8 @@ class FastSimulation:
         self._model = _model_in(self.backend.put, state.model)
         if state.log is not None:
             merges = lies_on_grid(self.recipe, self._step.downlink)
-            self._downloads = Downloads(self.problem.initial_params, state.log, merges)
+            start, forgets = self.problem.initial_params, self.training.memory == "none"
+            self._downloads = Downloads(start, state.log, merges, forgets)
         if self._replies is not None and state.late is not None:
             self._replies.load(state.late)
         self._clients = _clients_in(self.backend.put, np.array, self.recipe, state.clients)
@@ -108,14 +113,12 @@ class FastSimulation:
     @property
     def parameters(self) -> FloatArray:
         """The current model."""
-        params: FloatArray = self.backend.get(self._model.parameters)
-        return params
+        return self.backend.get(self._model.parameters)
 
     @property
     def averaged(self) -> FloatArray:
         """The mean of the models so far, where the step's rule keeps one; else the model."""
-        params: FloatArray = self.backend.get(self._model.averaged)
-        return params
+        return self.backend.get(self._model.averaged)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
@@ -179,7 +182,6 @@ class FastSimulation:
         return make_record(number, loss, widths, faults, sent, received, traffic, seconds)
 
     def _add(self, senders: IntArray, uploads: Sequence[AnyUpload], shares: Float64Array) -> None:
-        """Take uploads into the server's sum."""
         self._model = add_uploads(
             self.backend,
             self.recipe,
@@ -196,13 +198,11 @@ class FastSimulation:
             yield self.run_round(evaluate)
 
     def _deliver(self, present: IntArray) -> Sequence[tuple[IntArray, Content]]:
-        """Return which clients receive frames of which length before they train."""
         if self._downloads is None:
             return [(present, full_download_bytes(self.problem.initial_params))]
         return self._downloads.deliver(present, self._public)
 
     def _take_step(self) -> None:
-        """Take the server's step, and add its entry to the log."""
         before, num_clients = self._model, self.problem.num_clients
         self._model, entry = take_step(self.backend, self.recipe, before, self._step, num_clients)
         if self._downloads is None:
@@ -213,11 +213,9 @@ class FastSimulation:
         self._downloads.append(encode_entry(entry, known, threads=1))
 
     def _public(self) -> Public:
-        """Return what clients hold of the model."""
         return self._model.public(self.backend)
 
     def _present(self) -> IntArray:
-        """Return the clients that take part in the next round."""
         if self._all_take_part:
             return self._everyone
         num_clients = self.problem.num_clients
@@ -291,6 +289,6 @@ def _clients_in(
     track = Track(move(position), move(velocity), copy(direction), copy(is_held))
     stages = {}
     for name, stage in recipe.all_stages.items():
-        place = move if lives_on_device(stage) else copy
+        place = move if stage.vectors == "device" else copy
         stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
     return Clients(clients.num_params, track, copy(clients.skipped_rounds), stages)

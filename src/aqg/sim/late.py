@@ -69,19 +69,16 @@ class Speeds:
         _require("jitter", self.jitter)
 
     def of_clients(self, num_clients: int, seed: int) -> Float64Array:
-        """Return each client's own time, ``(M,)``."""
         random = np.random.default_rng([seed, _SPEEDS])
         times: Float64Array = self.seconds * np.exp(self.sigma * random.normal(size=num_clients))
         times[random.permutation(num_clients)[: round(self.share * num_clients)]] *= self.times
         return times
 
     def of_round(self, number: int, times: Float64Array, seed: int) -> Float64Array:
-        """Return the times of clients that begin in a round."""
         if not self.jitter:
             return times
         random = np.random.default_rng([seed, _JITTER, number])
-        varied: Float64Array = times * np.exp(self.jitter * random.normal(size=len(times)))
-        return varied
+        return times * np.exp(self.jitter * random.normal(size=len(times)))
 
 
 def _equal(*, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
@@ -113,11 +110,9 @@ class Outages:
         _require("seconds", self.seconds, positive=True)
 
     def of_round(self, number: int, num_clients: int, seed: int) -> Float64Array:
-        """Return for how long each client is held up in a round, ``(M,)``."""
         random = np.random.default_rng([seed, _OUTAGES, number])
         is_held_up = random.random(num_clients) < self.chance
-        delays: Float64Array = is_held_up * random.exponential(self.seconds, num_clients)
-        return delays
+        return is_held_up * random.exponential(self.seconds, num_clients)
 
 
 OUTAGES = {"random": Outages}
@@ -162,14 +157,7 @@ def make_late(
 def check_late(
     late: Late | None, recipe: Recipe, num_at_work: int, averages_statistics: bool = False
 ) -> None:
-    """Raise unless rounds can end early.
-
-    Args:
-        late: what the settings say.
-        recipe: the compressor.
-        num_at_work: how many clients train at a time.
-        averages_statistics: whether the server averages buffers of a module.
-    """
+    """Raise unless rounds can end early."""
     if late is None or late.buffer_size is None:
         return
     if not 1 <= late.buffer_size <= num_at_work:
@@ -207,7 +195,6 @@ class Closed(NamedTuple):
     at_work: BoolArray  # who has not replied yet, ``(M,)``
 
     def uploads(self) -> tuple[IntArray, list[AnyUpload]]:
-        """Return who sent something, and what."""
         found = zip(self.clients.tolist(), self.replies, strict=True)
         pairs = [(client, r.message) for client, r in found if not isinstance(r.message, Skip)]
         return np.array([c for c, _ in pairs], np.int64), [message for _, message in pairs]
@@ -240,17 +227,10 @@ class Replies:
     @property
     def at_work(self) -> BoolArray:
         """Who has not replied yet, ``(M,)``."""
-        busy: BoolArray = self._rounds > 0
-        return busy
+        return self._rounds > 0
 
     def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:
-        """Let clients begin; their replies come after download, training, outage and upload.
-
-        Args:
-            number: of the round.
-            replies: of each client that begins.
-            received: bytes that each client received, ``(M,)``.
-        """
+        """Let clients begin; their replies come after download, training, outage and upload."""
         late, count = self.late, len(self._times)
         seconds = late.speeds.of_round(number, self._times, self.seed)
         if late.outages is not None:
@@ -263,7 +243,6 @@ class Replies:
         self._begun = dict(replies)
 
     def close(self, number: int) -> Closed:
-        """Wait for enough replies, and return them."""
         waiting = np.flatnonzero(self.at_work)
         arrivals = self._arrivals[waiting]
         first = np.argsort(arrivals, kind="stable")[: self.late.buffer_size]
@@ -286,7 +265,6 @@ class Replies:
         return Reply(decode(frame, self._num_params), len(frame))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
         frames = [self._frames[client] for client in sorted(self._frames)]
         lengths = np.array([len(frame) for frame in frames], np.int64)
         joined = np.frombuffer(b"".join(frames), np.uint8)
@@ -294,7 +272,6 @@ class Replies:
         return dict(zip(_FIELDS, values, strict=True))
 
     def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
-        """Go on from what `to_arrays` returned."""
         if arrays is None:
             return
         clock, rounds, arrivals, joined, lengths = (arrays[name] for name in _FIELDS)
@@ -316,11 +293,9 @@ class InTime:
         self._begun: Mapping[int, Reply] = {}
 
     def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:  # noqa: ARG002
-        """Take the replies of a round."""
         self._begun = replies
 
     def close(self, number: int) -> Closed:  # noqa: ARG002
-        """Return them all."""
         clients = np.array(list(self._begun), np.int64)
         factors = np.ones(len(self.at_work))
         return Closed(clients, list(self._begun.values()), factors, self.at_work)
@@ -335,7 +310,6 @@ class InTime:
 def make_replies(
     training: Training, recipe: Recipe, problem: Problem, seed: int, statistics: RunStatistics
 ) -> Replies | InTime:
-    """Return how replies come, after `check_late`."""
     late = training.late
     check_late(late, recipe, training.num_sampled(problem.num_clients), statistics.are_averaged)
     return InTime(problem.num_clients) if late is None else Replies(late, problem, seed)

@@ -130,7 +130,6 @@ class Problem:
             object.__setattr__(self, name, value)
 
     def _checked(self, owner: str, samples: Samples) -> Samples:
-        """Return samples as NumPy arrays in the problem's precision, or say what is wrong."""
         features, labels = (to_numpy(part) for part in samples)
         first = to_numpy(self.clients[0].features)
         if features.ndim < 2:
@@ -152,7 +151,6 @@ class Problem:
 
     @property
     def num_clients(self) -> int:
-        """``M``."""
         return len(self.clients)
 
     @property
@@ -167,8 +165,7 @@ class Problem:
             return ()
         if self.metrics is None:
             return default_metrics(self.test.labels)
-        chosen: tuple[Metric, ...] = self.metrics
-        return chosen
+        return self.metrics
 
     def measure(self, params: FloatArray) -> dict[str, float]:
         """Return the metrics of a model on the test set, by name.
@@ -189,10 +186,7 @@ class Problem:
     def validate(self, params: Any, samples: Samples, kind: str) -> float:
         """Return the accuracy or the loss of a model on samples; NaN where there is none.
 
-        Args:
-            params: the model, finite, on the device where the samples are.
-            samples: the validation set, or a copy of it on a device.
-            kind: ``"accuracy"`` or ``"loss"``.
+        ``kind`` is ``"accuracy"`` or ``"loss"``; the model is finite, and where the samples are.
         """
         found = []
         for view in self.objective.views():
@@ -217,11 +211,8 @@ def _is_float(array: NDArray[Any]) -> bool:
 def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Samples:
     """Return the samples of a dataset as two arrays.
 
-    Args:
-        source: a torch dataset whose items are pairs of a sample and its target; a pair of arrays
-            or tensors, samples first; or `Samples`.
-        name: how messages call it.
-        dtype: of samples and targets in floating point; whole numbers stay whole.
+    ``source`` is a torch dataset of pairs of a sample and its target; a pair of arrays or tensors,
+    samples first; or `Samples`. Whole numbers stay whole, others get ``dtype``.
 
     >>> samples = gather(([[0.5, 1.0], [2.0, 4.0]], [0, 1]))
     >>> samples.features.dtype, samples.labels.tolist()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from aqg.core.types import FloatArray
+import numpy as np
+
+from aqg.core.messages import AnyUpload, Skip, Upload
+from aqg.core.space import Space
+from aqg.core.track import Track
+from aqg.core.types import FloatArray, IntArray
+from aqg.protocol.log import Content, length
+from aqg.wire import Known, encoded_size
 
 DROPPED = -1
 """In ``widths``: the client dropped out, or was not sampled."""
@@ -58,15 +66,77 @@ class RoundRecord(NamedTuple):
         return self.upload_bytes + self.download_bytes
 
     def without_clients(self) -> RoundRecord:
-        """Return the record without the bytes of single clients, to keep for many rounds."""
         return self._replace(client_upload_bytes=(), client_download_bytes=())
 
     @property
     def num_uploads(self) -> int:
-        """How many clients sent something."""
         return sum(width > 0 for width in self.widths)
 
     @property
     def bits_per_param(self) -> int:
         """Paper-style cost: the sum of the widths."""
         return sum(width for width in self.widths if width > 0)
+
+
+SKIP_BYTES = encoded_size(Skip())
+
+
+class StatisticsTraffic(NamedTuple):
+    """What the statistics of a round cost, and what was wrong with them."""
+
+    upload_bytes: int = 0  # length of the frames of all clients
+    download_bytes: int = 0  # length of the frames to them
+    faults: tuple[tuple[int, str], ...] = ()  # as ``(client, text)``
+    # of ``upload_bytes``, those of each client that sent some
+    client_uploads: tuple[tuple[int, int], ...] = ()
+    client_download_bytes: int = 0  # of ``download_bytes``, those to each client that took part
+
+
+def frame_sizes(
+    space: Space, track: Track, clients: IntArray, uploads: Sequence[AnyUpload]
+) -> Sequence[int]:
+    contexts: list[Known | None] = [None] * len(uploads)
+    if track.position.shape[1] and any(isinstance(upload, Upload) for upload in uploads):
+        mirrors = space.rows(track.position, clients)
+        directions = [track.direction[m] for m in clients]
+        contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
+
+    def size(index: int) -> int:
+        return encoded_size(uploads[index], known=contexts[index])
+
+    return space.map(size, range(len(uploads)), sum(map(len, uploads)))
+
+
+def make_record(
+    number: int,  # of the round
+    loss: float | None,  # as in `RoundRecord`, and so are ``widths``
+    widths: IntArray,  # see there
+    faults: Sequence[tuple[int, str]],  # see there, but for those of statistics
+    sent: IntArray,  # the length of each client's frame, that of statistics excepted
+    received: IntArray,  # what each client received, likewise
+    statistics: StatisticsTraffic,  # what these cost
+    seconds: float | None = None,  # see there
+) -> RoundRecord:
+    for client, size in statistics.client_uploads:
+        sent[client] += size
+    received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)
+    return RoundRecord(
+        number,
+        loss,
+        tuple(widths.tolist()),
+        int(sent.sum()),
+        (*faults, *statistics.faults),
+        statistics.upload_bytes,
+        statistics.download_bytes,
+        int(received.sum()),
+        tuple(sent.tolist()),
+        tuple(received.tolist()),
+        seconds,
+    )
+
+
+def received_bytes(downloads: Sequence[tuple[IntArray, Content]], num_clients: int) -> IntArray:
+    received = np.zeros(num_clients, np.int64)
+    for clients, content in downloads:
+        received[clients] += length(content)
+    return received

@@ -4,28 +4,23 @@ One server, one object per client, and real frames between them, over the functi
 deployment uses. It is slow and plain on purpose; the fast engine is tested against it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from aqg.core import server
-from aqg.core.client import init_client, respond
-from aqg.core.dropouts import BernoulliDropout, Dropout
 from aqg.core.messages import Broadcast
 from aqg.core.public import init_public
 from aqg.core.recipe import Recipe
-from aqg.core.round import join_clients, split_clients
+from aqg.core.round import init_client, join_clients, respond, split_clients
 from aqg.core.stages import level_factors
 from aqg.core.types import Float64Array, FloatArray
 from aqg.protocol.log import Delivery
 from aqg.sim.downloads import make_downloads
-from aqg.sim.frame_sizes import make_record
 from aqg.sim.late import Reply, make_replies
 from aqg.sim.problem import Problem
-from aqg.sim.record import RoundRecord, full_download_bytes
+from aqg.sim.record import RoundRecord, full_download_bytes, make_record
 from aqg.sim.state import SimulationState, check_fits, initial_state
 from aqg.sim.statistics import RunStatistics
-from aqg.sim.training import Training
+from aqg.sim.training import BernoulliDropout, Dropout, Training
 from aqg.wire import decode, encode, known
 from aqg.wire.entry import encode_entry, known_velocity
 
@@ -47,6 +42,7 @@ class ReferenceSimulation:
         self.recipe = recipe = recipe.for_updates(self.training.local.sees_all_samples)
         self.weights = self.training.client_weights(problem)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
+        self.training.check_memory(recipe, self.statistics.are_averaged)
         self.problem = problem = self.statistics.problem
         self.num_clients, self.start = problem.num_clients, problem.initial_params
         factors = level_factors(self.weights)
@@ -56,7 +52,8 @@ class ReferenceSimulation:
         self.clients = [init_client(recipe, len(self.start), problem.dtype)] * self.num_clients
         self.models = [init_public(recipe, self.start)] * self.num_clients  # what each client holds
         self.replies = make_replies(self.training, recipe, problem, seed, self.statistics)
-        self.downloads = make_downloads(problem, recipe, self.training.downlink)
+        forgets = self.training.memory == "none"
+        self.downloads = make_downloads(problem, recipe, self.training.downlink, forgets)
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
         """Run one round; with ``evaluate``, also report the loss at its start."""
@@ -101,7 +98,8 @@ class ReferenceSimulation:
         news = server.broadcast(self.recipe, self.server)
         if delivery is None or self.downloads is None:
             return news, full_download_bytes(news.parameters)
-        self.models[m] = held = self.downloads.follow(self.models[m], delivery, self.recipe)
+        held = self.downloads.follow(self.models[m], delivery, self.recipe)
+        self.models[m] = self.models[m] if self.downloads.forgets else held
         movement = self.recipe.movement.of(held.history)
         return Broadcast(held.round, held.parameters, movement, news.noise), delivery.num_bytes
 
@@ -125,7 +123,6 @@ class ReferenceSimulation:
         return self._mean_loss(self.parameters, np.full(self.num_clients, np.nan))
 
     def _mean_loss(self, params: FloatArray, losses: Float64Array) -> float:
-        """Return the weighted mean of the losses, measuring those that are not exact or missing."""
         is_known = ~np.isnan(losses) & self.training.local.sees_all_samples
         for m in np.flatnonzero(~is_known).tolist():
             with self.statistics.of_client(m):
@@ -146,5 +143,6 @@ class ReferenceSimulation:
         self.replies.load(state.late)
         if self.downloads is not None and state.log is not None:
             self.downloads.load(state.log)
-            self.models = [self.server.public] * self.num_clients
+            if not self.downloads.forgets:
+                self.models = [self.server.public] * self.num_clients
         self.statistics.load(state.statistics)

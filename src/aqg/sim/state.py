@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.downlink import Full
-from aqg.core.persistence import (
+from aqg.core.recipe import Recipe
+from aqg.core.round import Clients, init_clients
+from aqg.core.server import (
+    Model,
     clients_from_arrays,
     clients_to_arrays,
+    init_model,
     model_from_arrays,
     model_to_arrays,
 )
-from aqg.core.recipe import Recipe
-from aqg.core.round import Clients, init_clients
-from aqg.core.server import Model, init_model
 from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.sim.downloads import LogState, initial_log
@@ -47,11 +48,9 @@ class SimulationState(NamedTuple):
 
     @property
     def round(self) -> int:
-        """The next round, counted from 1."""
         return self.model.round
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
         return {
             **model_to_arrays(self.model),
             **clients_to_arrays(self.clients),
@@ -62,7 +61,6 @@ class SimulationState(NamedTuple):
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
-        """Return the state that `to_arrays` wrote."""
         try:
             model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
             log = LogState.from_arrays(arrays) if "positions" in arrays else None
@@ -75,7 +73,6 @@ class SimulationState(NamedTuple):
 
 
 def initial_state(problem: Problem, recipe: Recipe, training: Training) -> SimulationState:
-    """Return what server and clients start from: nothing sent, nothing remembered."""
     parameters = problem.initial_params
     clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
     model = init_model(recipe, parameters, training.make_step(0.0, 0.0, problem.num_clients))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,21 +23,11 @@ from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
 from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
+from aqg.sim.record import StatisticsTraffic
 from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
-
-
-class StatisticsTraffic(NamedTuple):
-    """What the statistics of a round cost, and what was wrong with them."""
-
-    upload_bytes: int = 0  # length of the frames of all clients
-    download_bytes: int = 0  # length of the frames to them
-    faults: tuple[tuple[int, str], ...] = ()  # as ``(client, text)``
-    # of ``upload_bytes``, those of each client that sent some
-    client_uploads: tuple[tuple[int, int], ...] = ()
-    client_download_bytes: int = 0  # of ``download_bytes``, those to each client that took part
 
 
 _NO_TRAFFIC = StatisticsTraffic()
@@ -46,14 +36,8 @@ _NO_TRAFFIC = StatisticsTraffic()
 class RunStatistics:
     """Statistics of one simulation.
 
-    Args:
-        problem: what is simulated.
-        recipe: statistics are as fine as its updates.
-        training: tells whether clients train on minibatches; exact gradients must be repeatable.
-        weights: how much each client counts.
-
-    Attributes:
-        problem: the same problem, with an objective that uses these statistics.
+    They are as fine as the recipe's updates. `problem` is the same problem, with an objective that
+    uses them. Where clients do not train on minibatches, exact gradients must be repeatable.
     """
 
     def __init__(
@@ -77,7 +61,6 @@ class RunStatistics:
         self.problem = replace(problem, objective=objective.carrying(self._carrier))
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
-        """Return the clients' losses, each with the statistics that it would use."""
         if not isinstance(self._carrier, Local):
             with self.of_client(0):
                 return backend.losses(params, clients)
@@ -89,19 +72,16 @@ class RunStatistics:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """Measure with the statistics that a client would start from."""
         with nullcontext() if self._carrier is None else self._carrier.of_client(client):
             yield
 
     def finish_round(self, present: IntArray) -> StatisticsTraffic:
-        """Average what the clients sent; return what the round's statistics cost."""
         if self._carrier is None:
             return _NO_TRAFFIC
         return self._carrier.finish_round(present.tolist(), self._weights)
 
     @property
     def are_averaged(self) -> bool:
-        """Whether the server averages what clients send."""
         return isinstance(self._carrier, Averaged)
 
     def buffers(self, client: int = 0) -> Buffers | None:
@@ -113,11 +93,9 @@ class RunStatistics:
         return self._carrier.evaluation() if isinstance(self._carrier, Averaged) else None
 
     def to_array(self) -> Float64Array:
-        """Return everything as one array that a checkpoint can hold."""
         return np.zeros((0, 0)) if self._carrier is None else self._carrier.to_array()
 
     def load(self, array: Float64Array) -> None:
-        """Take what `to_array` returned."""
         if self._carrier is not None:
             if array.shape != self._carrier.to_array().shape:
                 raise RunError(
@@ -144,7 +122,6 @@ class Averaged:
         return self._shared.buffers
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002
-        """Return the server's buffers, rounded as they are sent."""
         return self._start
 
     def finish(self, client: int, buffers: Buffers) -> None:
@@ -156,12 +133,10 @@ class Averaged:
         self._frames[client] = frame
 
     def evaluation(self) -> Buffers:
-        """Return the mean of the server's buffers; inside `of_client`, what clients have."""
         return self._shared.averaged if self._measures_mean else self._start
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
-        """Measure the model itself."""
         self._measures_mean = False
         try:
             yield
@@ -246,14 +221,12 @@ class Local:
             self._trained[client] = np.concatenate(buffers)
 
     def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:  # noqa: ARG002
-        """Go on to the buffers that training left; until now, losses were those before it."""
         for client, row in self._trained.items():
             self._rows[client] = row
         self._trained = {}
         return StatisticsTraffic()
 
     def evaluation(self) -> Buffers:
-        """Return the buffers of the client whose model is measured."""
         return self.start(self._measured)
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
@@ -261,7 +234,6 @@ class Local:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """Measure a client's model."""
         before, self._measured = self._measured, client
         try:
             yield
@@ -269,7 +241,6 @@ class Local:
             self._measured = before
 
     def to_array(self) -> Float64Array:
-        """Return a row of values and counts for each client."""
         return np.array(self._rows, np.float64)
 
     def load(self, array: Float64Array) -> None:

@@ -1,7 +1,5 @@
 """Torch tensors on a GPU: gradients and statistics there, only the senders' vectors come back."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,9 +16,9 @@ from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Change, Memory, Part
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
-from aqg.sim.local import LocalTraining
+from aqg.sim.backends import Pieces, cut
 from aqg.sim.problem import Problem
-from aqg.sim.stacks import Pieces, cut
+from aqg.sim.training import LocalTraining
 
 Tensor = torch.Tensor
 
@@ -75,11 +73,9 @@ class TorchBackend(NumpySpace):
                     for m in clients
                 ]
             )
-        result: Float64Array = self.get(losses.double())
-        return result
+        return self.get(losses.double())
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
-        """Return the loss and the gradient of each of these clients, without waiting for them."""
         if self._stack is not None:
             losses, gradients = self._objective.losses_and_gradients(
                 params, *self._members(self._stack, clients)
@@ -121,7 +117,6 @@ class TorchBackend(NumpySpace):
         return losses.double(), torch.stack([update for _, update in pairs])
 
     def _in_one_row(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Return all samples in one tensor, their labels, and where each client begins."""
         if self._side_by_side is None:
             sizes = [len(labels) for labels in self._labels]
             starts = [0, *accumulate(sizes[:-1])]
@@ -138,15 +133,13 @@ class TorchBackend(NumpySpace):
         return torch.zeros_like(array)
 
     def take(self, table: Tensor, clients: IntArray) -> Tensor:
-        """Return rows of a table; consecutive ones without a copy."""
         index = as_index(clients)
         if isinstance(index, slice):
             return table[index]
         return table[torch.as_tensor(index, device=self.device)]
 
     def rows(self, table: Tensor, clients: IntArray) -> Sequence[FloatArray]:
-        rows: Sequence[FloatArray] = self.get(self.take(table, clients))
-        return rows
+        return self.get(self.take(table, clients))
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
         table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
@@ -159,8 +152,7 @@ class TorchBackend(NumpySpace):
         return rows.clone() if is_shared else rows
 
     def usable(self, vectors: Tensor) -> BoolArray:
-        usable: BoolArray = self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
-        return usable
+        return self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
@@ -311,7 +303,6 @@ def _grid_steps(grid: Grid, max_width: int, radius: Tensor, mean_abs: Tensor) ->
 
 @functools.lru_cache
 def _constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers on the device, copied there once."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 

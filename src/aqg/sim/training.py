@@ -3,25 +3,272 @@
 Everything here defaults to the paper: all clients, weighted alike, one gradient each, plain steps.
 """
 
-from __future__ import annotations
-
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice, repeat
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.recipe import Recipe, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
-from aqg.core.types import BoolArray, Float64Array
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError
+from aqg.objectives.base import Learner, Objective
+from aqg.objectives.closed_form import ClosedForm
 from aqg.sim.late import Late
-from aqg.sim.local import LocalTraining
 from aqg.sim.problem import Problem
+
+Array = Any
+"""A NumPy array or a torch tensor."""
+
+_BATCHES = 0xBA7C
+"""Keeps the batches apart from other random numbers of the same seed."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains within a round; the default is one gradient on all its samples.
+
+    Attributes:
+        batch_size: samples per step, drawn without replacement until all were seen, then
+            reshuffled; the last batch of such a pass may be smaller. None: all samples.
+        steps: ``K``, local steps per round.
+        epochs: passes over the client's samples per round, in place of ``steps``.
+        rate: ``η``, the step size of the local steps.
+    """
+
+    batch_size: int | None = None
+    steps: int = 1
+    epochs: int | None = None
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        counts = {
+            "batch_size": self.batch_size,
+            "local_steps": self.steps,
+            "local_epochs": self.epochs,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"{name} is {count}; it must be at least 1")
+        if self.epochs is not None and self.steps != 1:
+            raise ConfigError(
+                f"local_steps is {self.steps} and local_epochs {self.epochs}; give one of them"
+            )
+        if not 0 < self.rate < math.inf:
+            raise ConfigError(f"local_rate is {self.rate}; it must be above 0")
+
+    @property
+    def is_one_gradient(self) -> bool:
+        """Whether a client computes one gradient on all its samples, as in the paper."""
+        return self.batch_size is None and self.steps == 1 and self.epochs in (None, 1)
+
+    @property
+    def sees_all_samples(self) -> bool:
+        """Whether the first step uses all samples, so that its loss is the client's."""
+        return self.batch_size is None
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return ``K`` for a client with this many samples.
+
+        >>> LocalTraining(batch_size=32, epochs=2).num_steps(100)
+        8
+        """
+        if self.epochs is None:
+            return self.steps
+        batch_size = self.batch_size or num_samples
+        return self.epochs * max(1, math.ceil(num_samples / max(1, batch_size)))
+
+    def update(
+        self,
+        objective: Objective,  # the loss
+        params: Array,  # ``θ``, ``(num_params,)``
+        features: Array,  # the client's samples, ``(n, num_features)``
+        labels: Array,  # their labels, ``(n,)``
+        key: Sequence[int],  # integers (seed, client, round) that make the batches
+    ) -> tuple[Array, Array]:
+        """Train from ``params`` and return the loss of the first batch and the pseudo-gradient."""
+        if self.is_one_gradient:
+            return objective.losses_and_gradients(params, features, labels)
+        num_steps = self.num_steps(len(labels))
+        first_loss, total = None, 0.0
+        quiet = np.errstate(over="ignore", invalid="ignore")  # divergence shows in the result
+        with quiet, self._learner(objective, key) as learner:
+            for batch in islice(self._batches(len(labels), key), num_steps):
+                samples = (features, labels) if batch is None else (features[batch], labels[batch])
+                loss, gradient = learner.losses_and_gradients(params, *samples)
+                first_loss = loss if first_loss is None else first_loss
+                total = total + gradient
+                params = params - self.rate * gradient
+            return first_loss, total / num_steps
+
+    def _learner(self, objective: Objective, key: Sequence[int]) -> AbstractContextManager[Learner]:
+        """Return what gradients come from: exact ones from the objective, others from a session."""
+        return nullcontext(objective) if self.sees_all_samples else objective.session(key)
+
+    def update_many(
+        self,
+        objective: ClosedForm,  # the loss
+        params: Array,  # ``θ``, a torch tensor ``(num_params,)``
+        features: Array,  # the samples of all clients, ``(N, num_features)``
+        labels: Array,  # their labels, ``(N,)``
+        starts: Sequence[int],  # where each client's samples begin
+        sizes: Sequence[int],  # how many each has
+        keys: Sequence[Sequence[int]],  # integers (seed, client, round) for each
+    ) -> tuple[Array, Array]:
+        """Let many clients take each step together; up to rounding, the same as `update` for each.
+
+        Batches are filled up to one length with samples of weight zero, and clients that have
+        taken all their steps wait for the others.
+
+        Returns:
+            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
+        """
+        num_steps = [self.num_steps(size) for size in sizes]
+        rows, weights = self._lay_out(objective, starts, sizes, keys, num_steps)
+        rows, weights = _like(labels, rows), _like(params, weights)
+        waiting = [j for j in range(len(rows)) if j >= min(num_steps)]
+        models = params.repeat(len(sizes), 1)
+        total = first_losses = None
+        for j in range(len(rows)):
+            losses, gradients = objective.weighted_losses_and_gradients(
+                models, features[rows[j]], labels[rows[j]], weights[j]
+            )
+            if objective.l2:
+                losses = losses + objective.l2 / 2 * (models * models).sum(-1)
+                gradients += objective.l2 * models
+                if j in waiting:
+                    gradients *= (weights[j].sum(-1) > 0)[:, None]
+            first_losses = losses if first_losses is None else first_losses
+            total = gradients.clone() if total is None else total.add_(gradients)
+            models = models - self.rate * gradients
+        counts = _like(params, np.array(num_steps, np.float64))
+        return first_losses, total / counts[:, None]
+
+    def _lay_out(
+        self,
+        objective: ClosedForm,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        keys: Sequence[Sequence[int]],
+        num_steps: Sequence[int],
+    ) -> tuple[IntArray, Float64Array]:
+        batch_size = min(self.batch_size or max(sizes), max(sizes))
+        rows = np.zeros((max(num_steps), len(sizes), batch_size), np.int64)
+        weights = np.zeros(rows.shape)
+        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
+            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
+                chosen = np.arange(size) if batch is None else batch
+                rows[j, m, : len(chosen)] = start + chosen
+                weights[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
+        return rows, weights
+
+    def _batches(self, num_samples: int, key: Sequence[int]) -> Iterator[IntArray | None]:
+        """Pass over the samples again and again, each time in another order; None: all of them."""
+        if self.batch_size is None or self.batch_size >= num_samples:
+            yield from repeat(None)
+            return
+        seed, client, round_number = key
+        generator = np.random.default_rng([seed, _BATCHES, client, round_number])
+        while True:
+            order = generator.permutation(num_samples)
+            for start in range(0, num_samples, self.batch_size):
+                yield order[start : start + self.batch_size]
+
+
+def _like(tensor: Array, array: NDArray[Any]) -> Array:
+    import torch
+
+    return torch.as_tensor(array, device=tensor.device, dtype=tensor.dtype)
+
+
+_DROPOUTS = 0xD209
+"""Keeps dropouts apart from other random numbers of the same seed."""
+
+
+class Dropout(Protocol):
+    """Says who drops out."""
+
+    @property
+    def rate(self) -> float:
+        """The dropping probability ``p`` that Algorithm 2 amplifies by."""
+
+    def dropped(self, round_number: int, num_clients: int) -> BoolArray:
+        """Return, for each client, whether it drops out of this round."""
+
+
+@dataclass(frozen=True)
+class BernoulliDropout:
+    """Each client drops out with probability ``rate``, independently in every round.
+
+    >>> BernoulliDropout(0.5, seed=3).dropped(round_number=1, num_clients=6).tolist()
+    [False, False, True, True, True, True]
+    """
+
+    rate: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.rate < 1.0:
+            raise ConfigError(f"dropout is {self.rate}; it must be at least 0 and below 1")
+
+    def dropped(self, round_number: int, num_clients: int) -> BoolArray:
+        if self.rate == 0.0:
+            return np.zeros(num_clients, np.bool_)
+        generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
+        return generator.random(num_clients) < self.rate
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Client ``client`` takes no part from round ``first`` to round ``last``, both included."""
+
+    client: int
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if self.client < 0 or not 1 <= self.first <= self.last:
+            raise ConfigError(
+                f"absence of client {self.client} in rounds {self.first}..{self.last}; "
+                "clients count from 0, rounds from 1, and the first is not after the last"
+            )
+
+
+@dataclass(frozen=True)
+class ScriptedDropout:
+    """Absences written down one by one, on top of an optional random schedule.
+
+    >>> script = ScriptedDropout((Absence(client=1, first=2, last=3),))
+    >>> [script.dropped(k, 3).tolist() for k in (1, 2)]
+    [[False, False, False], [False, True, False]]
+    """
+
+    absences: tuple[Absence, ...]
+    random: BernoulliDropout = field(default_factory=BernoulliDropout)
+
+    @property
+    def rate(self) -> float:
+        return self.random.rate
+
+    def dropped(self, round_number: int, num_clients: int) -> BoolArray:
+        away = self.random.dropped(round_number, num_clients)
+        for absence in self.absences:
+            if absence.client < num_clients and absence.first <= round_number <= absence.last:
+                away[absence.client] = True
+        return away
+
 
 WEIGHTINGS = ("equal", "samples")
 
-_STREAM = 0x5A3D
+_PARTICIPANTS = 0x5A3D
 """Keeps the random choice of participants apart from others that use the same seed."""
 
 
@@ -41,6 +288,8 @@ class Training:
             found from round to round with that as the natural one.
         late: what time replies take, and for how many of them a round waits; None: time is not
             simulated, and rounds wait for all.
+        memory: what clients hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it.
     """
 
     local: LocalTraining = field(default_factory=LocalTraining)
@@ -50,6 +299,7 @@ class Training:
     downlink: Downlink = field(default_factory=Full)
     step: StepRule = field(default_factory=Fixed)
     late: Late | None = None
+    memory: str = "model"
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
@@ -61,15 +311,22 @@ class Training:
             )
 
     def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
-        """Return how the server steps, with a step size, or the natural one of the rule."""
         sampled = self.num_counted(num_clients) / num_clients
         if self.waits_for_some:  # of those who have not dropped out
             dropout_rate = 0.0
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
+    def check_memory(self, recipe: Recipe, averages_statistics: bool) -> None:
+        """Raise where clients that hold nothing between rounds would have to."""
+        require_memory(self.memory, recipe)
+        if self.memory == "none" and averages_statistics:
+            raise ConfigError(
+                f"memory is {self.memory!r} with a module whose running statistics the server "
+                "averages, and of which clients are told the changes; use another normalization"
+            )
+
     @property
     def waits_for_some(self) -> bool:
-        """Whether rounds end before all replies are there."""
         return self.late is not None and self.late.buffer_size is not None
 
     def client_weights(self, problem: Problem) -> Float64Array:
@@ -77,8 +334,7 @@ class Training:
         if self.weighting == "equal":
             return np.ones(problem.num_clients)
         sizes = np.array([len(samples.labels) for samples in problem.clients], np.float64)
-        weights: Float64Array = sizes / sizes.mean()
-        return weights
+        return sizes / sizes.mean()
 
     def num_sampled(self, num_clients: int) -> int:
         """Return how many of ``M`` clients the server asks in a round, or has at work at a time.
@@ -107,7 +363,7 @@ class Training:
             return unsampled
         idle = np.flatnonzero(~unsampled)
         num_sampled = max(0, num_sampled - (num_clients - len(idle)))
-        generator = np.random.default_rng([seed, _STREAM, round_number])
+        generator = np.random.default_rng([seed, _PARTICIPANTS, round_number])
         unsampled[:] = True
         unsampled[generator.choice(idle, num_sampled, replace=False)] = False
         return unsampled

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.config import SETTINGS, RunConfig, located, read_settings, resolve
+from aqg.runs.config import SETTINGS, RunConfig, located, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
-from aqg.runs.directory import SUMMARY, create_directory, read_summary
+from aqg.runs.directory import SUMMARY, create_directory, read_summary, read_toml
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
 from aqg.runs.table import records_to_csv
-from aqg.spec import Code
+from aqg.spec import Code, in_words
 
 RUNS = "run"
 """The array of tables in a sweep's file that holds the runs one by one."""
@@ -138,8 +138,7 @@ def call_study(code: Code, data_dir: Path | None) -> list[dict[str, Any]]:
     except ConfigError:
         raise
     except Exception as error:  # a generator runs only now
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{code} failed after {len(runs)} runs: {text}") from error
+        raise ConfigError(f"{code} failed after {len(runs)} runs: {in_words(error)}") from error
     if not runs:
         raise ConfigError(f"{code} yields no run; at least 1 is needed")
     return runs
@@ -223,7 +222,7 @@ def open_sweep(
     """Read the sweep in a directory; a ``document`` that differs from its grid is refused."""
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
-    stored = read_settings(directory / GRID)
+    stored = read_toml(directory / GRID)
     if document is not None and dict(document) != stored:
         before, after = _flat(stored), _flat(document)
         key = next(k for k in (*before, *after) if before.get(k) != after.get(k))

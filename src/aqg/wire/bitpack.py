@@ -1,7 +1,4 @@
-"""Levels of ``width`` bits, packed without gaps.
-
-Level ``i`` takes the bits ``i·width`` to ``(i+1)·width - 1`` of the stream; bit ``k`` of the stream
-is bit ``k mod 8`` of byte ``k div 8``. The last byte is filled up with zero bits.
+"""Levels of ``width`` bits, packed without gaps, the first lowest.
 
 Eight levels always take ``width`` whole bytes, so blocks of a multiple of eight levels start on a
 byte and can be packed independently.
@@ -10,8 +7,6 @@ The kernels take eight levels at a time inside 64-bit words. The ``close`` funct
 unused high bits out of the lanes of a word, the ``open`` functions put them back. Loads and stores
 are written byte by byte, which is right on every byte order, and the compiler merges them.
 """
-
-from __future__ import annotations
 
 from typing import TypeVar
 
@@ -154,7 +149,6 @@ def _pack_block(levels: Unsigned, width: int, packed: NDArray[np.uint8]) -> None
 
 @njit()
 def _pack_tail(levels: Unsigned, done: int, width: int, packed: NDArray[np.uint8]) -> None:
-    """Pack the levels from ``done`` on, whose first bit starts a byte."""
     pending = 0
     pending_bits = 0
     position = done * width // 8
@@ -172,7 +166,6 @@ def _pack_tail(levels: Unsigned, done: int, width: int, packed: NDArray[np.uint8
 
 @njit()
 def _unpack_block(packed: NDArray[np.uint8], width: int, levels: Unsigned) -> None:
-    """Unpack one block; ``packed`` holds exactly ``ceil(len(levels)·width / 8)`` bytes."""
     length = len(levels)
     groups = 0
     if width == 8:
@@ -213,7 +206,6 @@ def _unpack_block(packed: NDArray[np.uint8], width: int, levels: Unsigned) -> No
 
 @njit()
 def _unpack_tail(packed: NDArray[np.uint8], done: int, width: int, levels: Unsigned) -> None:
-    """Unpack the levels from ``done`` on, whose first bit starts a byte."""
     mask = (1 << width) - 1
     pending = 0
     pending_bits = 0
@@ -248,7 +240,6 @@ def _store_bytes(target: Unsigned, start: int, word: np.uint64) -> None:
 
 @njit()
 def _load_shorts(source: Unsigned, start: int) -> np.uint64:
-    """Read four 16-bit integers, the first into the lowest lane."""
     at = np.uint64(start)
     word = np.uint64(source[at])
     for lane in range(1, 4):
@@ -258,7 +249,6 @@ def _load_shorts(source: Unsigned, start: int) -> np.uint64:
 
 @njit()
 def _store_shorts(target: Unsigned, start: int, word: np.uint64) -> None:
-    """Write four 16-bit integers, the lowest lane first."""
     at = np.uint64(start)
     for lane in range(4):
         target[at + np.uint64(lane)] = np.uint16(word >> np.uint64(16 * lane) & np.uint64(65535))
@@ -282,7 +272,6 @@ def _close_shorts(word: np.uint64, width: int) -> np.uint64:
 
 @njit()
 def _open_bytes(word: np.uint64, width: int) -> np.uint64:
-    """Undo `_close_bytes`; higher bits of ``word`` are ignored."""
     word = _open_shorts(word, 2 * width)
     lane = np.uint64((1 << width) - 1)
     keep = lane | lane << np.uint64(16) | lane << np.uint64(32) | lane << np.uint64(48)
@@ -291,7 +280,6 @@ def _open_bytes(word: np.uint64, width: int) -> np.uint64:
 
 @njit()
 def _open_shorts(word: np.uint64, width: int) -> np.uint64:
-    """Undo `_close_shorts`; higher bits of ``word`` are ignored."""
     half = np.uint64((1 << 2 * width) - 1)
     word = word & half | (word >> np.uint64(2 * width) & half) << np.uint64(32)
     lane = np.uint64((1 << width) - 1)

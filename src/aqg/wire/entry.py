@@ -1,38 +1,11 @@
-"""Entries of the model's log, and the frame that carries some of them to a client.
+"""What leads a client to the public model: entries of its log, sums of entries, and snapshots.
 
-An entry moves the public model (`aqg.core.public`) from one round to the next::
-
-    flags       1 byte: 1 velocity, 2 position, 4 movement, 8 movement in double precision, 16 no
-                step in this round, 32 quantum
-    movement    if flagged: a bfloat16 number, or 8 bytes
-    quantum     if flagged: its exponent, a varint (`aqg.wire.varint.write_zigzag`)
-    parts       of the velocity, then of the position, if flagged: the number of bytes, a varint,
-                and then either an exact change, after a byte 0 (`aqg.wire.vectors`); or a quantized
-                one: of the velocity as a frame (`aqg.wire.frame`) that is written with the velocity
-                as context, of the position as the first four bytes of such a frame, the version
-                left out, and its payload
-
-Where nothing is said, an entry is one byte: the model moves by its velocity. A client that holds
-round ``k`` receives all entries since, in one frame::
-
-    byte 0      0x62: a log, version 2
-    then        the first round and the number of entries, as varints
-    entries     one after the other
-    last 4      CRC-32 of all before
-
-Where the model lies on an exact grid (`aqg.core.public`), entries can be added up, and are sent as
-one where that is shorter::
-
-    byte 0      0x63: merged entries, version 1
-    then        the first round and the number of entries, as varints
-    quantum     a byte 0, or a byte 1 and the exponent of the quantum to which the position is
-                rounded first
-    movements   how many are new to the reader, a varint; these, newest first, as bfloat16 numbers
-    sum         what is added to the position: a vector of doubles, relative to zeros
-    last 4      CRC-32 of all before
+An entry moves the public model (`aqg.core.public`) from one round to the next. Where nothing is
+said it is one byte: the model moves by its velocity. A client that holds round ``k`` receives all
+entries since, in one frame. Where the model lies on an exact grid entries can be added up, and are
+sent as one where that is shorter. A snapshot is for clients that have missed too much: its reader
+has the sender's model to the bit. ``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import math
 import struct
@@ -42,14 +15,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.grids import snap
 from aqg.core.messages import Upload
 from aqg.core.public import Entry, Merged, Public, advance, follow_merged
 from aqg.core.recipe import Movement
-from aqg.core.track import Change, Part
+from aqg.core.track import MAX_DIRECTION, Change, Part, Track
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import Known, decode, decode_bare, encode, encode_levels, upload_head
-from aqg.wire.varint import read_varint, read_zigzag, varint_size, write_varint, write_zigzag
+from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
+from aqg.wire.varint import (
+    read_part,
+    read_varint,
+    read_zigzag,
+    varint_size,
+    write_varint,
+    write_zigzag,
+)
 from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63
@@ -60,7 +42,6 @@ _CRC_BYTES = 4
 
 
 def encode_entry(entry: Entry, known: Known | None, threads: int | None = None) -> bytes:
-    """Write one entry; ``known`` is the velocity before it, where there is one."""
     flags, head = _head(entry)
     parts = [bytes([flags]), head]
     for part, is_velocity in ((entry.velocity, True), (entry.position, False)):
@@ -87,11 +68,7 @@ def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
 
 
 class Merger:
-    """Adds up entries, the latest first, for one frame in their place.
-
-    Args:
-        public: the model after all of them.
-    """
+    """Adds up entries, the latest first, for one frame in their place."""
 
     def __init__(self, public: Public) -> None:
         self._public = public
@@ -117,7 +94,6 @@ class Merger:
         return True
 
     def frame(self) -> bytes:
-        """Return the frame."""
         public, quantum = self._public, self._quantum
         numbers = public.history[: self._steps]
         head = write_varint(self.first) + write_varint(public.round - self.first)
@@ -183,7 +159,6 @@ def _follow_merged(
 
 
 def log_rounds(data: bytes) -> range:
-    """Return the rounds of the entries in a frame, after checking its checksum."""
     _, first, count, _ = _open(data)
     return range(first, first + count)
 
@@ -211,7 +186,6 @@ def log_since(data: bytes, position: int) -> bytes:
 
 
 def _skip_entry(frame: NDArray[np.uint8], position: int, number: int) -> int:
-    """Return where the next entry begins."""
     if position >= len(frame):
         raise WireError(f"the log ends before entry {number}")
     flags, position = int(frame[position]), position + 1
@@ -313,12 +287,10 @@ def _checked_movement(movement: float, number: int) -> float:
 
 
 def write_quantum(quantum: float) -> bytes:
-    """Write a power of two by its exponent."""
     return write_zigzag(math.frexp(quantum)[1] - 1)
 
 
 def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float | None, int]:
-    """Read a byte 0, or a byte 1 and a quantum."""
     if position >= len(frame) or frame[position] > 1:
         raise WireError("the frame does not say whether it has a quantum")
     if not frame[position]:
@@ -327,7 +299,6 @@ def read_optional_quantum(frame: NDArray[np.uint8], position: int) -> tuple[floa
 
 
 def read_quantum(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
-    """Read what `write_quantum` wrote."""
     exponent, position = read_zigzag(frame, position)
     if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
         raise WireError(
@@ -362,7 +333,6 @@ def _decode_part(
 
 
 def _bfloat16(frame: NDArray[np.uint8], position: int) -> tuple[float, int]:
-    """Read a bfloat16 number."""
     (bits,), position = _unpack("<H", frame, position)
     (number,) = struct.unpack("<f", struct.pack("<HH", 0, int(bits)))
     return number, position
@@ -373,3 +343,92 @@ def _unpack(kind: str, frame: NDArray[np.uint8], position: int) -> tuple[tuple[f
     if end > len(frame):
         raise WireError(f"the log ends at byte {len(frame)}, inside a number")
     return struct.unpack(kind, frame[position:end].tobytes()), end
+
+
+SNAPSHOT_MARK = 0x73
+_CRC_BYTES = 4
+_DIRECTIONS = Alphabet(3, 2 * MAX_DIRECTION + 1)
+
+
+def encode_snapshot(public: Public, start: FloatArray | None, threads: int | None = None) -> bytes:
+    """Write the public model; with ``start``, for a reader that has the starting model."""
+    base = _base(public.parameters if start is None else start, start is not None, public.quantum)
+    parts = [bytes([SNAPSHOT_MARK, start is not None]), write_varint(public.round)]
+    parts += [
+        write_varint(len(public.history)),
+        struct.pack(f"<{len(public.history)}d", *public.history),
+    ]
+    parts.append(b"\1" + write_quantum(public.quantum) if public.quantum else b"\0")
+    _, velocity, direction = public.vectors
+    vectors = [encode_vector(public.parameters, base, threads)]
+    vectors.append(encode_vector(velocity, np.zeros_like(velocity), threads))
+    directions = (direction + MAX_DIRECTION).astype(np.uint8)
+    vectors.append(
+        encode_planes([Plane(directions, _DIRECTIONS)], threads) if len(directions) else b""
+    )
+    for payload in vectors:
+        parts += [write_varint(len(payload)), payload]
+    body = b"".join(parts)
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def decode_snapshot(
+    data: bytes, like: Public, start: FloatArray | None, threads: int | None = None
+) -> Public:
+    """Return the public model that was written.
+
+    ``like`` is a public model of the same shape, ``start`` the starting model where the reader has
+    it.
+    """
+    frame = np.frombuffer(data, np.uint8)
+    if len(frame) < 4 + _CRC_BYTES:
+        raise WireError(f"a snapshot has at least {4 + _CRC_BYTES} bytes, not {len(frame)}")
+    body = frame[:-_CRC_BYTES]
+    if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
+        raise WireError("the checksum of the snapshot is wrong: it is damaged")
+    if int(body[0]) != SNAPSHOT_MARK or int(body[1]) > 1:
+        raise WireError(f"bytes {body[:2].tobytes().hex()} do not begin a snapshot")
+    is_relative = bool(body[1])
+    if is_relative and start is None:
+        raise WireError("the snapshot is relative to a starting model, which is not here")
+    round_number, position = read_varint(body, 2)
+    count, position = read_varint(body, position)
+    if count > (len(body) - position) // 8:
+        raise WireError(f"the snapshot claims {count} movements in {len(body) - position} bytes")
+    end = position + 8 * count
+    history = struct.unpack(f"<{count}d", body[position:end].tobytes())
+    found, position = read_optional_quantum(body, end)
+    quantum = found or 0.0
+    base = _base(like.parameters if start is None else start, is_relative, quantum)
+    rest, parts = body[position:], []
+    for _ in range(3):
+        part, rest = read_part(rest, 0, "a vector of the snapshot claims")
+        parts.append(part)
+    if len(rest):
+        raise WireError(f"{len(rest)} bytes follow the snapshot")
+    like_velocity, like_direction = like.vectors[1:]
+    parameters = decode_vector(parts[0], base, threads)
+    velocity = decode_vector(parts[1], np.zeros_like(like_velocity), threads)
+    direction = _decode_direction(parts[2], len(like_direction), threads)
+    track = Track(parameters[None], velocity[None], direction[None], np.ones(1, np.bool_))
+    return Public(round_number, track, history, quantum).marked()
+
+
+def _base(start: FloatArray, is_relative: bool, quantum: float) -> FloatArray:
+    """Return what the parameters are written relative to: the starting model, or zeros like it."""
+    if not is_relative:
+        return np.zeros_like(start)
+    return snap(start, quantum) if quantum else start
+
+
+def _decode_direction(
+    payload: NDArray[np.uint8], length: int, threads: int | None
+) -> NDArray[np.int8]:
+    if not length:
+        if len(payload):
+            raise WireError(f"{len(payload)} bytes of directions; this model has none")
+        return np.zeros(0, np.int8)
+    (symbols,) = decode_planes(payload, [_DIRECTIONS], length, threads)
+    if int(symbols.max()) > 2 * MAX_DIRECTION:
+        raise WireError(f"a direction is {int(symbols.max())}; {2 * MAX_DIRECTION} is the most")
+    return symbols.astype(np.int8) - np.int8(MAX_DIRECTION)

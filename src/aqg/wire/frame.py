@@ -1,20 +1,8 @@
 """One message, one frame: ``encode``, ``decode`` and ``encoded_size``.
 
-::
-
-    byte 0      version (high 3 bits), mode (low 5 bits)
-    then        width and grid, step        (quantized uploads only)
-    then        length, as a varint
-    then        payload, as the mode says
-    last 4      CRC-32 of everything before, little-endian; in mode HINTED xor that of the hints
-
-A `Skip` is byte 0 alone. Every multi-byte integer is little-endian. Each byte is described in
-``docs/reference/frame-format.md``.
+``docs/reference/frame-format.md`` describes each byte.
 """
 
-from __future__ import annotations
-
-import enum
 import struct
 import zlib
 from typing import NamedTuple
@@ -27,8 +15,9 @@ from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, Levels, is_whole
 from aqg.errors import MessageError, WireError
-from aqg.wire import context, gaps, payloads
+from aqg.wire import context, payloads
 from aqg.wire.bitpack import pack, packed_size, unpack
+from aqg.wire.payloads import Mode
 from aqg.wire.sections import (
     BYTES,
     decode_planes,
@@ -45,25 +34,6 @@ VERSION = 1
 CRC_BYTES = 4
 UPLOAD_HEAD_BYTES = 4
 MIDTREAD_BIT = 0x10
-
-
-class Mode(enum.IntEnum):
-    """How the payload is written. Modes 6, 7 are kept for levels, 16..31 for other messages."""
-
-    SKIP = 0
-    RAW = 1
-    CODED = 2
-    CONTEXT = 3
-    HINTED = 4
-    GAPS = 5
-    DENSE = 8
-    DENSE_CODED = 9
-    HALF = payloads.HALF
-    SPARSE = payloads.SPARSE
-    BLOCKS = payloads.BLOCKS
-    ROTATED = payloads.ROTATED
-    BUCKETS = payloads.BUCKETS
-    TURNED = payloads.TURNED
 
 
 class Known(NamedTuple):
@@ -119,8 +89,7 @@ def encode(
         if isinstance(message, DenseUpload):
             mode, payload = _encode_dense(message, threads)
         else:
-            number, payload = payloads.encode_other(message, threads)
-            mode = Mode(number)
+            mode, payload = payloads.encode_other(message, threads)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
     checksum = zlib.crc32(body) ^ (_hints_checksum(hints) if mode is Mode.HINTED else 0)
@@ -253,9 +222,9 @@ def encode_levels(
     upload: Upload, hints: NDArray[np.int8] | None, threads: int | None, tries_context: bool = True
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
-    places = gaps.few_places(upload)
-    if places is not None and gaps.is_best(places):
-        return Mode.GAPS, gaps.encode_gaps(upload, places)
+    places = payloads.few_places(upload)
+    if places is not None and payloads.is_best(places):
+        return Mode.GAPS, payloads.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
     if tries_context and len(upload) <= context.LONGEST:
         bound = num_levels(upload.grid, upload.width)
@@ -264,7 +233,7 @@ def encode_levels(
             best, mode = coded, Mode.CONTEXT if hints is None else Mode.HINTED
     if packed_size(len(upload), upload.width) <= len(best):
         best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
-    if places is not None and len(few := gaps.encode_gaps(upload, places)) < len(best):
+    if places is not None and len(few := payloads.encode_gaps(upload, places)) < len(best):
         best, mode = few, Mode.GAPS
     return mode, best
 
@@ -277,7 +246,6 @@ def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes
 
 
 def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
-    """Read an upload of which only the head, without a version, and the payload are there."""
     if len(data) < UPLOAD_HEAD_BYTES:
         raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
     number = int(data[0])
@@ -325,9 +293,9 @@ def decode_levels(
         planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
         return join_levels(planes, width)
     if mode is Mode.GAPS:
-        if width != gaps.WIDTH or grid is not Grid.MIDTREAD:
+        if width != payloads.WIDTH or grid is not Grid.MIDTREAD:
             raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")
-        return gaps.decode_gaps(payload, length)
+        return payloads.decode_gaps(payload, length)
     return context.decode(payload, length, num_levels(grid, width), hints=hints)
 
 
@@ -348,7 +316,6 @@ def _first_byte(mode: Mode) -> int:
 
 
 def upload_head(mode: Mode, upload: Upload) -> bytes:
-    """Return the first four bytes of an upload's frame."""
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
     # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign
@@ -366,7 +333,6 @@ def _read_step(body: NDArray[np.uint8]) -> float:
 
 
 def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArray[np.uint8]:
-    """Check the length at ``position`` and return what follows it."""
     length, position = read_varint(body, position)
     if length != expected:
         raise WireError(f"the frame holds {length} values where {expected} are expected")

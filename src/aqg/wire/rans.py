@@ -15,8 +15,6 @@ Invariants, which bound every shift and product below, on hostile input too:
   end with every lane at ``LOW`` and every word read.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,33 +1,14 @@
 """Streams of small symbols, each written as one section in the way that makes it shortest.
 
-A section is one byte that says how (`Method`, scale and precision of the frequency table), then::
-
-    PACKED      the symbols, bit-packed
-    ONE_LANE    frequency table, one coder state, words
-    LANES       frequency table, eight coder states, words
-    GROUPED     the same over bytes of several symbols each: half the work or less
-
-A table with a single symbol is all there is: the symbols are known.
-
-Wide numbers are written as planes of bytes, and planes as sections:
-
-========== ======== ==============================================================================
-message    planes   symbol ``i`` of each
-========== ======== ==============================================================================
-width ≤ 8  1        level ``i``
-width > 8  2        the low 8 bits, and the rest, of ``(level - 2^(width-1) + 128) mod 2^width``
-float32    4        the bytes, lowest first, of the bits rotated left by one
-========== ======== ==============================================================================
-
-The shift keeps the levels around zero, which are most of them, on one value of the upper plane. The
-rotation gathers a float's exponent in one byte; that plane is compressible, the others seldom are.
+A section is one byte that says how (`Method`, scale and precision of the frequency table), a table,
+and coded symbols; a table with a single symbol is all there is. Wide numbers are written as planes
+of bytes, and planes as sections. Levels are shifted so that those around zero, which are most of
+them, have one value of the upper plane. The bits of a float are rotated: one byte has the exponent;
+its plane is compressible, the others seldom are.
 
 A plane of `BLOCKED_LENGTH` symbols or more is cut into blocks of `BLOCK_LENGTH`; each is a section
-of its own, so that several threads can work on one message. Where a message has more than one
-section, each is preceded by its number of bytes.
+of its own, so that several threads can work on one message.
 """
-
-from __future__ import annotations
 
 import enum
 from typing import Any, NamedTuple
@@ -79,12 +60,10 @@ class Alphabet(NamedTuple):
 
     @property
     def group_length(self) -> int:
-        """How many symbols fit into a byte."""
         return 8 // self.width
 
     @property
     def num_groups(self) -> int:
-        """How many different groups there can be."""
         return 1 << self.width * self.group_length
 
 
@@ -102,7 +81,6 @@ class _Plan(NamedTuple):
 
     @property
     def head(self) -> int:
-        """Return the section's first byte."""
         scale = self.table.scale_bits - MIN_SCALE_BITS
         return self.method | scale << 2 | self.table.precision << 5
 
@@ -252,14 +230,12 @@ class Plane(NamedTuple):
 
 
 def level_alphabets(grid: Grid, width: int) -> list[Alphabet]:
-    """Return the alphabets of the planes of levels on ``grid`` at ``width`` bits."""
     if width <= 8:
         return [Alphabet(width, num_levels(grid, width))]
     return [BYTES, Alphabet(width - 8, 1 << (width - 8))]
 
 
 def split_levels(upload: Upload) -> list[Plane]:
-    """Return the planes of an upload's levels."""
     alphabets = level_alphabets(upload.grid, upload.width)
     if len(alphabets) == 1:
         return [Plane(upload.levels.astype(np.uint8, copy=False), alphabets[0])]
@@ -270,7 +246,6 @@ def split_levels(upload: Upload) -> list[Plane]:
 
 
 def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
-    """Undo `split_levels`."""
     if len(planes) == 1:
         return planes[0]
     shifted = planes[0] | planes[1].astype(np.uint16) << np.uint16(8)
@@ -280,7 +255,6 @@ def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
 
 
 def split_dense(values: NDArray[np.float32]) -> list[Plane]:
-    """Return the planes of float32 values."""
     bits = read_only(values).view(np.uint32)
     planes = np.empty((4, len(bits)), np.uint8)
     _split(bits, planes)
@@ -298,7 +272,6 @@ def _split(bits: Any, planes: Any) -> None:
 
 
 def join_dense(planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    """Undo `split_dense`."""
     rotated = planes[3].astype(np.uint32)
     for plane in planes[2::-1]:
         rotated <<= np.uint32(8)

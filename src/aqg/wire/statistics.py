@@ -1,29 +1,7 @@
 """The frame of statistics that are not trained: some tensors of a list, lossless or shortened.
 
-====================== ===========================================================================
-byte 0                 ``0x51``: a frame of statistics, version 1
-byte 1                 0: lossless; 1: half precision; 2: bytes; 3: changes
-flags                  one bit per tensor of the list, lowest first: whether it is in the frame;
-                       with bytes and changes, as many again: whether it is in the short form
-floating-point tensors lossless: the values in the tensor's own precision, little-endian;
-                       half: an exponent ``e`` (zigzag varint), then ``x / 2^(e - 15)`` in float16;
-                       bytes: short ones are ``e``, then a byte for each value, others as in half;
-                       changes: short ones are ``e``, then half a byte for the change of each value
-                       from what the receiver sent, the first in the low bits; others as in half
-integer tensors        the values as zigzag varints
-last four bytes        CRC-32 of all before
-====================== ===========================================================================
-
-The exponent is that of the largest magnitude of the tensor, ``2^(e-1) <= max|x| < 2^e``, so that
-nothing overflows and half precision is off by at most ``2^-11 |x| + 2^-39 max|x|``.
-
-A byte is a sign (128) and one of 128 magnitudes: with ``c = 8 E + M``, they are ``2^(e-17) M`` for
-``E = 0`` and ``2^(e-16+E) (1 + M/8)`` above. It is off by at most ``|x|/16 + 2^-18 max|x|``. Half a
-byte is a sign (8) and a magnitude of ``0, 2^(e-6), ..., 2^e``, where ``2^e`` is the power of two
-nearest to the largest; it is off by at most ``|x|/3 + 2^-6 max|x|``. Zero has no sign.
+``docs/reference/frame-format.md`` describes each byte, and how far off values are.
 """
-
-from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -60,7 +38,6 @@ class Section(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        """Whether its values are integers."""
         return self.kind not in _KINDS
 
 
@@ -154,7 +131,6 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
 
 
 def _places(sections: Sequence[Section]) -> Iterator[slice]:
-    """Yield where each tensor lies among the values, or among the counts."""
     ends = {True: 0, False: 0}
     for section in sections:
         start = ends[section.is_integer]
@@ -183,7 +159,6 @@ def _require_finite(values: FloatArray) -> None:
 
 
 def _exponent(values: Float64Array) -> int:
-    """Return ``e`` with ``2^(e-1) <= max|x| < 2^e``."""
     return int(np.frexp(np.abs(values).max(initial=0.0))[1])
 
 

@@ -3,23 +3,8 @@
 A table gives every symbol of an alphabet a frequency; they sum to ``2^scale_bits``. The most
 frequent symbol (the peak) gets what the others leave. The others keep only ``precision`` bits after
 their leading one, since the exact frequency of a rare symbol costs more to write than it saves.
-
-As bits, lowest first, filled up with zeros to a byte::
-
-    peak                      as many bits as the largest symbol needs
-    then, for all other symbols in order, runs of
-        number of zeros       gamma code of (number + 1)
-        nonzero frequencies   until the next zero or the end, each as
-            class             its bit length: gamma code of the class for the first of a run,
-                              gamma code of (zigzag of the change + 1) for the others,
-                              where a class of zero ends the run (and is a symbol of frequency zero)
-            mantissa          the min(class - 1, precision) bits after its leading one
-
-The gamma code of ``v ≥ 1`` is ``k`` zero bits, a one, and the ``k`` bits of ``v`` below its leading
-one.
+``docs/reference/frame-format.md`` says how it is written.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
@@ -47,7 +32,6 @@ class Table(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Tell whether one symbol has it all, so that nothing else need be sent."""
         return int(self.frequencies[self.peak]) == 1 << self.scale_bits
 
 
@@ -132,7 +116,6 @@ def _unzigzag(value: Any) -> Any:
 
 @part(forceinline=True)
 def _skip(index: Any, peak: Any) -> Any:
-    """Return the symbol at ``index`` among all but the peak."""
     return index + (1 if index >= peak else 0)
 
 
@@ -191,7 +174,6 @@ def _choose(counts: Any, total: Any, peak: Any, frequencies: Any, nowhere: Any) 
 
 @njit()
 def _add_entropy(bits: Any, counts: Any, total: Any) -> Any:
-    """Add the zero-order entropy of all symbols to ``bits``."""
     for i in range(len(counts)):
         if counts[i]:
             bits += counts[i] * math.log2(total / counts[i])

@@ -1,7 +1,5 @@
 """Integers in as many bytes as they need, seven bits to a byte, lowest first."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,25 +1,9 @@
 """A vector of floating-point numbers by its difference from one that the reader has, losslessly.
 
-::
-
-    byte 0      kind: 0 BITS, 1 LATTICE, 2 TABLE
-    places      where the vectors differ, and which way: 1 where they do not, 0 and 2 for the sign
-                of the difference, as the levels of a three-level grid; the mode of
-                `aqg.wire.frame` in which they are coded, a byte; their number of bytes, a varint;
-                and those bytes
-    then, if they differ anywhere, the magnitudes of the differences:
-    BITS        of the bit patterns, as integers that wrap: sections of the planes of their bytes,
-                lowest first, as many as a number has
-    LATTICE     exponent ``e``, a zigzag varint; how many bytes, a byte; and sections of the planes
-                of the bytes of ``|difference| / 2^e``
-    TABLE       exponent ``e``; the number of different magnitudes less one, a byte; these, each
-                less the one before, as varints; and a section of the indices
-
 Sums of quantized vectors lie on a lattice: all are small multiples of one power of two, and often
 take few different values. What does not fit is written by its bits.
+``docs/reference/frame-format.md`` describes each byte.
 """
-
-from __future__ import annotations
 
 import itertools
 from typing import Any, NamedTuple
@@ -32,6 +16,7 @@ from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import WireError
 from aqg.wire import frame
+from aqg.wire.payloads import Mode
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import read_part, read_varint, read_zigzag, write_varint, write_zigzag
 
@@ -43,7 +28,7 @@ _MANTISSA = 53
 _EXPONENTS = range(-1200, 1201)
 _BLOCK = 1 << 18
 """Values that are decoded together."""
-_PLACES_MODES = (frame.Mode.RAW, frame.Mode.CODED, frame.Mode.CONTEXT, frame.Mode.GAPS)
+_PLACES_MODES = (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS)
 
 
 class _Difference(NamedTuple):
@@ -88,7 +73,7 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None 
     if mode not in _PLACES_MODES:
         raise WireError(f"the places of a vector are coded in mode {mode}, which holds none")
     payload, rest = read_part(data, 2, "the places claim")
-    levels = frame.decode_levels(frame.Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
+    levels = frame.decode_levels(Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
     if len(levels) and int(levels.max()) > 2:
         raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
     count = int(np.count_nonzero(levels != 1))

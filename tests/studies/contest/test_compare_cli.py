@@ -13,7 +13,7 @@ import pytest
 from aqg.cli.app import run_app
 from aqg.runs.directory import CHECKPOINT, ROUNDS, read_lines
 from aqg.runs.files import locked
-from aqg.studies.contest.plan import TRIALS, read_outcomes
+from aqg.studies.contest.plan import TRIALS, Comparison, read_outcomes
 from aqg.studies.contest.tasks import TASKS
 
 FILES = {"compare.json", "trials.jsonl", "results.json", "tables.md", "frontier.png"}
@@ -35,6 +35,8 @@ def finished(tmp_path_factory):
 
 
 def test_files_and_settings(finished):
+    (task,) = Comparison.open(finished).tasks
+    assert (task.name, task.config.clients, task.regime) == ("own.npz:softmax", 3, "full-batch")
     assert {path.name for path in finished.iterdir()} == FILES | {"tuned.json", "own.npz_softmax"}
     tuned = json.loads((finished / "tuned.json").read_text())
     assert set(tuned["own.npz:softmax"]) == {"fedavg", "onebit", "qsgd"}
@@ -73,6 +75,9 @@ def test_going_on_runs_what_is_named_and_repeats_what_is_told(finished, tmp_path
 
 def test_results_are_shown_again_without_a_run(finished, capsys):
     before = (finished / TRIALS).read_bytes()
+    # Nothing in it is code, so it may go on without being named.
+    assert run_app(["compare", "--resume", str(finished), "--jobs", "1"]) == 0
+    assert "up to 0 runs" in capsys.readouterr().out
     assert run_app(["compare", "--from", str(finished)]) == 0
     shown = capsys.readouterr().out
     assert "own.npz:softmax, loss 0.6" in shown
@@ -150,7 +155,8 @@ def test_a_trial_that_was_interrupted_goes_on(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "stopped with 0 runs finished; go on with: aqg compare --resume cut" in errors
+    assert "stopped with 0 runs finished; everything is saved" in errors
+    assert "Go on with: aqg compare --resume cut" in errors
     assert (trial / CHECKPOINT).exists()
     num_rounds = len(read_lines(trial))
     assert run_app(["compare", "--resume", str(tmp_path / "cut"), "--jobs", "1"]) == 0

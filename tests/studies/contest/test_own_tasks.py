@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
@@ -171,36 +170,6 @@ def test_a_changed_file_is_refused(begun, home, capsys):
     # The table needs no code, and no file but those of the directory.
     assert run_app(["compare", "--from", str(begun)]) == 0
     assert NAME in capsys.readouterr().out
-
-
-def test_own_data_and_a_loss(folder, capsys):
-    random = np.random.default_rng(0)
-    y = random.integers(0, 3, 90)
-    x = random.standard_normal((90, 3)) + 3 * np.eye(3)[y]
-    np.savez("own.npz", x_train=x, y_train=y, client=np.arange(90) % 3)
-    arguments = [
-        "compare",
-        "gd,lean",
-        "--dataset",
-        "own.npz",
-        "--target",
-        "0.6",
-        "--set",
-        "alpha=0.2",
-    ]
-    arguments += ["--search", "--quick", "--jobs", "1", "--out", "c"]
-    assert run_app([*arguments, "--set", "rounds=80"]) == 0
-    (task,) = Comparison.open(folder / "c").tasks
-    assert (task.name, task.config.clients, task.regime) == ("own.npz:softmax", 3, "full-batch")
-    cells = json.loads((folder / "c/results.json").read_text())["cells"]
-    assert [cell["num_reached"] for cell in cells] == [1, 1, 1]
-    assert set(json.loads((folder / "c/tuned.json").read_text())["own.npz:softmax"]) == {
-        *("fedavg", "gd", "lean")
-    }
-    # Nothing in it is code, so it may go on without being named.
-    assert run_app(["compare", "--resume", "c", "--jobs", "1"]) == 0
-    assert "up to 0 runs" in capsys.readouterr().out
-    assert run_app(["report", "c"]) == 0
 
 
 def test_an_accuracy_must_be_measured(folder):

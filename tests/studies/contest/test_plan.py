@@ -9,7 +9,7 @@ import pytest
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.directory import SUMMARY
-from aqg.runs.files import to_json
+from aqg.runs.files import seal, to_json
 from aqg.studies.contest.measure import Curve
 from aqg.studies.contest.plan import (
     TARGETS,
@@ -264,7 +264,7 @@ def test_records_of_runs(tmp_path):
     (tmp_path / TRIALS).write_text(whole[0][:-20])
     (again,) = hand_out(ContestPlan(comparison, tmp_path))
     assert again.trial.recipe == "stc"
-    (tmp_path / TRIALS).write_text('{"task": 1}\n')
+    (tmp_path / TRIALS).write_text(seal('{"task": 1}') + "\n")
     with pytest.raises(RunError, match="line 1 is not a trial"):
         read_outcomes(tmp_path)
 

@@ -181,6 +181,7 @@ def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
         assert objective._vectorizes
 
 
+@pytest.mark.soak
 def test_one_trial_without_the_command_line():
     code = """
 import sys

@@ -249,6 +249,7 @@ def keep_other_machine(directory):
     assert kept.about["versions"]["logistic: elsewhere"]["numpy"] == "9.9"
 
 
+@pytest.mark.soak
 def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     """Take the last dropout seed out of the stored results, and put it back."""
     runs = stored.select(section="dropouts")
@@ -280,6 +281,7 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
     assert added.about["finished"]["dropouts"] == stored.about["finished"]["dropouts"]
 
 
+@pytest.mark.soak
 def test_pictures(stored):
     chosen = tuple(
         o for o in stored.outcomes if o.section == "network" or (o.dropout, o.seed) == (0.9, 0)

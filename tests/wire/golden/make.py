@@ -9,11 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.core.blockwise import BlockUpload, quantize_blocks, quantize_buckets
 from aqg.core.grids import Grid
-from aqg.core.halves import HalfUpload, SparseUpload, to_halves
-from aqg.core.messages import DenseUpload, Skip, Upload
-from aqg.core.rotation import RotatedUpload, quantize_rotated
+from aqg.core.messages import (
+    BlockUpload,
+    DenseUpload,
+    HalfUpload,
+    RotatedUpload,
+    Skip,
+    SparseUpload,
+    Upload,
+    quantize_blocks,
+    quantize_buckets,
+    quantize_rotated,
+    to_halves,
+)
 from aqg.wire import Known, encode
 from aqg.wire.frame import Mode
 

@@ -77,17 +77,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run on the validation set; entry ``k`` is after ``k`` rounds.
+    """A run on the validation set; entry ``k`` is after ``k`` rounds."""
 
-    Attributes:
-        values: accuracies or losses; NaN where the model holds NaN or infinity.
-        total_bytes: sent and received by all clients until then.
-        tests: pairs of rounds and test accuracy, where it was measured.
-    """
-
-    values: tuple[float, ...]
-    total_bytes: tuple[int, ...]
-    tests: tuple[tuple[int, float], ...] = ()
+    values: tuple[float, ...]  # accuracies or losses; NaN for a model with NaN or infinity
+    total_bytes: tuple[int, ...]  # sent and received by all clients until then
+    tests: tuple[tuple[int, float], ...] = ()  # rounds and test accuracy, where it was measured
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Curve:
@@ -158,16 +152,13 @@ def points_above(kind: Kind, plateau: float, reference: float) -> float:
 class Reference:
     """Federated averaging on one task and seed: what others are measured against.
 
-    Attributes:
-        plateau: of its best run; None where the target is fixed.
-        crossings: by target, of the run that reaches it in the fewest rounds.
-        ceiling: bytes beyond which another recipe is of no interest: those of a run to the last
-            round, or where the target is fixed some times those that reach it.
+    Bytes beyond the ceiling are of no interest: those of a run to the last round or, where the
+    target is fixed, some times those that reach it.
     """
 
-    plateau: float | None
+    plateau: float | None  # of its best run; None where the target is fixed
     targets: Mapping[str, Target]
-    crossings: Mapping[str, Crossing]
+    crossings: Mapping[str, Crossing]  # of the run that reaches it in the fewest rounds
     ceiling: float
 
     @property

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.data import load_dataset, parse_partition
-from aqg.data.files import read_arrays
+from aqg.data.datasets import read_arrays
 from aqg.errors import DataError
 from aqg.models import DataShape, make_module
 from aqg.objectives import make_objective

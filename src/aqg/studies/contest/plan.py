@@ -63,23 +63,14 @@ FEWER_SEEDS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
-
-    Attributes:
-        tasks: on what.
-        recipes: names, in the order they are run, federated averaging first.
-        seeds: how many; each makes its own split, start, batches, dropouts and targets.
-        search: find every recipe's best setting first, on seed 0; ``quick``: in a small part of the
-            grid.
-        downlink: how clients receive the model; what suits each recipe, by default.
-    """
+    """What is compared; recipes are run in their order, federated averaging first."""
 
     tasks: tuple[Task, ...]
     recipes: tuple[str, ...]
-    seeds: int
-    search: bool = False
-    quick: bool = False
-    downlink: str = AUTO
+    seeds: int  # how many; each makes its own split, start, batches, dropouts and targets
+    search: bool = False  # find every recipe's best setting first, on seed 0
+    quick: bool = False  # in a small part of the grid
+    downlink: str = AUTO  # how clients receive the model; by default what suits each recipe
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
@@ -174,21 +165,13 @@ class TrialJob(Job):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
-
-    Attributes:
-        trial: what was run.
-        ending: why it ended, as in `aqg.runs.stopping`; ``"rounds"``: the rounds were over.
-        curve: on the validation set or, where the task has none, of what its target measures.
-        seconds: that it took.
-        upload_bytes: until a fixed target was reached, or to the end; None where it had none.
-    """
+    """What came of a trial."""
 
     trial: Trial
-    ending: str
-    curve: Curve
+    ending: str  # as in `aqg.runs.stopping`
+    curve: Curve  # on the validation set or, without one, of what the target measures
     seconds: float
-    upload_bytes: int | None = None
+    upload_bytes: int | None = None  # where the target is fixed
 
     def to_json(self) -> dict[str, Any]:
         trial, setting = self.trial, self.trial.setting
@@ -237,8 +220,7 @@ class Findings:
     """
 
     def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
-        self._tasks = {task.name: task for task in comparison.tasks}
-        self._num_seeds = comparison.seeds
+        self._seeds = range(comparison.seeds)
         self._ranks: dict[Trial, Rank] = {}
         self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
         self.references: dict[tuple[str, int], Reference] = {}
@@ -247,33 +229,31 @@ class Findings:
         for task in comparison.tasks:
             self._refer(task)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, task: Task) -> None:
         trial = outcome.trial
         self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
         if trial.recipe == FEDAVG:
             self._ranks = {t: found for t, found in self._ranks.items() if t.task != trial.task}
-            self._refer(self._tasks[trial.task])
+            self._refer(task)
 
     def _refer(self, task: Task) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
         own = self.by_pair.get((FEDAVG, task.name), {})
-        for seed in range(self._num_seeds):
-            self.references.pop((task.name, seed), None)
-            if (found := make_reference(task.goal, ())) is not None:
-                self.references[task.name, seed] = found
-        if task.goal.target is None and self._pending_fixed(task)[0]:
+        is_fixed = task.goal.target is not None
+        for seed in self._seeds:
+            self._measure(task, seed, [])
+        if not is_fixed and self._pending_fixed(task)[0]:
             return
         chosen = self.fedavg_settings(task)
-        for seed in range(self._num_seeds):
+        for seed in self._seeds:
             if all(Trial(task.name, FEDAVG, setting, seed) in own for setting in chosen):
-                curves = [
-                    o.curve
-                    for trial, o in own.items()
-                    if trial.seed == seed and (task.goal.target is None or trial.setting in chosen)
-                ]
-                found = make_reference(task.goal, curves)
-                if found is not None:
-                    self.references[task.name, seed] = found
+                mine = {t.setting: o.curve for t, o in own.items() if t.seed == seed}
+                self._measure(task, seed, [mine[s] for s in mine if not is_fixed or s in chosen])
+
+    def _measure(self, task: Task, seed: int, curves: Sequence[Curve]) -> None:
+        self.references.pop((task.name, seed), None)
+        if (found := make_reference(task.goal, curves)) is not None:
+            self.references[task.name, seed] = found
 
     def _searched_curves(self, task: Task) -> dict[Setting, Curve]:
         own = self.by_pair.get((FEDAVG, task.name), {}).items()
@@ -490,9 +470,8 @@ class ContestPlan:
 
     def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
-        while (found := self._next_trial()) is not None:
-            trial, task = found
-            job = TrialJob(trial.directory, self._config(trial, task), trial)
+        while (trial := self._next_trial()) is not None:
+            job = TrialJob(trial.directory, self._config(trial), trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # it ended at an easier target than today's
                 shutil.rmtree(place, ignore_errors=True)
@@ -529,25 +508,24 @@ class ContestPlan:
         """
         trial = job.trial
         reference = self._findings.references.get((trial.task, trial.seed))
-        task = next(task for task in self._comparison.tasks if task.name == trial.task)
-        if reference is None or trial.recipe == FEDAVG or is_ours(trial.recipe, task):
-            return math.inf
-        return reference.ceiling
+        is_free = trial.recipe == FEDAVG or is_ours(trial.recipe, self._task_of(trial))
+        return math.inf if reference is None or is_free else reference.ceiling
 
-    def _next_trial(self) -> tuple[Trial, Task] | None:
-        for recipe, task in self._comparison.pairs():
-            for trial in self._pending(recipe, task)[0]:
-                if trial not in self._under_way and trial not in self._failed:
-                    return trial, task
-        return None
+    def _task_of(self, trial: Trial) -> Task:
+        return next(task for task in self._comparison.tasks if task.name == trial.task)
+
+    def _next_trial(self) -> Trial | None:
+        pending = (t for pair in self._comparison.pairs() for t in self._pending(*pair)[0])
+        busy = self._under_way.keys() | self._failed
+        return next((trial for trial in pending if trial not in busy), None)
 
     def _pending(self, recipe: str, task: Task) -> tuple[list[Trial], int]:
         """Return what is pending, but for runs that were made just now: none is made twice."""
         found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
         return [trial for trial in found[0] if trial not in self._made], found[1]
 
-    def _config(self, trial: Trial, task: Task) -> RunConfig:
-        target = None
+    def _config(self, trial: Trial) -> RunConfig:
+        task, target = self._task_of(trial), None
         if task.goal.target is None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
             target = self._findings.references[task.name, trial.seed].hardest
         return make_config(trial, task, target, self._comparison.downlink, self._device)
@@ -557,7 +535,7 @@ class ContestPlan:
         self._records.add(outcome.to_json())
         self._outcomes[trial] = outcome
         self._made.add(trial)
-        self._findings.add(outcome)
+        self._findings.add(outcome, self._task_of(trial))
         if trial.recipe == FEDAVG:
             write_targets(self._directory, self._findings)
 

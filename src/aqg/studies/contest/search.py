@@ -152,10 +152,7 @@ class Ladder:
 def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) -> list[Point]:
     """Return what the search needs next; nothing when it is over.
 
-    Args:
-        ladders: in the order in which they are searched.
-        rank: of a point that was tried, to be compared, the best being the smallest; None for one
-            that was not.
+    ``rank`` is that of a point that was tried, the best being the smallest; else None.
 
     >>> ladders = [Ladder("step", (1, 2, 4, 8, 16), (1, 2)), Ladder("keep", (0.1, 1), (1, 0.1))]
     >>> tried = {}

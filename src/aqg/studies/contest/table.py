@@ -16,7 +16,6 @@ A comparison's directory holds
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import textwrap
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aqg.core.recipes import FROM_MEMORY
+from aqg.report.pictures import grid, png
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest.measure import (
@@ -54,7 +54,6 @@ from aqg.studies.contest.search import FEDAVG, OURS, SEARCH_SEED, TUNED, Setting
 from aqg.studies.contest.tasks import Task
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 RESULTS = "results.json"
@@ -67,45 +66,27 @@ _FROM_MEMORY = "‡"
 
 @dataclass(frozen=True)
 class Cell:
-    """One recipe on one task for one target, over the seeds that were run.
-
-    Attributes:
-        setting: what was run, the best on seed 0; ``num_settings`` were tried there.
-        num_seeds: how many were run; ``num_reached`` of them reached the target.
-        cost: total bytes, over the seeds that reached it; None where none did, as the next two.
-        savings: federated averaging's bytes over these; None where it was not run, as the next.
-        delay: rounds over those of federated averaging.
-        test: the mean test accuracy when the target was reached.
-        best_value: the best that was measured, over all seeds.
-        is_partial: whether runs are missing.
-        same_as: an earlier recipe whose runs were the same, to the byte.
-        level: the mean plateau on the validation set, where all runs went to the last round.
-        plateau: how many points it is above federated averaging's, paired by seed; for losses
-            percent.
-        versus: its bytes over those of `auto`, paired by seed; None without a common seed.
-        rounds: the mean of those until the target.
-        upload_bytes: the mean of what was uploaded until a fixed target.
-    """
+    """One recipe on one task for one target, over the seeds that were run; None is unknown."""
 
     task: str
     recipe: str
     goal: str
-    setting: Setting
+    setting: Setting  # that was run, the best on seed 0
     num_seeds: int
     num_reached: int
-    cost: Mean | None
-    savings: Mean | None
-    delay: Mean | None
-    test: float | None
-    best_value: float | None
-    is_partial: bool = False
-    same_as: str | None = None
-    level: float | None = None
-    plateau: Mean | None = None
-    versus: Mean | None = None
-    num_settings: int = 1
-    rounds: float | None = None
-    upload_bytes: float | None = None
+    cost: Mean | None  # total bytes, over the seeds that reached the target
+    savings: Mean | None  # federated averaging's bytes over these
+    delay: Mean | None  # rounds over those of federated averaging
+    test: float | None  # the mean test accuracy when the target was reached
+    best_value: float | None  # that was measured, over all seeds
+    is_partial: bool = False  # runs are missing
+    same_as: str | None = None  # an earlier recipe whose runs were the same, to the byte
+    level: float | None = None  # the mean plateau, where all runs went to the last round
+    plateau: Mean | None = None  # points above federated averaging's, by seed; of losses percent
+    versus: Mean | None = None  # its bytes over those of `auto`, by seed
+    num_settings: int = 1  # that were tried on seed 0
+    rounds: float | None = None  # the mean of those until the target
+    upload_bytes: float | None = None  # likewise, where the target is fixed
 
     @property
     def is_main(self) -> bool:
@@ -455,7 +436,6 @@ _OPEN = "none"
 _OUR_COLOR = "#D55E00"
 _PANEL = 3.6
 """Inches."""
-_MOST_COLUMNS = 3
 _FEWEST_SEEDS = 5
 """With fewer, an interval is wider than the picture."""
 
@@ -481,40 +461,23 @@ def draw(comparison: Comparison, cells: Sequence[Cell]) -> bytes:
     the frontier. Where federated averaging does not reach a fixed target, rounds take the place of
     the delay.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = [cell for cell in cells if cell.is_main and cell.same_as is None]
     tasks = [t.name for t in comparison.tasks if any(cell.task == t.name for cell in shown)]
-    num_columns = max(1, min(_MOST_COLUMNS, len(tasks)))
-    num_rows = max(1, -(-len(tasks) // num_columns))
-    size = (_PANEL * num_columns + 1.6, _PANEL * num_rows + 0.4)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    figure, panels = grid(len(tasks), _PANEL, _PANEL, 1.6)
     looks = _looks([recipe for recipe in comparison.recipes if recipe != FEDAVG])
-    for axis, task in zip(panels, tasks, strict=False):
+    for axis, task in zip(panels, tasks, strict=True):
         _draw_panel(axis, task, [cell for cell in shown if cell.task == task], looks)
-    for axis in panels[len(tasks) :]:
-        axis.set_visible(False)
-    handles: dict[str, Artist] = {}
+    handles: dict[str, Any] = {}
     for axis in panels:
-        artists, names = axis.get_legend_handles_labels()
-        for name, artist in zip(names, artists, strict=True):
+        legend: Any = axis.get_legend_handles_labels()
+        for artist, name in zip(*legend, strict=True):
             if name not in handles or artist.get_markerfacecolor() != _OPEN:
                 handles[name] = artist
     order = [name for name in comparison.recipes if name in handles]
-    if handles:
-        figure.legend(
-            [handles[name] for name in order],
-            order,
-            loc="outside right upper",
-            fontsize=8,
-            frameon=False,
-        )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    if order:
+        look: dict[str, Any] = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
+        figure.legend([handles[name] for name in order], order, **look)
+    return png(figure)
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -541,30 +504,17 @@ def _draw_panel(
         if cell.recipe == FEDAVG:
             axis.plot(x, y, "s", color="black", markersize=6, label=FEDAVG, linestyle="none")
             axis.axhline(y / 1000, color="black", linewidth=0.6, linestyle="--")
-            axis.annotate(
-                "1/1000",
-                (1, y / 1000),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                fontsize=7,
-            )
+            edge = axis.get_yaxis_transform()
+            axis.text(1, y / 1000, "1/1000", transform=edge, ha="right", va="bottom", fontsize=7)
             continue
         points.append((x, y))
         color, marker = looks[cell.recipe]
-        is_ours = cell.recipe == OURS
-        axis.plot(
-            x,
-            y,
-            marker,
-            color=color,
-            markersize=13 if is_ours else 7,
-            markeredgecolor="black" if is_ours else color,
-            markerfacecolor=color if cell.num_reached == cell.num_seeds else _OPEN,
-            label=cell.recipe,
-            linestyle="none",
-            zorder=4 if is_ours else 3,
-        )
+        look: dict[str, Any] = {"markersize": 7, "markeredgecolor": color, "zorder": 3}
+        if cell.recipe == OURS:
+            look = {"markersize": 13, "markeredgecolor": "black", "zorder": 4}
+        face = color if cell.num_reached == cell.num_seeds else _OPEN
+        look |= {"markerfacecolor": face, "linestyle": "none"}
+        axis.plot(x, y, marker, color=color, label=cell.recipe, **look)
         if cell.num_reached >= _FEWEST_SEEDS:
             axis.plot([delay.low, delay.high], [y, y], color=color, linewidth=1)  # type: ignore[arg-type]
             axis.plot([x, x], [cost.low, cost.high], color=color, linewidth=1)  # type: ignore[arg-type]
@@ -590,7 +540,7 @@ def _draw_panel(
     axis.spines[["top", "right"]].set_visible(False)
     if never:
         names = textwrap.fill("not reached: " + ", ".join(never), 44)
-        axis.text(0.02, 0.98, names, transform=axis.transAxes, fontsize=7, va="top")
+        axis.text(0.02, 0.08, names, transform=axis.transAxes, fontsize=7, va="bottom")
 
 
 def write_results(comparison: Comparison, directory: Path) -> list[Cell]:

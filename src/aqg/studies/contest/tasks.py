@@ -33,24 +33,14 @@ _OF_THE_TARGET = ("target", "target_kind", "hold")
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn.
-
-    Attributes:
-        name: how the command line calls it.
-        config: of its runs, up to recipe, step size, seed and device.
-        files: that it needs, relative to the data directory.
-        uses_device: whether a GPU is worth its while.
-        is_hold_out: whether it is set aside, to be run once, when the default recipe is final. No
-            choice was made by it.
-        is_own: whether it is the user's own.
-    """
+    """One thing to learn, by the name that the command line has for it."""
 
     name: str
-    config: RunConfig
-    files: tuple[str, ...] = ()
-    uses_device: bool = True
-    is_hold_out: bool = False
-    is_own: bool = False
+    config: RunConfig  # of its runs, up to recipe, step size, seed and device
+    files: tuple[str, ...] = ()  # that it needs, relative to the data directory
+    uses_device: bool = True  # whether a GPU is worth its while
+    is_hold_out: bool = False  # set aside: no choice was made by it
+    is_own: bool = False  # the user's own
 
     @cached_property
     def goal(self) -> Goal:
@@ -272,11 +262,7 @@ def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
-    """Return the tasks whose files are there, and a line about each of the others.
-
-    Raises:
-        DataError: where nothing is left.
-    """
+    """Return the tasks whose files are there, and a line about each of the others."""
     kept, lines = [], []
     for task in tasks:
         missing = task.missing_file(data_dir)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.types import Float64Array
+from aqg.report.pictures import new_figure, tidy
 from aqg.runs.files import write_atomically
 from aqg.studies.paper.outcomes import (
     RUN_DIRECTORY,
@@ -124,11 +125,7 @@ def _figure(
     """Draw a row of panels for each label; None without any. ``paper`` has counts to mark."""
     if not panels:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 0.7 + 3.1 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 0.7 + 3.1 * len(panels))
     rows = figure.subplots(len(panels), len(_PANELS), sharey="row", squeeze=False)
     for axes, (label, outcomes) in zip(rows, panels.items(), strict=True):
         for recipe in recipes:
@@ -214,9 +211,7 @@ def _finish(axes: Sequence[Axes], ylabel: str) -> None:
         if name != "rounds":
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.grid(True, which="major", color="#e2e2e2", linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     axes[0].legend(frameon=False, fontsize=8, loc="best")
 
 

@@ -74,40 +74,26 @@ TABLE_2 = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How long and how often everything is run.
+    """How long and how often everything is run."""
 
-    Attributes:
-        readings: loss scaling and step size of the logistic runs.
-        logistic_seeds: how many; a seed is a way to deal the samples to the clients.
-        perturbed_alphas: step sizes at which logistic runs are repeated with perturbed data,
-            ``perturbations`` times each.
-        dtype: the precision of runs on MNIST.
-        softmax_rounds: of the runs behind the network rows of the paper's table, which are measured
-            at ``softmax_residual``.
-        softmax_seeds: how many; a seed is a start and, IID, a way to deal the samples.
-        dropout_rates: ``p``, for each split that is run with dropouts.
-        network_rounds: of the 784-200-10 runs, with ``network_seeds``, those of `ONE_SEED` aside.
-        notes: what was shortened, in words.
-    """
-
-    readings: tuple[tuple[str, float], ...]
-    logistic_seeds: int
-    perturbed_alphas: tuple[float, ...]
+    readings: tuple[tuple[str, float], ...]  # loss scaling and step size of the logistic runs
+    logistic_seeds: int  # a seed is a way to deal the samples to the clients
+    perturbed_alphas: tuple[float, ...]  # of logistic runs that are repeated with perturbed data
     perturbations: int
-    dtype: str
-    softmax_rounds: int
-    softmax_residual: float
-    softmax_seeds: int
+    dtype: str  # of runs on MNIST
+    softmax_rounds: int  # of the runs behind the network rows of the paper's table
+    softmax_residual: float  # where these are measured
+    softmax_seeds: int  # a seed is a start and, IID, a way to deal the samples
     dropout_rounds: int
     dropout_residual: float
-    dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]
+    dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]  # for each split
     dropout_seeds: int
     dropout_eval_every: int
-    network_rounds: int
+    network_rounds: int  # of the 784-200-10 runs
     network_splits: tuple[str, ...]
-    network_seeds: int
+    network_seeds: int  # of all but `ONE_SEED`
     logistic_rounds: int = 500
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was shortened, in words
 
 
 _PAPER_RATES = (0.2, 0.5, 0.7, 0.8, 0.9)

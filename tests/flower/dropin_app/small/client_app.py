@@ -1,6 +1,7 @@
 """A client that goes half of the way to a vector of its own."""
 
 import resource
+import time
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -27,8 +28,10 @@ def target_of(client: int, size: int) -> np.ndarray:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Go half of the way."""
+    """Go half of the way; the first client takes its time."""
     client = int(context.node_config["partition-id"])
+    if client == 0:
+        time.sleep(float(context.run_config["slow-seconds"]))
     model = message.content["arrays"]["w"].numpy()
     trained = ArrayRecord({"w": Array(model + (target_of(client, model.size) - model) / 2)})
     metrics = MetricRecord({"num-examples": 1, "loss": float(np.square(model).mean())})

@@ -8,7 +8,7 @@ from flwr.app import Array, ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 
-from aqg.flower import AQG, Compressed
+from aqg.flower import AQG, Buffered, Compressed
 from small.client_app import target_of
 
 app = ServerApp()
@@ -24,7 +24,8 @@ def main(grid: Grid, context: Context) -> None:
         serve_own(grid, count, size, int(context.run_config["rounds"]))
         return
     inner = FedAvg(**options) if name == "FedAvg" else FedAdam(**options, eta=0.3, tau=0.1)
-    strategy = Compressed(inner)
+    size_of_round = int(context.run_config["buffer-size"])
+    strategy = Compressed(Buffered(inner, size=size_of_round) if size_of_round else inner)
     starting = strategy if context.run_config["compressed"] else inner
     first = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
     rounds, timeout = int(context.run_config["rounds"]), float(context.run_config["timeout"])

@@ -1,22 +1,12 @@
 """What is learned: the digits 0 to 4, split unevenly, by a small ResNet."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
 
 from aqg.data import load_dataset, parse_partition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    Norm = Callable[[int], nn.Module]
 
 NUM_CLIENTS = 3
 NUM_CLASSES = 5
@@ -26,7 +16,7 @@ EPOCHS, BATCH_SIZE, RATE = 2, 32, 0.05
 class Block(nn.Module):
     """Two convolutions beside a shortcut."""
 
-    def __init__(self, num_in: int, num_out: int, stride: int, norm: Norm) -> None:
+    def __init__(self, num_in, num_out, stride, norm):
         super().__init__()
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
         self.norm1 = norm(num_out)
@@ -36,7 +26,7 @@ class Block(nn.Module):
             nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm(num_out)
         )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         """Add the shortcut."""
         hidden = relu(self.norm1(self.conv1(images)))
         return relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
@@ -45,36 +35,36 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A stem, two blocks and a head, with a normalization after every convolution."""
 
-    def __init__(self, norm: Norm, width: int = 6) -> None:
+    def __init__(self, norm, width=6):
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, 1, 1, bias=False)
         self.norm = norm(width)
         self.blocks = nn.Sequential(Block(width, width, 1, norm), Block(width, 2 * width, 2, norm))
         self.head = nn.Linear(2 * width, NUM_CLASSES)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         """Return class scores."""
         return self.head(self.blocks(relu(self.norm(self.stem(images)))).mean((2, 3)))
 
 
-def group_norm(num_channels: int) -> nn.Module:
+def group_norm(num_channels):
     """Normalize each sample by itself, three channels at a time: no statistics to keep."""
     return nn.GroupNorm(num_channels // 3, num_channels)
 
 
-def make_net(norm: Norm = nn.BatchNorm2d) -> ResNet:
+def make_net(norm=nn.BatchNorm2d):
     """Return the net that training starts from."""
     torch.manual_seed(0)
     return ResNet(norm)
 
 
 @cache
-def load() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+def load():
     """Return the clients' samples, and the test set."""
     digits = load_dataset("digits")
     parts = parse_partition("dirichlet:1.0").split(digits, NUM_CLIENTS, seed=0)
 
-    def images(features, labels) -> tuple[Tensor, Tensor]:
+    def images(features, labels):
         kept = labels < NUM_CLASSES
         tensor = torch.tensor(features[kept], dtype=torch.float32)
         return tensor.reshape(-1, 1, 8, 8), torch.tensor(labels[kept])
@@ -83,7 +73,7 @@ def load() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
     return clients, images(digits.test_features, digits.test_labels)
 
 
-def train(net: nn.Module, client: int) -> float:
+def train(net, client):
     """Train in place, as any PyTorch app does."""
     torch.set_num_threads(1)
     images, labels = load()[0][client]
@@ -99,7 +89,7 @@ def train(net: nn.Module, client: int) -> float:
     return loss.item()
 
 
-def accuracy(net: nn.Module) -> float:
+def accuracy(net):
     """Return the share of test images that are right."""
     images, labels = load()[1]
     net.eval()

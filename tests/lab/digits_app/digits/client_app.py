@@ -1,12 +1,9 @@
 """One share of the digits, behind a mod that does what the test orders, once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord
 from flwr.supernode.runtime import run_clientapp
@@ -14,12 +11,9 @@ from flwr.supernode.runtime import run_clientapp
 from aqg.flower import make_client_app
 from aqg.flower.demo import digits_task
 from aqg.flower.envelope import RECORD, pack, unpack
-from aqg.protocol.messages import Reply, Stamp, reply_from_bytes
 from aqg.protocol.store import ClientStore
 
-if TYPE_CHECKING:
-    from flwr.app import Context, Message
-    from flwr.clientapp.typing import ClientAppCallable
+from tests.flower.own_messages import envelope_of, flipped, reply_in
 
 BEFORE = ("backup", "restore", "wipe", "damage", "linger")
 AFTER = ("announce", "corrupt", "drop", "delay", "replay")
@@ -28,7 +22,7 @@ SHORTEST_UPLOAD = 10
 """A frame of fewer bytes moves no mirror."""
 
 
-def misbehave(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def misbehave(message, context, call_next):
     """Look for an order beside the state directory, and carry it out with the next upload."""
     is_order = message.metadata.message_type == "train" and unpack(message.content).parts
     if not is_order:  # the server evaluates, or asks a node to introduce itself
@@ -58,7 +52,7 @@ def misbehave(message: Message, context: Context, call_next: ClientAppCallable) 
     return reply
 
 
-def stay_away(order: Path, rounds: int) -> None:
+def stay_away(order, rounds):
     """Lose so many orders: the handler never sees them."""
     if rounds == 0:
         os.unlink(order)
@@ -67,7 +61,7 @@ def stay_away(order: Path, rounds: int) -> None:
     raise ConnectionError("the order is lost, as ordered")
 
 
-def prepare(deed: str, state: Path, message: Message) -> None:
+def prepare(deed, state, message):
     """Do what happens to disks and to orders before a client sees them."""
     copy = state.with_name(f"{state.name}.backup")
     match deed:
@@ -84,7 +78,7 @@ def prepare(deed: str, state: Path, message: Message) -> None:
             ClientStore.save = lambda *_, **__: time.sleep(FOREVER)
 
 
-def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Message:
+def change_reply(deed, argument, reply, earlier):
     """Do to a reply what happens on networks."""
     match deed:
         case "drop":
@@ -100,28 +94,16 @@ def change_reply(deed: str, argument: str, reply: Message, earlier: Path) -> Mes
     return reply
 
 
-def keep(reply: Message, path: Path) -> None:
+def keep(reply, path):
     """Write an upload down, for a later replay."""
     path.write_bytes(reply.content[RECORD].deflate())
 
 
-def reply_in(message: Message) -> Reply:
-    """Return the reply in a message; what it leaves out of its mirror is not looked at."""
-    return reply_from_bytes(unpack(message.content).parts[0], Stamp(0, 0, bytes(4)))
-
-
-def damage_part(message: Message) -> None:
+def damage_part(message):
     """Flip a bit of the order or the reply in a message, in an envelope that is in order."""
-    envelope = unpack(message.content)
+    envelope = envelope_of(message)
     envelope.parts = [flipped(envelope.parts[0])]
     message.content[RECORD] = pack(envelope)
-
-
-def flipped(data: bytes) -> bytes:
-    """Return bytes with one bit in their middle flipped."""
-    damaged = bytearray(data)
-    damaged[len(data) // 2] ^= 0x10
-    return bytes(damaged)
 
 
 app = make_client_app(lambda context: digits_task(context.run_config, context), mods=[misbehave])

@@ -1,0 +1,159 @@
+"""The first model in few bytes: what a node starts from that holds nothing.
+
+The tensors that are compressed travel as `aqg.start` has it, drawn from a seed, by a digest or
+rounded, and the server starts from exactly what it sent. With ``exact``, and where this would not
+be shorter, the whole model travels in the framework's own arrays. All is deflated:
+
+====================== =====================================================================
+rows                   number of bytes, a varint; JSON: name, shape and type of every tensor
+layout                 a bit for each: whether it is part of the vector
+message                number of bytes, a varint; the vector (`aqg.start`)
+others                 tensors as they are now (`aqg.channel.tensors`): all others, or with a digest
+                       those that have changed
+====================== =====================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from aqg.channel.tensors import (
+    Kind,
+    Schema,
+    decode_kept,
+    encode_kept,
+    flatten,
+    unflatten,
+    vector_dtype,
+)
+from aqg.core.downlink import AUTO
+from aqg.errors import WireError
+from aqg.start import OtherModelError, laws_of, pack, settle, unpack
+from aqg.wire.varint import read_varint, write_varint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from aqg.channel.tensors import Tensor, Values
+
+_MOST_BYTES = 1 << 36
+_MOST_BESIDE = 1 << 20
+"""Bytes of tensors that are not compressed, up to which a first model is drawn without asking."""
+_MOST_DRAWN = 1 << 22
+"""Values of a tensor, likewise: drawing takes some 50 bytes of memory for each."""
+
+
+def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
+    """Return how the first model travels where that is left open.
+
+    It is drawn where all of its tensors look freshly drawn themselves: none would notice.
+    """
+    if way != AUTO:
+        return way
+    specs = schema.chosen(layout)
+    inside = {spec.name for spec in specs}
+    beside = sum(t.nbytes for name, t in values.items() if name not in inside)
+    is_layered = any(len(spec.shape) > 1 for spec in specs)
+    is_large = beside > _MOST_BESIDE or any(spec.size > _MOST_DRAWN for spec in specs)
+    if not is_layered or is_large:
+        return "exact"
+    laws = laws_of(flatten(values, specs), [(spec.name, spec.shape) for spec in specs])
+    return "exact" if None in laws else "seed"
+
+
+class First(NamedTuple):
+    """A first model.
+
+    Attributes:
+        schema: of all tensors.
+        layout: which of them are in the vector.
+        message: the vector.
+        held: the vector itself where the message is its digest.
+
+    """
+
+    schema: Schema
+    layout: bytes
+    message: bytes
+    held: Values | None
+
+    @staticmethod
+    def of(way: str, values: Values, schema: Schema, layout: bytes, seed: int) -> First | None:
+        """Return the first model that travels in some way; None where it does as a whole."""
+        if way == "exact":
+            return None
+        specs = schema.chosen(layout)
+        shapes, vector = [(spec.name, spec.shape) for spec in specs], flatten(values, specs)
+        if way == "digest":
+            return First(schema, layout, pack(vector, shapes, way), unflatten(vector, specs))
+        return First(schema, layout, settle(vector, shapes, way, seed=seed)[1], None)
+
+    def values(self, others: Values) -> Mapping[str, Tensor]:
+        """Return the tensors that it stands for, and others that are not part of the vector."""
+        held = self.held or _read(self.schema, self.layout, self.message, lambda: None)
+        return {**others, **held}
+
+    def encode(self, kept: Values, changed: Iterable[str]) -> bytes:
+        """Write it, with tensors that are not compressed as they are now."""
+        inside = {spec.name for spec in self.schema.chosen(self.layout)}
+        chosen = set(changed) if self.held is not None else {*changed, *(set(kept) - inside)}
+        rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
+        exact = dict.fromkeys(self.schema.places, Kind.EXACT)
+        parts = [write_varint(len(rows)), rows, self.layout]
+        parts += [write_varint(len(self.message)), self.message]
+        parts.append(encode_kept(kept, chosen & set(kept), self.schema, exact))
+        return zlib.compress(b"".join(parts), 9)
+
+
+def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, Tensor]:
+    """Return the tensors that `First.encode` wrote.
+
+    Args:
+        data: the bytes.
+        start: returns the node's own first model; None where it has none.
+
+    Raises `OtherModelError` where they are the digest of another model than that, and `WireError`
+    on anything else.
+
+    """
+    decoder = zlib.decompressobj()
+    try:
+        body = decoder.decompress(data, _MOST_BYTES)
+        size, position = read_varint(body, 0)
+        schema = Schema(json.loads(body[position : position + size]))
+    except (zlib.error, ValueError, TypeError) as error:
+        raise WireError(f"the first model cannot be read: {error}") from None
+    position += size
+    layout, position = _cut(body, position, schema.bitmap_bytes)
+    size, position = read_varint(body, position)
+    message, position = _cut(body, position, size)
+    found = _read(schema, layout, message, start)
+    found |= decode_kept(body[position:], schema)
+    own = start() if len(found) < len(schema.specs) else None
+    missing = [spec.name for spec in schema.specs if spec.name not in found]
+    if missing and (own is None or not schema.fits(own)):
+        raise WireError(f"the first model has no tensor {missing[0]!r}")
+    found |= {name: schema.cast(own or {})[name] for name in missing}
+    return {spec.name: found[spec.name] for spec in schema.specs}
+
+
+def _read(
+    schema: Schema, layout: bytes, message: bytes, start: Callable[[], Values | None]
+) -> dict[str, Tensor]:
+    specs = schema.chosen(layout)
+    own, held = start(), None
+    if own is not None:
+        if not schema.fits(own):
+            raise OtherModelError("the first model held here has other tensors than the server's")
+        held = flatten(schema.cast(own), specs)
+    size = sum(math.prod(spec.shape) for spec in specs)
+    return unflatten(unpack(message, size, vector_dtype(specs), held), specs)
+
+
+def _cut(body: bytes, position: int, size: int) -> tuple[bytes, int]:
+    if size > len(body) - position:
+        raise WireError(f"a part claims {size} bytes; {len(body) - position} are left")
+    return body[position : position + size], position + size
