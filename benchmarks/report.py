@@ -23,8 +23,8 @@ import numpy as np
 from aqg.report.write import Outputs, write_report
 from aqg.runs.config import RunConfig
 from aqg.runs.cost import ClientBytes
-from aqg.runs.directory import SUMMARY, Line, rewrite_lines
-from aqg.runs.files import to_json, write_atomically
+from aqg.runs.directory import ROUNDS, SUMMARY, Line
+from aqg.runs.files import seal, to_json, write_atomically
 from aqg.runs.loop import create_run, slug
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
@@ -85,7 +85,8 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             )
             create_run(directory, config)
             lines = make_lines(index, seed, rounds, clients)
-            rewrite_lines(directory, lines)
+            text = "".join(seal(line.to_json()) + "\n" for line in lines)
+            write_atomically(directory / ROUNDS, text.encode())
             summary = summarize(
                 recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.goal
             )

@@ -145,8 +145,8 @@ def missing(results: Results) -> Passage:
             f"**Not all that the command plans is here: {_SECTIONS[section]}, {seeds} of {goal} "
             f'seeds.** There "on every seed" means on {seeds}, and verdicts may change with the '
             f"{planned - done} runs that are missing. `aqg reproduce --only {section} "
-            "--missing-from results --out runs/missing` runs them, and `aqg reproduce --from "
-            "results --beside runs/missing` adds them."
+            "--missing-from results --out runs/missing` runs them, and `python -m papers.mao2022 "
+            "--beside runs/missing` adds them."
         )
     if finished and not lines:
         lines = ["All runs that the command plans are here."]

@@ -199,7 +199,7 @@ OLDEST = next(part.version for part in FLOWER if part.operator == ">=")
 @pytest.mark.soak
 @pytest.mark.parametrize("version", [f"=={OLDEST}.*", str(FLOWER)], ids=["oldest", "newest"])
 def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_path, version):
-    """The newest is the one that the index has everything for."""
+    """In the simulation and on real processes; the newest is what the index has everything for."""
     flower = installed(
         built, tmp_path / "env", "[flower]", f"flwr[simulation]{version}", constraints=""
     )
@@ -214,6 +214,16 @@ def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_pat
     assert found["up"] < found["plain_up"] / 20
     assert found["down"] < found["plain_down"] / 3  # of four, the first is the whole model
     assert found["distance"] < found["start"]
+    script = str(ROOT / "tests/flower/two_lines_deployment.py")
+    out = run(str(flower.bin / "python"), script, str(tmp_path / "deployment"), **flower.settings)
+    found = json.loads(out.splitlines()[-1])
+    assert found["version"].startswith(OLDEST) == version.startswith("==")
+    assert found["small"]["refused"] == 0
+    assert found["small"]["distance"] < 1.8  # of 3, after three rounds
+    counted = found["small"]["row"]["network-traffic"]
+    plain = 2 * 3 * 400_000  # two nodes, three rounds, the model's bytes
+    assert counted["inbound-bytes"] < plain / 5
+    assert counted["outbound-bytes"] < plain
 
 
 @pytest.mark.soak

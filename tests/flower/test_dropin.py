@@ -337,6 +337,24 @@ def test_what_is_not_trained():
     assert strategy.counts.train.up < 4 * NUM_CLIENTS * 600
 
 
+@pytest.mark.parametrize("mods", [[aqg_mod], []], ids=["with the mod", "without"])
+def test_a_model_that_looks_fresh_is_drawn_on_both_sides(mods):
+    """The strategy starts from the draw; nodes that cannot read it are sent the whole model."""
+    fresh = np.random.default_rng(0).uniform(-0.1, 0.1, (50, 40)).astype(np.float32)
+    arrays = {"layer.weight": np.zeros_like(TARGETS[0]), "fc.weight": fresh}
+    arrays |= {"bn.running_mean": np.zeros(6, np.float32)}
+    arrays |= {"bn.num_batches_tracked": np.zeros((), np.int64)}
+    record = ArrayRecord({name: Array(tensor) for name, tensor in arrays.items()})
+    strategy = Compressed(flower.FedAdam(**unevaluated(eta=0.1, tau=0.01)))
+    result = strategy.start(make_grid(make_app(mods)), record, num_rounds=12)
+    drawn = result.arrays["fc.weight"].numpy()
+    assert 0.1 < np.abs(drawn - fresh).max() <= 0.2
+    assert abs(drawn.std() - fresh.std()) < 2e-3
+    assert distance(result.arrays) < FLOOR
+    traffic = strategy.counts.train
+    assert (traffic.down < 0.1 * traffic.plain_down) == bool(mods)
+
+
 @pytest.mark.parametrize("options", [{"exclude": "layer.*w*"}, {"include": ["*.frozen"]}])
 def test_tensors_can_be_left_out(options):
     strategy = Compressed(FedAvg(**everyone()), **options)

@@ -98,7 +98,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
     [
         *(
             pytest.param(d, most, marks=pytest.mark.soak)
-            for d, most in [(Full(), 6.9), (Exact(), 7.5)]
+            for d, most in [(Full(), 6.9), (Exact(), 8.1)]
         ),
         (Condensed(), 7.5),
     ],

@@ -46,7 +46,7 @@ def main() -> None:
 
 def run(more: str) -> dict[str, object]:
     """Run the app; return what its server said, and what Flower counted."""
-    config = f"num-clients={NUM_NODES} rounds={ROUNDS} size={SIZE} {more}"
+    config = f"num-clients={NUM_NODES} rounds={ROUNDS} size={SIZE} timeout={SECONDS} {more}"
     number = flower("run", str(APP), "here", "--run-config", config)["run-id"]
     end = time.monotonic() + SECONDS
     while True:

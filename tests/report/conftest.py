@@ -5,8 +5,8 @@ import pytest
 
 from aqg.runs.config import resolve
 from aqg.runs.cost import ClientBytes
-from aqg.runs.directory import SUMMARY, Line, rewrite_lines
-from aqg.runs.files import to_json, write_atomically
+from aqg.runs.directory import ROUNDS, SUMMARY, Line
+from aqg.runs.files import seal, to_json, write_atomically
 from aqg.runs.loop import create_run
 from aqg.runs.summary import summarize
 from aqg.sim.record import DROPPED, RoundRecord
@@ -52,7 +52,8 @@ def make_run():
         (config,) = resolve(settings)
         create_run(directory, config)
         lines = make_lines(rounds, config.clients, seed, decay, fault)
-        rewrite_lines(directory, lines)
+        text = "".join(seal(line.to_json()) + "\n" for line in lines)
+        write_atomically(directory / ROUNDS, text.encode())
         if finished:
             final = lines[-1].record.loss
             metrics = {"accuracy": 0.9, "perplexity": 1.8}

@@ -108,7 +108,7 @@ def test_costs_are_those_of_the_plain_simulation(tmp_path):
     outcome = run(SOFTMAX, tmp_path / "run", minimum=minimum)
     assert outcome["ending"] == "reached"
     reference = make_simulation(replace(SOFTMAX, engine="reference"), problem)
-    meter = Meter(problem.start_bytes, SOFTMAX.training().downlink)
+    meter = Meter(problem.start_bytes, SOFTMAX.training())
     records = [meter.charge(reference.run_round()) for _ in range(outcome["rounds"] + 20)]
     residuals = [record.loss - minimum for record in records]
     assert residuals[outcome["rounds"] - 1] > 0.2

@@ -137,7 +137,8 @@ def test_bytes_of_those_at_work():
     rounds = [
         RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
     ]
-    meter, head = Meter(1000, make_downlink("exact")), heads()
+    meter = Meter(1000, Training(LOCAL, downlink=make_downlink("exact")))
+    head = heads()
     first, second = [meter.charge(record).total_bytes for record in rounds]
     assert first == 2020 + 2 * head.first_order + head.reply  # one of them has not replied
     assert second == 20 + head.order + head.reply  # and does not need another order now

@@ -24,8 +24,6 @@ def test_golden_bytes():
     small = StatisticsMessage(np.array([1.0, -0.5]), np.array([3]), np.array([True, True]))
     sections = (Section(2, "float32"), Section(1, "int"))
     assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
-    exact = encode_statistics(small, sections, "exact")
-    assert exact[:-4].hex() == "5100030000803f000000bf06"
     small = small._replace(short=np.array([True, True]))
     byte = encode_statistics(small, sections, "byte")
     assert byte[:-4].hex() == "51020301" + "0278f0" + "06"
@@ -34,14 +32,12 @@ def test_golden_bytes():
 
 
 @pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
-def test_lossless_round_trip_of_what_is_sent(sent):
+def test_only_what_is_sent_comes_back(sent):
     original = message(sent)
-    found = decode_statistics(encode_statistics(original, SECTIONS, "exact"), SECTIONS)
+    found = decode_statistics(encode_statistics(original, SECTIONS, "half"), SECTIONS)
     assert found.sent.tolist() == list(sent)
-    expected = original.values.copy()
-    expected[:3] = expected[:3].astype(np.float32)
-    np.testing.assert_array_equal(found.values[:3], expected[:3] * sent[0])
-    np.testing.assert_array_equal(found.values[3:], expected[3:] * sent[1])
+    expected = original.values * np.repeat(sent[:2], (3, 2))
+    np.testing.assert_allclose(found.values[[0, 1, 2, 4]], expected[[0, 1, 2, 4]], rtol=2.0**-11)
     np.testing.assert_array_equal(found.counts, original.counts * sent[2])
 
 
@@ -86,23 +82,16 @@ def test_non_finite_values_are_not_written():
     broken.values[1] = np.nan
     with pytest.raises(WireError, match="NaN or infinity"):
         encode_statistics(broken, SECTIONS, "half")
-    beyond = message()
-    beyond.values[0] = 1e300  # no float32
-    with pytest.raises(WireError, match="NaN or infinity"):
-        encode_statistics(beyond, SECTIONS, "exact")
     silent = broken._replace(sent=np.array([False, True, True]))
     assert encode_statistics(silent, SECTIONS, "half")
-    with pytest.raises(
-        WireError, match="precision 'double' is not one of exact, half, byte, change"
-    ):
+    with pytest.raises(WireError, match="precision 'double' is not one of half, byte, change"):
         encode_statistics(message(), SECTIONS, "double")
 
 
-@pytest.mark.parametrize("precision", ["exact", "half", "byte", "change"])
+@pytest.mark.parametrize("precision", ["half", "byte", "change"])
 def test_damaged_frames_raise_wire_errors(precision):
     original = message()._replace(short=np.array([True, False, False]))
-    if precision != "exact":
-        original.values[4] = 2.0
+    original.values[4] = 2.0
     frame = encode_statistics(original, SECTIONS, precision)
     for length in range(len(frame)):
         with pytest.raises(WireError):

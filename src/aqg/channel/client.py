@@ -244,6 +244,8 @@ def _follow(
     layout = order.layout[1:]
     if whole is not None:
         copy, public = PublicCopy.of(whole, schema, layout), None
+        if order.constants:  # second names are not followed
+            copy = copy.without(Held(order, schema, {}, recipe).beside().aliases)
     else:
         assert held is not None
         copy = held.with_layout(schema, layout)

@@ -17,7 +17,7 @@ from aqg.core.public import at_rest
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from aqg.channel.tensors import Schema, Tensor, Values
     from aqg.core.public import Public
@@ -76,6 +76,13 @@ class PublicCopy(NamedTuple):
     def digested(self) -> PublicCopy:
         """Return the copy with its digest."""
         return self._replace(digest=xor(public_digest(self.public), self.beside_digest()))
+
+    def without(self, names: Collection[str]) -> PublicCopy:
+        """Return the copy with a digest that says nothing of some kept tensors."""
+        if not names:
+            return self
+        digests = {name: digest for name, digest in self.digests.items() if name not in names}
+        return self._replace(digests=digests)
 
     def with_kept(self, tensors: Mapping[str, Tensor]) -> PublicCopy:
         """Return the copy with other values of some kept tensors."""

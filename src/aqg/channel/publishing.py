@@ -48,9 +48,9 @@ _ROUNDING = 64.0
 """Averages of equal numbers are off by less than this many units in the last place."""
 
 
-_GRID_SHARE = 0.5
+_GRID_SHARE = 0.25
 """Part of the tolerance that is left to a choice of levels whose step is then rounded up to a power
-of two, on average to 1.4 times itself."""
+of two, at most to twice itself: the error, squared, to four times itself."""
 
 _FINEST = 2.0**-8
 """In the step of an entry, the longest quantum of a grid that is begun. Where one coordinate is

@@ -112,7 +112,8 @@ class SteppingChannel(Channel):
             self._recipe, start, weights, optimizer, stepping.downlink, rule
         )
         self.book.publisher = None  # the log is the channel's
-        self._copy = self._copy._replace(public=self.book.public).digested()
+        self._copy = self._copy._replace(public=self.book.public)
+        self._copy = self._copy.without(self._aliases).digested()
         self._log = ModelLog(merges=lies_on_grid(self._recipe, stepping.downlink))
         self._means: dict[str, Float64Array] = {}
 
@@ -130,7 +131,7 @@ class SteppingChannel(Channel):
         """Return what is sent now."""
         if is_train:
             self._replies = {}
-        return Phase(self, False, self.copied(), self._copy)
+        return Phase(self, False, self._named(dict(self.copied())), self._copy)
 
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read; it counts in the next step."""
@@ -153,10 +154,6 @@ class SteppingChannel(Channel):
         """Go on with other weights of clients."""
         if not np.array_equal(weights, self.book.weights):
             self.book.reweigh(weights)
-
-    def copied(self) -> dict[str, Tensor]:
-        """Return the tensors of the public copy."""
-        return self._named(self._copy.values(self.schema))
 
     def step(self, clients: set[int], is_step: bool) -> None:
         """Take in these clients' replies, in their order, and take a step, or none."""
@@ -219,7 +216,7 @@ class SteppingChannel(Channel):
         kept = {name: named["kept"][name] for name in self._copy.kept}
         digests = {name: tensor_digest(tensor) for name, tensor in kept.items()}
         self._copy = PublicCopy(self._copy.layout, self.book.public.marked(), kept, digests)
-        self._copy = self._copy.digested()
+        self._copy = self._copy.without(self._aliases).digested()
         self._values = {**self._copy.values(self.schema), **named["value"]}
         self._means = named["mean"]
         data, ends = arrays["log_bytes"].tobytes(), np.cumsum(arrays["log_sizes"]).tolist()

@@ -54,7 +54,9 @@ def both_directions(cost: Cost) -> str:
 
 def _bar(console: Console, *columns: ProgressColumn, width: int = 30) -> Progress:
     """Return bars with a name, how many of how many, and further columns."""
-    name = TextColumn("{task.description}", style="bold", table_column=Column(max_width=60))
+    name = TextColumn(
+        "{task.description}", style="bold", table_column=Column(no_wrap=True, max_width=60)
+    )
     return Progress(name, BarColumn(width), MofNCompleteColumn(), *columns, console=console)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     shown = group_runs(read_runs([plan.directory]))
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     write_atomically(plan.directory / FIGURE, draw_comparison(shown, config.title + dropout))
-    text = loop.batch_summary(summaries)
+    rows = {"runs": [summary.to_json() for summary in summaries]}
+    text = json.dumps(rows, indent=2, allow_nan=False) + "\n"
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
     if options.as_json:

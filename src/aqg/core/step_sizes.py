@@ -131,12 +131,7 @@ class DistanceOverGradients(StepRule):
         )
 
     def next(
-        self,
-        space: Space,
-        state: StepState | None,
-        parameters: Array,
-        update: Array,
-        natural: float,
+        self, space: Space, state: StepState | None, params: Array, update: Array, natural: float
     ) -> tuple[StepState, float]:
         assert state is not None
         length = space.squared_norm(update)
@@ -144,9 +139,9 @@ class DistanceOverGradients(StepRule):
             return state, _rounded(natural)
         reach, energy = state.reach, state.energy + length
         if not state.energy:
-            first, moved = math.sqrt(space.squared_norm(parameters)), natural * math.sqrt(length)
+            first, moved = math.sqrt(space.squared_norm(params)), natural * math.sqrt(length)
             reach = min(self.first * first, self.widest * moved) if first else moved
-        reach = max(reach, math.sqrt(space.squared_norm(parameters - state.start)))
+        reach = max(reach, math.sqrt(space.squared_norm(params - state.start)))
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _rounded(natural)
         return state._replace(reach=reach, energy=energy), _rounded(reach / math.sqrt(energy))

@@ -6,8 +6,8 @@ Logistic and softmax regression and the perceptron are no modules; see `aqg.obje
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from aqg.data import Dataset
 from aqg.errors import ConfigError
@@ -54,14 +54,6 @@ class DataShape:
             dataset.sample_shape, dataset.labels.shape[1:], dataset.num_classes, num_tokens
         )
 
-    def offered(self) -> dict[str, Any]:
-        return {
-            "input_shape": self.input_shape,
-            "target_shape": self.target_shape,
-            "num_classes": self.num_classes,
-            "num_tokens": self.num_tokens,
-        }
-
 
 def is_module(spec: str) -> bool:
     """Tell whether a model is a torch module: built in, or made by a function in a file.
@@ -88,7 +80,7 @@ def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
         ) from None
     code = Code.parse(spec)
     with seeded(seed):
-        module = _built_in(spec, shape) if code is None else code.call(**shape.offered(), seed=seed)
+        module = _built_in(spec, shape) if code is None else code.call(**asdict(shape), seed=seed)
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"model {spec!r} returned {type(module).__name__}, not a torch.nn.Module")
     return module

@@ -22,6 +22,9 @@ from aqg.errors import ConfigError, DataError
 from aqg.jit import njit
 from aqg.objectives.base import Array, Layout, Objective, Scaling
 
+Arrays = list[Array]
+"""The tensors of a layout, in order."""
+
 
 def namespace(array: Array) -> Any:
     """Return the module whose functions fit ``array``: ``numpy`` or ``torch``.
@@ -127,17 +130,12 @@ class ClosedForm(Objective):
         return self._predict(self._tensors(params), features)
 
     @abstractmethod
-    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
+    def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
         """Return the loss of each sample, shape ``(..., n)``."""
 
     @abstractmethod
     def _backpropagate(
-        self,
-        tensors: list[Array],
-        features: Array,
-        labels: Array,
-        weight: Array,
-        gradients: list[Array],
+        self, tensors: Arrays, features: Array, labels: Array, weight: Array, gradients: Arrays
     ) -> Array:
         """Return the loss of each sample; write the gradients of ``weight`` times their sum.
 
@@ -145,10 +143,10 @@ class ClosedForm(Objective):
         """
 
     @abstractmethod
-    def _predict(self, tensors: list[Array], features: Array) -> Array:
+    def _predict(self, tensors: Arrays, features: Array) -> Array:
         """Return the most likely label of each sample, shape ``(..., n)``."""
 
-    def _tensors(self, flat: Array) -> list[Array]:
+    def _tensors(self, flat: Array) -> Arrays:
         views = []
         start = 0
         for _, shape in self.layout:
@@ -291,7 +289,7 @@ _PIECE_LENGTH = 512
 class _Classes(ClosedForm):
     """The cross-entropy of a linear layer, on the features or on one hidden layer of them."""
 
-    def _logits(self, tensors: list[Array], features: Array) -> tuple[Array, Array]:
+    def _logits(self, tensors: Arrays, features: Array) -> tuple[Array, Array]:
         """Return what goes into the last layer, and what comes out of it, ``(..., C, n)``."""
         inputs = features
         if len(tensors) > 2:
@@ -300,16 +298,11 @@ class _Classes(ClosedForm):
             inputs = namespace(inputs).clip(inputs, 0, None, out=inputs)
         return inputs, class_logits(inputs, *tensors[-2:])
 
-    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
+    def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
         return cross_entropy(self._logits(tensors, features)[1], labels)[0]
 
     def _backpropagate(
-        self,
-        tensors: list[Array],
-        features: Array,
-        labels: Array,
-        weight: Array,
-        gradients: list[Array],
+        self, tensors: Arrays, features: Array, labels: Array, weight: Array, gradients: Arrays
     ) -> Array:
         inputs, logits = self._logits(tensors, features)
         losses, class_slopes = cross_entropy(logits, labels)
@@ -322,7 +315,7 @@ class _Classes(ClosedForm):
             write_layer_gradients(features, hidden_slopes, *gradients[:2])
         return losses
 
-    def _predict(self, tensors: list[Array], features: Array) -> Array:
+    def _predict(self, tensors: Arrays, features: Array) -> Array:
         return self._logits(tensors, features)[1].argmax(axis=-2)
 
 
@@ -466,17 +459,12 @@ class Logistic(ClosedForm):
         weight = self.sample_weight(features.shape[-2])
         return logistic_losses_and_gradients(params, features, labels, weight, self.l2)
 
-    def _sample_losses(self, tensors: list[Array], features: Array, labels: Array) -> Array:
+    def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
         losses, _ = _losses_and_slopes(features @ tensors[0], labels)
         return losses
 
     def _backpropagate(
-        self,
-        tensors: list[Array],
-        features: Array,
-        labels: Array,
-        weight: Array,
-        gradients: list[Array],
+        self, tensors: Arrays, features: Array, labels: Array, weight: Array, gradients: Arrays
     ) -> Array:
         losses, slopes = _losses_and_slopes(features @ tensors[0], labels)
         slopes *= weight
@@ -485,7 +473,7 @@ class Logistic(ClosedForm):
         )
         return losses
 
-    def _predict(self, tensors: list[Array], features: Array) -> Array:
+    def _predict(self, tensors: Arrays, features: Array) -> Array:
         return (features @ tensors[0] > 0) * 1
 
 

@@ -40,6 +40,11 @@ _MEASURED_AT_ONCE = 1024
 
 _logger = logging.getLogger(__name__)
 
+State = dict[str, Tensor]
+"""Buffers and frozen parameters by name."""
+Loss = Callable[[Any, Tensor], Tensor]
+"""The mean loss of a batch, from outputs and targets."""
+
 
 class ModuleObjective(Objective):
     """``f_m(θ) = w loss(module_θ(x), y) + l2/2 ‖θ‖²``, where ``loss`` is a mean over ``n`` samples.
@@ -63,7 +68,7 @@ class ModuleObjective(Objective):
     def __init__(
         self,
         module: nn.Module,
-        loss: Callable[[Any, Tensor], Tensor] | None = None,
+        loss: Loss | None = None,
         *,
         input_shape: tuple[int, ...] | None = None,
         l2: float = 0.0,
@@ -221,7 +226,7 @@ class ModuleObjective(Objective):
             with LOCK, torch.no_grad():
                 yield self._calls.outputs(flat, self._measured(flat), part, training=False)
 
-    def _measured(self, flat: Tensor) -> dict[str, Tensor]:
+    def _measured(self, flat: Tensor) -> State:
         """Return the buffers with which a model is measured."""
         return self._calls.state(flat, None if self.carrier is None else self.carrier.evaluation())
 
@@ -286,13 +291,7 @@ class ModuleObjective(Objective):
         return total * len(labels) if self.scaling == "sum" else total
 
     def _client_loss(
-        self,
-        flat: Tensor,
-        state: dict[str, Tensor],
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        training: bool,
+        self, flat: Tensor, state: State, inputs: Tensor, labels: Tensor, *, training: bool
     ) -> Tensor:
         outputs = self._calls.outputs(flat, state, inputs, training=training)
         loss = self._calls.loss(outputs, labels)
@@ -430,7 +429,7 @@ class Session:
         self._seed = int(sequence.generate_state(1, np.uint64)[0])
         self._random: tuple[Tensor, ...] = ()
         self.start: Buffers | None = None
-        self.state: dict[str, Tensor] | None = None
+        self.state: State | None = None
 
     def losses_and_gradients(self, params: Any, features: Any, labels: Any) -> tuple[Any, Any]:
         return self._gradient(self, params, features, labels)
@@ -465,7 +464,7 @@ def _set_generators(states: Sequence[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def read_state(layout: ModelLayout, state: dict[str, Tensor]) -> Buffers:
+def read_state(layout: ModelLayout, state: State) -> Buffers:
     values = np.empty(layout.num_statistics)
     counts = np.empty(layout.num_counters, np.int64)
     for target, specs in ((values, layout.statistics), (counts, layout.counters)):
@@ -484,13 +483,7 @@ class ModuleCalls:
     ``module`` is a private copy of the user's, ``loss`` the mean loss of a batch.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: ModelLayout,
-        loss: Callable[[Any, Tensor], Tensor],
-        name: str,
-    ) -> None:
+    def __init__(self, module: nn.Module, layout: ModelLayout, loss: Loss, name: str) -> None:
         self.module = module
         self.layout = layout
         self.name = name
@@ -499,9 +492,9 @@ class ModuleCalls:
         self.loss_function = loss
         self._shapes_were_checked = False
         self._sizes = [spec.size for spec in layout.parameters]
-        self._cache: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        self._cache: dict[tuple[torch.dtype, torch.device], State] = {}
 
-    def state(self, flat: Tensor, buffers: Buffers | None = None) -> dict[str, Tensor]:
+    def state(self, flat: Tensor, buffers: Buffers | None = None) -> State:
         """Return buffers, fresh copies that a call may change, and frozen parameters.
 
         They have the precision and the device of ``flat``. ``buffers`` replaces the module's own.
@@ -517,9 +510,7 @@ class ModuleCalls:
                     state[spec.name] = part.to(state[spec.name])
         return state
 
-    def outputs(
-        self, flat: Tensor, state: dict[str, Tensor], inputs: Tensor, *, training: bool
-    ) -> Any:
+    def outputs(self, flat: Tensor, state: State, inputs: Tensor, *, training: bool) -> Any:
         pieces = zip(self.layout.parameters, torch.split(flat, self._sizes), strict=True)
         tensors = {spec.name: piece.reshape(spec.shape) for spec, piece in pieces}
         everything = {**tensors, **state}
@@ -541,7 +532,7 @@ class ModuleCalls:
             )
         return loss
 
-    def _constants(self, flat: Tensor) -> dict[str, Tensor]:
+    def _constants(self, flat: Tensor) -> State:
         kind = (flat.dtype, flat.device)
         if kind not in self._cache:
             trained = {spec.name for spec in self.layout.parameters}
@@ -557,9 +548,7 @@ _ELEMENTWISE = {"sub", "rsub", "add", "radd", "mul", "rmul", "div", "true_divide
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "kl_div"}
 
 
-def watched_loss(
-    loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor, name: str
-) -> Tensor:
+def watched_loss(loss: Loss, outputs: Any, targets: Tensor, name: str) -> Tensor:
     """Return ``loss(outputs, targets)``; raise `ConfigError` where shapes would broadcast."""
     with _Watch(outputs, targets, name):
         return loss(outputs, targets)

@@ -100,10 +100,7 @@ class ModelLog:
         return sum(map(length, self.entries[max(0, position - self.first) :]))
 
     def deliver(
-        self,
-        position: int,
-        make_snapshot: Callable[[], Content],
-        public: Callable[[], Public],
+        self, position: int, make_snapshot: Callable[[], Content], public: Callable[[], Public]
     ) -> Delivery:
         """Return what a client at round ``position`` needs; 0 for one that holds nothing.
 

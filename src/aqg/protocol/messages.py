@@ -7,16 +7,7 @@ name, type and bound.
 As bytes, what the reader knows already is left out. An order has *terms*, the same in every round:
 run, recipe, model, client. The first order of a run says them, later ones leave them out, and a
 client that lacks them says so. A reply leaves out the state of the mirror that its order named.
-
-====================== =====================================================================
-byte 0                 0x83 order, 0x84 order without terms, 0x92 reply, 0x93 reply to a stamp
-which                  a varint: bit ``i`` says that optional field ``i`` follows
-fields                 terms, incarnation, round, and those optional fields: integers as varints,
-                       truths as a byte, numbers as 2, 4 or 8 bytes behind their count, texts
-                       (UTF-8) and bytes behind their length, digests of states without
-payload                the log or the frame: the rest
-last four bytes        CRC-32 of all before, in an order without terms of these and all before
-====================== =====================================================================
+``docs/reference/frame-format.md`` describes each byte.
 """
 
 import struct

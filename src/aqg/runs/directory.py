@@ -21,7 +21,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -335,17 +335,9 @@ class RunFiles:
     def finish(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.path / SUMMARY, to_json(summary).encode())
 
-    def drop_checkpoint(self) -> None:
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
-
     def close(self) -> None:
         """Let go of ``rounds.jsonl``; what was not put on disk by a checkpoint may be lost."""
         if self._rounds is not None:
             with suppress(OSError):
                 self._rounds.close()
             self._rounds = None
-
-
-def rewrite_lines(path: Path, lines: Iterable[Line]) -> None:
-    text = "".join(seal(line.to_json()) + "\n" for line in lines)
-    write_atomically(path / ROUNDS, text.encode())

@@ -13,7 +13,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib import metadata
@@ -29,6 +29,7 @@ from aqg.objectives.base import Objective
 from aqg.runs.config import RunConfig, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
 from aqg.runs.directory import (
+    CHECKPOINT,
     CONFIG,
     VALIDATION,
     Line,
@@ -41,7 +42,7 @@ from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import Validator, curve, make_simulation
 from aqg.runs.stopping import Ending, Judge, has_diverged
-from aqg.runs.summary import Result, Summary, Trace, summarize
+from aqg.runs.summary import Result, Trace, summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
@@ -249,7 +250,7 @@ def _run(
         | ({"curve": curve(values, lines, metrics)} if is_followed else {})
     )
     if not keeps_models:
-        files.drop_checkpoint()
+        (files.path / CHECKPOINT).unlink(missing_ok=True)
     contact.saved()
     return Result(config, summary, Trace.of(lines, final_loss, metrics))
 
@@ -361,11 +362,6 @@ def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], 
     """Return what makes the tensors of the model as it is now, by name."""
     params, buffers = simulation.averaged, shared_buffers(simulation)
     return lambda: name_tensors(simulation.problem.objective, params, buffers)
-
-
-def batch_summary(summaries: Sequence[Summary]) -> str:
-    runs = [summary.to_json() for summary in summaries]
-    return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
 
 
 def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | None) -> Any:

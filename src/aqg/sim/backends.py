@@ -13,7 +13,7 @@ from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
 from aqg.objectives.closed_form import ClosedForm
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import LocalTraining
+from aqg.sim.training import Keys, LocalTraining
 
 if TYPE_CHECKING:  # needs torch
     from aqg.sim.torch_backend import TorchBackend
@@ -110,11 +110,7 @@ class NumpyBackend(NumpySpace):
             position = stop
 
     def local_updates(
-        self,
-        local: LocalTraining,
-        params: FloatArray,
-        clients: IntArray,
-        keys: Sequence[Sequence[int]],
+        self, local: LocalTraining, params: FloatArray, clients: IntArray, keys: Keys
     ) -> tuple[FloatArray, FloatArray]:
         """Return what `LocalTraining.update` gives for each client: losses and updates."""
         results = [

@@ -18,7 +18,7 @@ from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.backends import Pieces, cut
 from aqg.sim.problem import Problem
-from aqg.sim.training import LocalTraining
+from aqg.sim.training import Keys, LocalTraining
 
 Tensor = torch.Tensor
 
@@ -93,7 +93,7 @@ class TorchBackend(NumpySpace):
         return losses.double(), gradients
 
     def local_updates(
-        self, local: LocalTraining, params: Tensor, clients: IntArray, keys: Sequence[Sequence[int]]
+        self, local: LocalTraining, params: Tensor, clients: IntArray, keys: Keys
     ) -> tuple[Tensor, Tensor]:
         """Let all clients take each step together, where the objective allows it."""
         members = clients.tolist()

@@ -27,6 +27,8 @@ from aqg.sim.problem import Problem
 
 Array = Any
 """A NumPy array or a torch tensor."""
+Keys = Sequence[Sequence[int]]
+"""Integers (seed, client, round) for each client."""
 
 _BATCHES = 0xBA7C
 """Keeps the batches apart from other random numbers of the same seed."""
@@ -50,12 +52,8 @@ class LocalTraining:
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        counts = {
-            "batch_size": self.batch_size,
-            "local_steps": self.steps,
-            "local_epochs": self.epochs,
-        }
-        for name, count in counts.items():
+        counts = (self.batch_size, self.steps, self.epochs)
+        for name, count in zip(("batch_size", "local_steps", "local_epochs"), counts, strict=True):
             if count is not None and count < 1:
                 raise ConfigError(f"{name} is {count}; it must be at least 1")
         if self.epochs is not None and self.steps != 1:
@@ -121,7 +119,7 @@ class LocalTraining:
         labels: Array,  # their labels, ``(N,)``
         starts: Sequence[int],  # where each client's samples begin
         sizes: Sequence[int],  # how many each has
-        keys: Sequence[Sequence[int]],  # integers (seed, client, round) for each
+        keys: Keys,  # integers (seed, client, round) for each
     ) -> tuple[Array, Array]:
         """Let many clients take each step together; up to rounding, the same as `update` for each.
 
@@ -157,7 +155,7 @@ class LocalTraining:
         objective: ClosedForm,
         starts: Sequence[int],
         sizes: Sequence[int],
-        keys: Sequence[Sequence[int]],
+        keys: Keys,
         num_steps: Sequence[int],
     ) -> tuple[IntArray, Float64Array]:
         batch_size = min(self.batch_size or max(sizes), max(sizes))

@@ -191,18 +191,12 @@ def _get(
 
 @njit()
 def _decode(
-    words: Any,
-    scale_bits: Any,
-    frequencies: Any,
-    starts: Any,
-    slots: Any,
-    states: Any,
-    symbols: Any,
+    words: Any, scale: Any, frequencies: Any, starts: Any, slots: Any, states: Any, symbols: Any
 ) -> Any:
     """Fill ``symbols``; return the number of bytes read, or -1 where there are too few."""
     position = 0
     done = 0
-    t = (words, scale_bits, frequencies, starts, slots)
+    t = (words, scale, frequencies, starts, slots)
     if len(states) == 1:
         x = int(states[0])
         while done < len(symbols) and position + 2 <= len(words):
@@ -232,7 +226,7 @@ def _decode(
         if position + 2 <= len(words):
             symbols[i], x, position = _get(x, position, *t)
         else:
-            symbols[i], x, taken = _get(x, 0, end, scale_bits, frequencies, starts, slots)
+            symbols[i], x, taken = _get(x, 0, end, scale, frequencies, starts, slots)
             if taken:
                 return -1
         states[lane] = x

@@ -1,4 +1,4 @@
-"""The frame of statistics that are not trained: some tensors of a list, lossless or shortened.
+"""The frame of statistics that are not trained: some tensors of a list, shortened.
 
 ``docs/reference/frame-format.md`` describes each byte, and how far off values are.
 """
@@ -13,12 +13,13 @@ from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.errors import WireError
 from aqg.wire.varint import read_zigzag, write_zigzag
 
-PRECISIONS = ("exact", "half", "byte", "change")
+PRECISIONS = ("half", "byte", "change")
+"""Byte 1 of a frame counts them from 1."""
 
 _MARK = 0x51
 _CRC_BYTES = 4
 _MANTISSA = 15
-_KINDS = {"float16": "<f2", "bfloat16": "<f4", "float32": "<f4", "float64": "<f8"}
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _EXPONENTS = range(-1100, 1101)
 _SMALL = np.arange(8) / 2.0**17
 _BYTES = np.concatenate([_SMALL, *((1 + np.arange(8) / 8) * 2.0 ** (e - 16) for e in range(1, 16))])
@@ -38,7 +39,7 @@ class Section(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        return self.kind not in _KINDS
+        return self.kind not in _FLOATS
 
 
 class StatisticsMessage(NamedTuple):
@@ -64,7 +65,7 @@ def encode_statistics(
     """
     if precision not in PRECISIONS:
         raise WireError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    parts = [bytes((_MARK, PRECISIONS.index(precision))), _pack_flags(message.sent)]
+    parts = [bytes((_MARK, 1 + PRECISIONS.index(precision))), _pack_flags(message.sent)]
     short = np.zeros(len(message.sent), np.bool_)
     if precision in _SHORT:
         if message.short is not None:
@@ -81,11 +82,6 @@ def encode_statistics(
         _require_finite(values)
         if short[index]:
             parts.append(_to_short(values, precision))
-        elif precision == "exact":
-            with np.errstate(over="ignore"):  # looked at in the line after
-                stored = values.astype(_KINDS[sections[index].kind])
-            _require_finite(stored)
-            parts.append(stored.tobytes())
         else:
             exponent = _exponent(values)
             halves = np.ldexp(values, _MANTISSA - exponent).astype("<f2")
@@ -102,9 +98,9 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
     body, crc = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
     if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != crc:
         raise WireError("the checksum of the statistics is wrong")
-    if body[0] != _MARK or body[1] >= len(PRECISIONS):
+    if body[0] != _MARK or not 1 <= body[1] <= len(PRECISIONS):
         raise WireError(f"bytes {body[:2].hex()} do not begin a frame of statistics")
-    precision = PRECISIONS[body[1]]
+    precision = PRECISIONS[body[1] - 1]
     sent, position = _read_flags(body, 2, len(sections))
     short = None
     if precision in _SHORT:
@@ -123,8 +119,7 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
         elif short is not None and short[index]:
             values[place], position = _read_short(body, position, section.size, precision)
         else:
-            half = precision != "exact"
-            values[place], position = _read_floats(body, position, section, half=half)
+            values[place], position = _read_halves(body, position, section.size)
     if position != len(body):
         raise WireError(f"{len(body) - position} bytes follow the last tensor")
     return StatisticsMessage(values, counts, sent, short, precision == "change")
@@ -199,20 +194,14 @@ def _read_short(body: bytes, position: int, size: int, precision: str) -> tuple[
     return values, end
 
 
-def _read_floats(
-    body: bytes, position: int, section: Section, *, half: bool
-) -> tuple[Float64Array, int]:
-    exponent = 0
-    if half:
-        exponent, position = _read_exponent(body, position)
-    kind = np.dtype("<f2" if half else _KINDS[section.kind])
-    end = position + section.size * kind.itemsize
+def _read_halves(body: bytes, position: int, size: int) -> tuple[Float64Array, int]:
+    exponent, position = _read_exponent(body, position)
+    end = position + 2 * size
     if end > len(body):
         raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
     with np.errstate(over="ignore", invalid="ignore"):  # looked at in the line after
-        values = np.frombuffer(body[position:end], kind).astype(np.float64)
-        if half:
-            values = np.ldexp(values, exponent - _MANTISSA)
+        values = np.frombuffer(body[position:end], "<f2").astype(np.float64)
+        values = np.ldexp(values, exponent - _MANTISSA)
     _require_finite(values)
     return values, end
 

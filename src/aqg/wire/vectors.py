@@ -83,15 +83,15 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None 
         return old.copy()
     if kind == BITS:
         planes = decode_planes(rest, [BYTES] * old.dtype.itemsize, count, threads)
-        magnitudes, exponent = _join(planes), 0
-        del planes
+        table, exponent = None, 0
     else:
-        magnitudes, exponent = _read_magnitudes(kind, rest, count, threads)
+        planes, table, exponent = _read_magnitudes(kind, rest, count, threads)
     new, done = old.copy(), 0
     for begin in range(0, len(old), _BLOCK):  # a block at a time: temporaries are several times it
         block = slice(begin, begin + _BLOCK)
         places = np.flatnonzero(levels[block] != 1)
-        part = magnitudes[done : done + len(places)]
+        part = _join([plane[done : done + len(places)] for plane in planes])
+        part = part if table is None else table[part]
         done += len(places)
         is_negative = levels[block][places] == 0
         if kind == BITS:
@@ -200,7 +200,7 @@ def _write_head(difference: _Difference) -> bytes:
 
 def _read_magnitudes(
     kind: int, data: NDArray[np.uint8], count: int, threads: int | None
-) -> tuple[NDArray[np.uint64], int]:
+) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint64] | None, int]:
     exponent, start = read_zigzag(data, 0)
     if exponent not in _EXPONENTS:
         raise WireError(f"exponent {exponent} of a vector is outside -1200..1200")
@@ -211,7 +211,7 @@ def _read_magnitudes(
         if not 1 <= number <= (_MOST_BITS + 7) // 8:
             raise WireError(f"multiples of {number} bytes; they have 1 to {_MOST_BITS // 8}")
         planes = decode_planes(data[start:], [BYTES] * number, count, threads)
-        return _join(planes), exponent
+        return planes, None, exponent
     table = np.empty(number + 1, np.uint64)
     value = 0
     for index in range(number + 1):
@@ -223,4 +223,4 @@ def _read_magnitudes(
     (indices,) = decode_planes(data[start:], [_index_alphabet(number + 1)], count, threads)
     if int(indices.max()) > number:
         raise WireError(f"a magnitude has index {int(indices.max())}; {number} is the last")
-    return table[indices], exponent
+    return [indices], table, exponent

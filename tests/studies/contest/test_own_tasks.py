@@ -112,7 +112,7 @@ def test_outcomes_are_those_of_runs(home):
     config = make_config(trial, task, None)
     problem = build_problem(config)
     simulation, records, accuracies = make_simulation(config, problem), [], []
-    meter = Meter(problem.start_bytes, config.training().downlink)
+    meter = Meter(problem.start_bytes, config.training())
     for _ in range(crossing.rounds + task.goal.target.hold - 1):
         records.append(meter.charge(simulation.run_round()))
         accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
