@@ -95,7 +95,7 @@ def train(name, compressed, seed, rounds, recipe=None):
             right = net(pixels[tested]).argmax(1) == labels[tested]
         accuracies.append(float(right.float().mean()))
 
-    strategy = Compressed(inner, recipe=recipe) if compressed else inner
+    strategy = Compressed(inner, recipe=recipe, seed=seed) if compressed else inner
     with tempfile.TemporaryDirectory() as directory:
         os.environ["AQG_STATE_DIR"] = directory
         grid = _Grid(app, {100 + m: {"partition-id": m} for m in range(NUM_CLIENTS)})
