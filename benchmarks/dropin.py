@@ -5,7 +5,8 @@ python benchmarks/dropin.py example              # on the line, and as ``flwr li
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
 python benchmarks/dropin.py memory --parameters 10000000    # peak memory of either side
-python benchmarks/dropin.py strategies --runs 3  # strategies of Flower's on digits, by label
+python benchmarks/dropin.py strategies --runs 5  # strategies of Flower's on digits, by label,
+                                                 # into results/strategies.jsonl
 python benchmarks/dropin.py large --parameters 100000000 --rounds 2    # time and peak memory
 
 All of it runs on this machine, over real connections between real processes; ``accuracy`` runs the
@@ -15,7 +16,10 @@ apps' own handlers and strategy in one process, with messages that are serialize
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -53,6 +57,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="FedAvg", help="of accuracy, one of Flower's")
     parser.add_argument("--eta", type=float, help="likewise, the server's rate where it has one")
     parser.add_argument("--only", action="append", help="of strategies")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "strategies.jsonl")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     options = parser.parse_args()
     {
@@ -506,27 +511,41 @@ def peak_memory(process: int | None) -> int:
 
 
 def measure_strategies(options: argparse.Namespace) -> None:
-    """Train digits by label under strategies of Flower's, without the two lines and with them."""
+    """Train digits by label under strategies of Flower's, without the two lines and with them.
+
+    Every run is a line of the file, and runs that are there already are not run again.
+    """
     from tests.flower.digits_by_label import STRATEGIES, train
 
-    print(f"{options.rounds} rounds; accuracy, mean over the last 5 rounds, of each seed")
-    print("| strategy | stock Flower | the two lines | up, down, of stock's |")
-    print("|---|---|---|---|")
+    options.out.touch()
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    found = {(r["strategy"], r["lines"], r["seed"], r["rounds"]): r for r in rows}
+    for name, lines, seed in itertools.product(
+        options.only or STRATEGIES, (False, True), range(options.runs)
+    ):
+        key = name, lines, seed, options.rounds
+        if key not in found:
+            accuracy, (up, down) = train(*key[:1], lines, seed, options.rounds, options.recipe)
+            row = {"strategy": name, "lines": lines, "seed": seed, "rounds": options.rounds}
+            found[key] = row | {"accuracy": accuracy, "up": float(up), "down": float(down)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(found[key]) + "\n")
+    print(
+        f"{options.rounds} rounds; accuracy in percent, mean over the last 5 rounds, of each seed"
+    )
+    print("| strategy | stock Flower | the two lines | difference | up, down, of stock's |")
+    print("|---|---|---|---|---|")
     for name in options.only or STRATEGIES:
-        shown, moved = [], np.zeros(2)
-        for way in (False, True):
-            found = [
-                train(name, way, seed, options.rounds, recipe=options.recipe)
-                for seed in range(options.runs)
-            ]
-            mean = np.mean([accuracy for accuracy, _ in found])
-            each = ", ".join(f"{100 * accuracy:.1f}" for accuracy, _ in found)
-            shown.append(f"{100 * mean:.2f} ({each})")
-            moved = np.mean([share for _, share in found], axis=0)
-        print(
-            f"| {name} | {' | '.join(shown)} | 1/{1 / moved[0]:.0f}, 1/{1 / moved[1]:.0f} |",
-            flush=True,
+        stock, ours = (
+            [found[name, lines, seed, options.rounds] for seed in range(options.runs)]
+            for lines in (False, True)
         )
+        of = [np.array([100 * row["accuracy"] for row in rows]) for rows in (stock, ours)]
+        shown = [f"{a.mean():.1f} ({', '.join(f'{v:.1f}' for v in a)})" for a in of]
+        error = (of[1] - of[0]).std(ddof=1) / len(ours) ** 0.5 if len(ours) > 1 else math.nan
+        difference = f"{(of[1] - of[0]).mean():+.1f} ± {error:.1f}"
+        up, down = (1 / np.mean([row[way] for row in ours]) for way in ("up", "down"))
+        print(f"| {name} | {' | '.join(shown)} | {difference} | 1/{up:.0f}, 1/{down:.0f} |")
 
 
 if __name__ == "__main__":

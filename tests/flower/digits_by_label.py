@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp import strategy as flower
 from sklearn.datasets import load_digits
 from torch import nn
@@ -24,6 +25,7 @@ _EVERYONE = {
     "min_train_nodes": NUM_CLIENTS,
     "min_available_nodes": NUM_CLIENTS,
 }
+_PRIVACY = {"noise_multiplier": 0.02, "clipping_norm": 2.0, "num_sampled_clients": NUM_CLIENTS}
 STRATEGIES = {
     "FedAvg": lambda: flower.FedAvg(**_EVERYONE),
     "FedProx": lambda: flower.FedProx(**_EVERYONE, proximal_mu=0.0),
@@ -31,6 +33,14 @@ STRATEGIES = {
     "FedYogi": lambda: flower.FedYogi(**_EVERYONE, eta=0.03, tau=0.01),
     "FedAdagrad": lambda: flower.FedAdagrad(**_EVERYONE, eta=0.05, tau=0.01),
     "FedMedian": lambda: flower.FedMedian(**_EVERYONE),
+    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(**_EVERYONE, beta=0.2),
+    "Krum": lambda: flower.Krum(**_EVERYONE, num_malicious_nodes=1),
+    "DP, server clips": lambda: flower.DifferentialPrivacyServerSideFixedClipping(
+        flower.FedAvg(**_EVERYONE), **_PRIVACY
+    ),
+    "DP, clients clip": lambda: flower.DifferentialPrivacyClientSideFixedClipping(
+        flower.FedAvg(**_EVERYONE), **_PRIVACY
+    ),
 }
 
 
@@ -54,7 +64,9 @@ def train(name, compressed, seed, rounds, recipe=None):
     # Sorted by label and cut into shards, of which each client gets two.
     shards = trained[labels[trained].argsort(stable=True)].chunk(2 * NUM_CLIENTS)
     given = rng.permutation(2 * NUM_CLIENTS).reshape(NUM_CLIENTS, 2)
-    app = ClientApp(mods=[aqg_mod] if compressed else [])
+    inner = STRATEGIES[name]()
+    clips = [fixedclipping_mod] if "clients clip" in name else []
+    app = ClientApp(mods=[*([aqg_mod] if compressed else []), *clips])
 
     @app.train()
     def handle(message: Message, context: Any) -> Message:
@@ -83,8 +95,7 @@ def train(name, compressed, seed, rounds, recipe=None):
             right = net(pixels[tested]).argmax(1) == labels[tested]
         accuracies.append(float(right.float().mean()))
 
-    inner = STRATEGIES[name]()
-    strategy = Compressed(inner, recipe=recipe) if compressed else inner
+    strategy = Compressed(inner, recipe=recipe, seed=seed) if compressed else inner
     with tempfile.TemporaryDirectory() as directory:
         os.environ["AQG_STATE_DIR"] = directory
         grid = _Grid(app, {100 + m: {"partition-id": m} for m in range(NUM_CLIENTS)})
