@@ -45,15 +45,15 @@ def test_the_app_is_compressed_and_as_good(tmp_path, monkeypatch, capsys, caplog
         plain = plain.replace(line, without)
     plain_accuracies, plain_sizes = run(plain, capsys, caplog)
     assert not plain_sizes
-    assert len(sizes) == 10
-    assert len(accuracies) == len(plain_accuracies) == 11  # before the first round, too
+    assert len(sizes) == 20
+    assert len(accuracies) == len(plain_accuracies) == 21  # before the first round, too
     printed = re.search(r"^aqg: ([\d.]+) kB up .*, ([\d.]+) kB down", TEXT, re.MULTILINE)
     assert printed is not None
     assert sizes[-1][0] == pytest.approx(float(printed[1]), rel=0.1)
     most = float(re.search(r"they receive up to ([\d.]+) kB", TEXT)[1])  # entries differ in length
     assert float(printed[2]) <= most
     assert max(down for _, down in sizes[1:]) < 1.2 * most
-    shown = float(re.search(r"^round 10: accuracy ([\d.]+)", TEXT, re.MULTILINE)[1])
+    shown = float(re.search(r"^round 20: accuracy ([\d.]+)", TEXT, re.MULTILINE)[1])
     assert accuracies[-1] == pytest.approx(shown, abs=0.02)
     assert plain_accuracies[-1] == pytest.approx(shown, abs=0.02)
 
