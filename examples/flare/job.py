@@ -42,7 +42,7 @@ def main() -> None:
     else:
         environment = SimEnv(**sites, workspace_root=arguments.workspace)
     run = recipe.execute(environment)
-    print("The model, and the log of every site:", run.get_result())
+    print("The model, and the log of every site:", run.get_result(clean_up=False))
 
 
 if __name__ == "__main__":
