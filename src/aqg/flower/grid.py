@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 
 from aqg.channel.server import Channel, LostError
 from aqg.channel.tensors import is_finite, is_same
@@ -36,12 +35,13 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.metrics import plain
-from aqg.flower.private import answer_to, bounded_pulls, name_message, pause_after
+from aqg.flower.private import answer_to, name_message, replies_to
+from aqg.flower.wrappers import OuterGrid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flwr.supercore.run import Run
+    from flwr.serverapp import Grid
 
     from aqg.channel.server import Phase, Taken
     from aqg.channel.settings import Settings
@@ -51,7 +51,6 @@ _logger = logging.getLogger("flwr.aqg")
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
-_FOREVER = 1e9
 _UNKNOWN = 0
 _LONGEST = 300
 _MOST_EXAMPLES = 1e12
@@ -160,7 +159,7 @@ class Counts:
         return sum(counts.lost for counts in self.nodes.values())
 
 
-class CompressedGrid(Grid):
+class CompressedGrid(OuterGrid):
     """Compresses what passes through another grid.
 
     Args:
@@ -186,7 +185,7 @@ class CompressedGrid(Grid):
         make_channel: Callable[[str, Values], Channel] | None = None,
         run_name: str = "",
     ) -> None:
-        self.inner = grid
+        super().__init__(grid)
         self.check_reply: Callable[[RecordDict], None] = lambda _: None
         self._make_channel = make_channel or partial(Channel, settings=settings)
         self._prepared: Channel | None = None
@@ -204,30 +203,6 @@ class CompressedGrid(Grid):
         self._plain: set[int] = set()
         self._remembering: dict[int, str] = {}
         self.counts = Counts()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def set_run(self, run: Run) -> None:
-        """Tell the grid which run it is for."""
-        self.inner.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self.inner.run
-
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        """Make a message, as Flower's grid does."""
-        return self.inner.create_message(*arguments, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are connected."""
-        return self.inner.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes that are connected."""
-        return self.inner.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, compressed; return their identifiers."""
@@ -268,19 +243,10 @@ class CompressedGrid(Grid):
         before = self.counts.train + self.counts.evaluate
         identifiers = set(self.push_messages(messages))
         sent = {i: self._open[i] for i in identifiers if i in self._open}
-        started, replies = time.monotonic(), list[Message]()
-        seconds = _FOREVER if timeout is None else timeout
-        while identifiers:
-            waited = time.monotonic() - started
-            with bounded_pulls(max(0.0, seconds - waited)):
-                found = list(self.pull_messages(identifiers))
-            replies += found
-            identifiers -= {reply.metadata.reply_to_message_id for reply in found}
-            waited = time.monotonic() - started
-            if not identifiers or waited >= seconds:
-                break
-            time.sleep(pause_after(waited, seconds))
-        for identifier in identifiers:  # what comes for them now finds nobody
+        replies = [
+            r for found in replies_to(self.pull_messages, identifiers, timeout) for r in found
+        ]
+        for identifier in identifiers - {*map(_answers, replies)}:  # what comes now finds nobody
             self._open.pop(self._renamed.pop(identifier, identifier), None)
         _log_traffic(before, self.counts.train + self.counts.evaluate)
         return self._comparable(replies, sent)
@@ -322,13 +288,7 @@ class CompressedGrid(Grid):
         if messages:
             self._remembering = {}
             identifiers = set(self.inner.push_messages(messages))
-            started = time.monotonic()
-            while identifiers and (waited := time.monotonic() - started) < _FAREWELL_SECONDS:
-                with bounded_pulls(_FAREWELL_SECONDS - waited):
-                    found = list(self.inner.pull_messages(identifiers))
-                identifiers -= {reply.metadata.reply_to_message_id for reply in found}
-                if identifiers:
-                    time.sleep(pause_after(waited, _FAREWELL_SECONDS))
+            list(replies_to(self.inner.pull_messages, identifiers, _FAREWELL_SECONDS))
         _logger.info("aqg: training took %s", self.counts.train)
         _logger.info("aqg: evaluation took %s", self.counts.evaluate)
 
