@@ -68,18 +68,9 @@ def digits_task(settings: Mapping[str, bool | int | float | str], context: Conte
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What ``aqg flower demo`` runs.
+    """What ``aqg flower demo`` runs."""
 
-    Attributes:
-        directory: where results go; new or empty.
-        nodes: how many SuperNodes.
-        rounds: how many rounds.
-        recipe: the compressor.
-        seed: makes the run repeatable.
-
-    """
-
-    directory: Path
+    directory: Path  # where results go; new or empty
     nodes: int = 3
     rounds: int = 20
     recipe: str = "auto"
@@ -140,7 +131,6 @@ class Demo:
         return rows
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's results."""
         summary: dict[str, Any] = json.loads((self.run_directory / SUMMARY).read_text())
         return summary
 
@@ -162,24 +152,14 @@ class Demo:
 
 @dataclass(frozen=True)
 class NodeBytes:
-    """What one node cost in a run.
-
-    Attributes:
-        node: which.
-        uploads: how often it sent something.
-        upload_bytes: length of its frames.
-        download_bytes: length of what its orders carried.
-        total_bytes: both.
-        plain_bytes: length of a gradient and a model as float32, in every round.
-
-    """
+    """What one node cost in a run."""
 
     node: int
-    uploads: int
+    uploads: int  # how often it sent something
     upload_bytes: int
     download_bytes: int
     total_bytes: int
-    plain_bytes: int
+    plain_bytes: int  # of a gradient and a model as float32, in every round
 
 
 class _Reporter:
@@ -189,20 +169,16 @@ class _Reporter:
         self.rounds: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
         self.is_stopped = False
 
-    def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Do nothing."""
+    def start(self, config: Mapping[str, Any], next_round: int) -> None: ...
 
     def round(self, report: RoundReport) -> None:
-        """Pass a round on."""
         if self.is_stopped:
             raise RunError("the run was interrupted")
         self.rounds.put(json.loads(report.to_json()))
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 def _simulate(settings: Mapping[str, Any], reporter: _Reporter) -> None:

@@ -11,18 +11,21 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from aqg.channel.client import CopyStore, OwnTensors
-from aqg.errors import ConfigError
-from aqg.flower.store import ContextVault
+from aqg.errors import ConfigError, RunError
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flwr.app import Context
+    from flwr.app import Context, RecordDict
+    from numpy.typing import NDArray
 
     from aqg.protocol.messages import Order
     from aqg.protocol.store import Vault
@@ -115,6 +118,38 @@ class Memory:
         if home is None:
             return ContextVault(self._context.state, f"aqg-{name}")
         return DirectoryVault(home / name)
+
+
+class ContextVault:
+    """The state of a Flower context: in memory, for as long as node and run live."""
+
+    def __init__(self, records: RecordDict, prefix: str = "aqg") -> None:
+        self._records = records
+        self._index_name = f"{prefix}-index"
+        self._prefix = f"{prefix}-vector-"
+
+    def read_index(self) -> str | None:
+        record = self._records.get(self._index_name)
+        return str(record["json"]) if isinstance(record, ConfigRecord) else None
+
+    def write_index(self, text: str) -> None:
+        self._records[self._index_name] = ConfigRecord({"json": text})
+
+    def read_vector(self, number: int) -> NDArray[Any]:
+        record = self._records.get(f"{self._prefix}{number}")
+        if not isinstance(record, ArrayRecord):
+            raise RunError(f"the context has no vector {number}")
+        return record["vector"].numpy()
+
+    def write_vector(self, number: int, vector: NDArray[Any]) -> None:
+        array = Array(np.ascontiguousarray(vector))
+        self._records[f"{self._prefix}{number}"] = ArrayRecord({"vector": array})
+
+    def keep_only(self, numbers: set[int]) -> None:
+        kept = {f"{self._prefix}{number}" for number in numbers}
+        for name in list(self._records):
+            if name.startswith(self._prefix) and name not in kept:
+                del self._records[name]
 
 
 def _age(file: Path) -> float:

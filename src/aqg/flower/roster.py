@@ -72,7 +72,6 @@ class Roster:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each client, 0 for none."""
         return [self._nodes.get(client, 0) for client in range(self.num_clients)]
 
     @property
@@ -82,15 +81,12 @@ class Roster:
 
     @property
     def present_nodes(self) -> list[int]:
-        """Their nodes."""
         return [self._nodes[client] for client in self.present]
 
     def node_of(self, client: int) -> int:
-        """Return the node of a present client."""
         return self._nodes[client]
 
     def client_of(self, node: int) -> int | None:
-        """Return the client that a node is, if it is one."""
         return self._clients.get(node)
 
     def strangers(self) -> list[int]:
@@ -115,7 +111,6 @@ class Roster:
             self._refused.setdefault(node, f"all {self.num_clients} clients are there already")
 
     def introduce(self, node: int, partition: int) -> None:
-        """Take note of the partition that a node reports."""
         self._claims[node] = partition
         self._reported.add(node)
         self._bind_claim(node)

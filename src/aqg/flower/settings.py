@@ -103,14 +103,6 @@ class Settings(FlowerSettings):
             participation=self.participation,
         )
 
-    def client_weights(self, num_samples: Float64Array) -> Float64Array:
-        """Return ``w_m``, of mean 1."""
-        if self.weighting == "equal":
-            return np.ones(self.num_clients)
-        counted = cap_shares(known_or_mean(num_samples), self.largest_share)
-        weights: Float64Array = counted / counted.mean()
-        return weights
-
     @property
     def largest_share(self) -> float:
         """The largest share of the weights that one client can have."""
