@@ -124,7 +124,6 @@ def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
 
 
 def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:
-    """Return what a task measures of the model."""
     _, params = _open(task, content)
     said = task.evaluate(params) if task.evaluate is not None else math.nan
     return RecordDict({"metrics": _metrics(*loss_and_metrics(said), task)})
@@ -200,7 +199,6 @@ def _buffers_in(model: TaskModel, values: Values) -> Buffers:
 
 
 def _flat(values: Values, specs: Sequence[TensorSpec], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return tensors as one vector."""
     flat = np.empty(sum(spec.size for spec in specs), dtype)
     for spec in specs:
         flat[spec.place] = values[spec.name].reshape(-1)
@@ -208,7 +206,6 @@ def _flat(values: Values, specs: Sequence[TensorSpec], dtype: np.dtype[Any]) -> 
 
 
 def _parts(flat: NDArray[Any], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """Return the tensors that make up a vector."""
     return {spec.name: flat[spec.place].reshape(spec.shape) for spec in specs}
 
 

@@ -99,7 +99,6 @@ class Compressed(OuterStrategy):
         self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
         compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
         self.counts = compressed.counts
         self._is_running = True

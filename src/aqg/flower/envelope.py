@@ -126,7 +126,6 @@ class Envelope:
 
 
 def pack(envelope: Envelope) -> ConfigRecord | ArrayRecord:
-    """Return the record that carries an envelope."""
     data = envelope.to_bytes()
     if len(data) <= LARGE_BYTES:
         return ConfigRecord({_BYTES: data})

@@ -154,7 +154,6 @@ class Journal:
             writer.start(config, number)
 
     def close(self) -> None:
-        """Let go of files and locks."""
         self._stack.close()
 
     def note(self, report: RoundReport, tensors: Mapping[str, Any] | None) -> None:

@@ -67,7 +67,6 @@ class Buffered(OuterStrategy):
         self.strategy, self.size = strategy, int(size)
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
         _logger.info("Buffered: rounds end after %d replies", self.size)
         buffered = BufferedGrid(grid, self.size)
         result = self.strategy.start(buffered, *arguments, **options)
@@ -83,13 +82,7 @@ class _Begun(NamedTuple):
 
 
 class BufferedGrid(OuterGrid):
-    """Ends rounds of training after a number of replies, on another grid.
-
-    Args:
-        grid: carries the messages.
-        size: ``B``.
-
-    """
+    """Ends rounds of training after ``size`` replies, on another grid."""
 
     def __init__(self, grid: Grid, size: int) -> None:
         super().__init__(grid)

@@ -26,13 +26,11 @@ class RunLogger(Protocol):
     """Is told how a run goes; wrap Weights & Biases or a database in one of these."""
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Begin, or go on at ``next_round``: what was said of it and of later rounds is void."""
+        """Start or resume at ``next_round``; discard what was said of it and of later rounds."""
 
-    def round(self, report: RoundReport) -> None:
-        """Take note of a round."""
+    def round(self, report: RoundReport) -> None: ...
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Take note of the results."""
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Let go of files, also after an error."""
@@ -86,8 +84,7 @@ class TensorBoard:
             ) from None
         self._writer = EventFileWriter(str(path))
 
-    def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """TensorBoard itself takes what comes later for a round."""
+    def start(self, config: Mapping[str, Any], next_round: int) -> None: ...
 
     def round(self, report: RoundReport) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]

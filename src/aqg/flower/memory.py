@@ -77,7 +77,6 @@ class Memory:
                 yield terms
 
     def copies(self, run: str) -> CopyStore:
-        """Return the place for the public copy of a model."""
         home = self._home(run)
         if home is not None and self.directory is not None and not (home / run).exists():
             for node in {home, *self.directory.glob("*-*")}:  # also of nodes that are gone
@@ -85,18 +84,15 @@ class Memory:
         return CopyStore(self._vault(run, run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
-        """Return the place for the mirror of the updates to some tensors of a model."""
         choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
         key = f"{run}-{choice.hexdigest()}"
         return ClientStore(self._vault(run, key), key)
 
     def own(self, run: str) -> OwnTensors:
-        """Return the place for tensors that the node keeps to itself."""
         key = f"{run}-own"
         return OwnTensors(self._vault(run, key), key)
 
     def forget(self, run: str) -> None:
-        """Delete what is kept on disk of a run that has ended."""
         home = self._home(run)
         if home is not None and run.isalnum():
             for found in home.glob(f"{run}*"):
@@ -181,13 +177,11 @@ def state_directory(context: Context) -> tuple[Path | None, bool]:
 
 
 def partition_of(context: Context) -> int | None:
-    """Return the partition that a node's configuration names; None where it names none."""
     partition = context.node_config.get("partition-id")
     return partition if type(partition) is int else None
 
 
 def days_to_keep(context: Context) -> float:
-    """Return for how many days a node remembers runs that do not go on."""
     days = context.node_config.get(STATE_DAYS, _DAYS)
     if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
         raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")

@@ -41,32 +41,23 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 INCIDENTS = {
-    "resync": "resyncs",
-    "rollback": "rollbacks",
+    "resync": "resyncs",  # a mirror was started again from zero
+    "rollback": "rollbacks",  # a client took back an upload that had not arrived
+    # a reply was forged, damaged, oversized or for another state: nothing of it was used
     "rejected": "rejected",
-    "fault": "fault_count",
-    "error": "errors",
-    "missing": "missing",
+    "fault": "fault_count",  # a client could not send: its gradient was not finite
+    "error": "errors",  # Flower reports that a client failed
+    "missing": "missing",  # a client that was asked had not answered when the round ended
+    # a node that is no client: too many, a partition taken already, absurd samples
     "refused": "refused",
+    # a client's loss was beyond all use, and most others' was not: it was left out
     "outlier": "outliers",
+    # a client reports so many samples that it counts only for the largest share
     "capped": "capped",
+    # a client could not reach the model from what it holds; it was sent what it lacks
     "lost": "lost",
 }
-"""Every kind of incident, and the name of its count in ``rounds.jsonl``.
-
-=========== ================================================================================
-resync      a mirror was started again from zero
-rollback    a client took back an upload that had not arrived
-rejected    a reply was forged, damaged, oversized or for another state: nothing of it was used
-fault       a client could not send: its gradient was not finite
-error       Flower reports that a client failed
-missing     a client that was asked had not answered when the round ended
-refused     a node that is no client: too many, a partition taken already, absurd samples
-outlier     a client's loss was beyond all use, and most others' was not: it was left out
-capped      a client reports so many samples that it counts only for the largest share
-lost        a client could not reach the model from what it holds; it was sent what it lacks
-=========== ================================================================================
-"""
+"""Every kind of incident, and the name of its count in ``rounds.jsonl``."""
 
 _MOST_CLIENTS_SHOWN = 32
 """Up to this many clients have curves of their own."""
@@ -89,8 +80,6 @@ class Incident(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One round."""
-
     # what the simulator would write; in its record, 0 bytes came from a client whose reply did not,
     # and those sent to a client count whether it answered or not
     line: Line
@@ -115,7 +104,6 @@ class RoundReport:
         return client_fields(TRAINED, self.trained) | client_fields(EVALUATED, self.evaluated)
 
     def counts(self) -> dict[str, int]:
-        """Return how many incidents there were of each kind."""
         found = Counter(incident.kind for incident in self.incidents)
         return {name: found[kind] for kind, name in INCIDENTS.items()}
 
@@ -189,15 +177,7 @@ class RoundReport:
 
 
 class Accounts:
-    """Keeps the books of a run's rounds.
-
-    Args:
-        settings: of the run.
-        roster: which node is which client.
-        channel: of the model.
-        counts: of what passes through the grid.
-
-    """
+    """Keeps the books of a run's rounds."""
 
     def __init__(
         self, settings: Settings, roster: Roster, channel: SteppingChannel, counts: Counts
@@ -262,10 +242,7 @@ class Accounts:
     def report(self, found: Mapping[int, Mapping[str, float]], num_asked: int) -> RoundReport:
         """Return what the round was like, before its step.
 
-        Args:
-            found: the metrics of the clients whose replies count.
-            num_asked: how many clients were asked.
-
+        ``found`` has the metrics of the clients whose replies count.
         """
         channel, num_clients = self._channel, self._settings.num_clients
         number, weights = channel.version, channel.book.weights
@@ -334,8 +311,7 @@ class Accounts:
 
 
 def _totals(found: NodeCounts) -> tuple[int, int, int]:
-    whole = found.train + found.evaluate
-    return whole.up, whole.down, found.lost
+    return found.whole.up, found.whole.down, found.lost
 
 
 def _named(metrics: Mapping[str, float], is_of_model: bool) -> dict[str, float]:

@@ -76,7 +76,6 @@ class Roster:
 
     @property
     def present(self) -> list[int]:
-        """The clients whose node is connected, in order."""
         return [c for c in range(self.num_clients) if self._nodes.get(c) in self._online]
 
     @property
@@ -90,7 +89,6 @@ class Roster:
         return self._clients.get(node)
 
     def strangers(self) -> list[int]:
-        """Return connected nodes that have not reported yet."""
         return sorted(self._online - self._reported)
 
     def update(self, online: set[int]) -> None:
@@ -116,7 +114,6 @@ class Roster:
         self._bind_claim(node)
 
     def heard(self, node: int, answered: bool) -> None:
-        """Take note of whether a node answered its last order."""
         if answered:
             self._silent.discard(node)
         else:

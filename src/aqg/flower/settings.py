@@ -81,22 +81,18 @@ class Settings(FlowerSettings):
         return self.min_clients or 1
 
     def make_recipe(self) -> Recipe:
-        """Return the recipe that is named."""
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
         return recipe.for_updates(self.exact)
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
-        """Return the downlink that is named, or the one that suits the recipe."""
         return resolve_downlink(self.downlink, recipe)
 
     def make_step(self, recipe: Recipe) -> StepRule:
-        """Return the rule for the length of steps."""
         if self.step == AUTO_STEP and self.alpha:
             return Fixed()
         return resolve_step(self.step, recipe, self.exact, make_optimizer(self.optimizer))
 
     def training(self) -> Training:
-        """Return who is asked, how clients count, and the server's step."""
         return Training(
             optimizer=make_optimizer(self.optimizer),
             weighting=self.weighting,
@@ -105,7 +101,6 @@ class Settings(FlowerSettings):
 
     @property
     def largest_share(self) -> float:
-        """The largest share of the weights that one client can have."""
         return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
 
 

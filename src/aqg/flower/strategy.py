@@ -303,7 +303,6 @@ class AQG(Strategy):
         return MetricRecord(dict(mean_metrics(list(shares))))
 
     def summary(self) -> None:
-        """Log what the strategy is set to."""
         settings = self.settings
         recipe = settings.recipe or "one of your own"
         _logger.info(

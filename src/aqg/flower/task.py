@@ -132,25 +132,13 @@ class FlowerTask:
         labels: Any,
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         *,
-        input_shape: tuple[int, ...] | None = None,
-        l2: float = 0.0,
         local: LocalTraining | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        statistics: str = "average",
+        **options: Any,
     ) -> FlowerTask:
         """Make a task of a torch module and a client's samples; see `Objective.from_module`."""
         from aqg.objectives import Objective
 
-        objective = Objective.from_module(
-            module,
-            loss,
-            input_shape=input_shape,
-            l2=l2,
-            include=include,
-            exclude=exclude,
-            statistics=statistics,
-        )
+        objective = Objective.from_module(module, loss, **options)
         return FlowerTask.from_objective(objective, features, labels, local)
 
     @staticmethod
