@@ -114,21 +114,27 @@ def log_overhead(first: int, count: int) -> int:
 
 
 def follow_log(
-    data: bytes, public: Public, movement: Movement, threads: int | None = None
+    data: bytes,
+    public: Public,
+    movement: Movement,
+    threads: int | None = None,
+    in_place: bool = False,
 ) -> Public:
     """Return the public model after the entries of a frame; the old one is left as it was.
 
-    Raises `WireError` on a frame that is damaged, of another round, or not of this model.
+    Raises `WireError` on a frame that is damaged, of another round, or not of this model. With
+    ``in_place`` the old one is given away, as in `aqg.core.public.advance`, then, too.
     """
     frame, first, count, position = _open(data)
     if first != public.round:
         raise WireError(f"the log begins with round {first}; the model here is at {public.round}")
     if frame[0] == MERGED_MARK:
-        return _follow_merged(frame, position, count, public, movement, threads)
+        merged = _read_merged(frame, position, count, public, threads)
+        return follow_merged(public, merged, movement, in_place)
     for number in range(first, first + count):
         entry, position = _decode_entry(frame, position, public, number, threads)
         try:
-            public = advance(public, entry, movement)
+            public = advance(public, entry, movement, in_place)
         except MessageError as error:
             raise WireError(f"entry {number} of the log cannot be followed: {error}") from error
     if position != len(frame):
@@ -136,14 +142,9 @@ def follow_log(
     return public
 
 
-def _follow_merged(
-    frame: NDArray[np.uint8],
-    position: int,
-    count: int,
-    public: Public,
-    movement: Movement,
-    threads: int | None,
-) -> Public:
+def _read_merged(
+    frame: NDArray[np.uint8], position: int, count: int, public: Public, threads: int | None
+) -> Merged:
     if len(public.velocity):
         raise WireError("entries are merged that move a velocity")
     quantum, position = read_optional_quantum(frame, position)
@@ -155,7 +156,7 @@ def _follow_merged(
         number, position = _bfloat16(frame, position)
         movements.append(_checked_movement(number, public.round))
     total = decode_vector(frame[position:], np.zeros(len(public.parameters)), threads)
-    return follow_merged(public, Merged(count, total, tuple(movements), quantum), movement)
+    return Merged(count, total, tuple(movements), quantum)
 
 
 def log_rounds(data: bytes) -> range:
