@@ -157,5 +157,3 @@ def test_without_a_cluster_there_is_one_line():
         RayCluster("127.0.0.1:1"),
     ):
         pytest.fail("there is one")
-    with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
-        RayCluster("127.0.0.1:1", jobs=0)

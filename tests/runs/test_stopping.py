@@ -160,23 +160,8 @@ def test_a_run_that_was_stopped_ends_the_same(tmp_path, config, num_rounds):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-class Noted(Contact):
-    """Says after two rounds that all is too dear."""
-
-    def __init__(self):
-        self._num_rounds = 0
-
-    def tell(self, value):
-        self._num_rounds = value.cost.rounds
-
-    def note(self):
-        return 1 if self._num_rounds >= 2 else None
-
-
-def test_limits_hold_from_the_start_or_come_while_it_runs(tmp_path):
-    outcome = run(LOCAL, tmp_path / "late", Noted())
-    assert (outcome["ending"], outcome["rounds"]) == ("beyond", 2)
-    outcome = run(LOCAL, tmp_path / "early", ceiling=1)
+def test_a_run_ends_beyond_its_ceiling(tmp_path):
+    outcome = run(LOCAL, tmp_path, ceiling=1)
     assert (outcome["ending"], outcome["rounds"]) == ("beyond", 1)
 
 

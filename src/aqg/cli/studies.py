@@ -130,7 +130,7 @@ def _run_study(
             shown = stack.enter_context(Overview(console, plan, name))
 
             def make_task(job: JobType) -> Train:
-                folder, ceiling = directory / job.name, plan.note(job)
+                folder, ceiling = directory / job.name, plan.ceiling(job)
                 return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
             carry_out(plan, make_task, place, shown.show)

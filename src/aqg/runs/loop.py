@@ -133,9 +133,8 @@ def run(
 
     That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
     ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
-    once the last round is done and saved. The contact is told `Progress` after every round; its
-    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
-    saved.
+    once the last round is done and saved. The contact is told `Progress` after every round; where
+    it asks to stop, `Interrupted` is raised after the round was saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
@@ -213,7 +212,6 @@ def _run(
         progress.add(record)
         files.add(line)
         contact.tell(progress)
-        referee.ceiling = contact.note() or referee.ceiling
         is_stop_asked = contact.is_stop_asked()
         if is_stop_asked or checkpoints.is_due():
             checkpoints.time(save)
