@@ -93,7 +93,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             client_bytes = ClientBytes.first(clients)
             for line in lines:
                 client_bytes.add(line.record)
-            row = summary.to_json() | client_bytes.to_json()
+            row = summary | client_bytes.to_json()
             write_atomically(directory / SUMMARY, to_json(row).encode())
 
 

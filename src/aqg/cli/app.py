@@ -300,7 +300,7 @@ def demo(
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     found = read_metrics(summary)
-    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
+    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
     console.print(
         f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
     )

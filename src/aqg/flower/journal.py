@@ -182,7 +182,7 @@ class Journal:
             known = [line.record.loss for line in lines if line.record.loss is not None]
             loss = known[-1] if known else math.nan
         recipe = settings.recipe or "custom"
-        summary = summarize(recipe, lines, loss, metrics, None, None).to_json()
+        summary = summarize(recipe, lines, loss, metrics, None, None)
         client_bytes = ClientBytes.first(settings.num_clients)
         for line in lines:
             client_bytes.add(line.record)

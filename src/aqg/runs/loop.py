@@ -42,7 +42,7 @@ from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import Validator, curve, make_simulation
 from aqg.runs.stopping import Ending, Judge, has_diverged
-from aqg.runs.summary import Result, Trace, summarize
+from aqg.runs.summary import summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
@@ -128,8 +128,8 @@ def run(
     contact: Contact | None = None,
     ceiling: float = math.inf,
     keeps_models: bool = True,
-) -> Result:
-    """Run until the run is over, from the directory's checkpoint if it has one.
+) -> dict[str, Any]:
+    """Run until the run is over, from the directory's checkpoint if it has one; return its results.
 
     That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
     ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
@@ -158,7 +158,7 @@ def _run(
     contact: Contact,
     referee: _Referee,
     keeps_models: bool,
-) -> Result:
+) -> dict[str, Any]:
     simulation = make_simulation(config, problem)
     arrays, lines = files.restore()
     client_bytes = ClientBytes.first(problem.num_clients)
@@ -241,7 +241,7 @@ def _run(
     values.append(referee.value_of(measured, final_loss))
     is_followed = follow is not None or referee.has_target
     files.finish(
-        summary.to_json()
+        summary
         | referee.to_json()
         | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
@@ -250,7 +250,7 @@ def _run(
     if not keeps_models:
         (files.path / CHECKPOINT).unlink(missing_ok=True)
     contact.saved()
-    return Result(config, summary, Trace.of(lines, final_loss, metrics))
+    return summary
 
 
 class Checkpoints:
