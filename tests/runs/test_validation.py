@@ -10,7 +10,7 @@ from aqg.runs.config import resolve
 from aqg.runs.cost import heads
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
-from aqg.runs.setup import Validator, build_problem, check_target, make_simulation
+from aqg.runs.setup import build_problem, check_target, follow_target, make_simulation
 from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 
@@ -171,7 +171,7 @@ def test_the_validation_set_is_measured_where_the_model_is(model, kind):
         config = replace(config, l2=0.0)
     problem = build_problem(config)
     found = [
-        Validator(make_simulation(replace(config, device=device), problem), kind)()
+        follow_target(config, make_simulation(replace(config, device=device), problem))()
         for device in ("cpu", "torch:cpu")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
