@@ -232,7 +232,7 @@ def theory(options: TheoryOptions) -> None:
             num_rounds = min(one.rounds, options.rounds or one.rounds)
             trace, end = _follow(console, one, problem, num_rounds)
         advice = advise(one, problem.num_clients, landscape, trace, end)
-        found.append(advice.to_json())
+        found.append(advice.row)
         if not options.as_json:
             console.print(f"\n[bold]{one.recipe}, {one.title}[/bold]", highlight=False)
             for line in sentences(advice):
