@@ -81,6 +81,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
     # The crash came after the line was written and before the checkpoint: cut it mid-line too.
     text = (directory / ROUNDS).read_text()
     (directory / ROUNDS).write_text(text[:-7])
+    (directory / f".{CHECKPOINT}.part").write_bytes(b"half")
     minimum = find_minimum(config, problem)
     resumed = loop.run(config, problem, minimum, directory)
     assert resumed == whole

@@ -10,11 +10,13 @@ from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter
 from aqg.runs.directory import CHECKPOINT, read_lines, read_summary
-from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.executor import Interrupted
 from aqg.runs.setup import build_problem, check_target, find_minimum, make_simulation
 from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 from aqg.weights import BEST
+
+from tests.commands import StopAfter
 
 LOCAL = resolve(
     {
@@ -139,16 +141,10 @@ def test_accuracy_is_that_of_the_test_set(tmp_path):
     assert [line.metrics["accuracy"] for line in lines[1:]] == accuracies[:-1]
 
 
-class StopAfter(Contact):
-    def __init__(self, num_rounds):
-        self._left = num_rounds
-
-    def is_stop_asked(self):
-        self._left -= 1
-        return self._left == 0
+VALIDATED = replace(LOCAL, recipe="fp16", validation=0.2, participation=0.4, rounds=12)
 
 
-@pytest.mark.parametrize("config", [LOCAL, SOFTMAX], ids=["accuracy", "residual"])
+@pytest.mark.parametrize("config", [LOCAL, SOFTMAX, VALIDATED], ids=lambda c: c.target_kind)
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_a_run_that_was_stopped_ends_the_same(tmp_path, config, num_rounds):
     minimum = find_minimum(SOFTMAX, build_problem(SOFTMAX)) if config is SOFTMAX else None

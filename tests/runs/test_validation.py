@@ -111,29 +111,6 @@ def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
     assert (steps[is_first] > first).all()
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_curve(tmp_path):
-    config = make_config(rounds=12, participation=0.4)
-    problem = build_problem(config)
-    for name in ("whole", "parts"):
-        create_run(tmp_path / name, config)
-    run(config, problem, None, tmp_path / "whole", keeps_models=False)
-
-    from aqg.runs.executor import Contact, Interrupted
-
-    class Stop(Contact):
-        count = 0
-
-        def is_stop_asked(self):
-            self.count += 1
-            return self.count == 5
-
-    with pytest.raises(Interrupted):
-        run(config, problem, None, tmp_path / "parts", Stop(), keeps_models=False)
-    run(config, problem, None, tmp_path / "parts", keeps_models=False)
-    whole, parts = (read_summary(tmp_path / name)["curve"] for name in ("whole", "parts"))
-    assert whole == parts
-
-
 def test_a_noisy_curve_is_judged_by_its_mean():
     values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
     goal = Target("accuracy", 0.9, hold=3, is_mean=True)
