@@ -210,7 +210,7 @@ class FastSimulation:
         known = None
         if entry.velocity is not None:
             known = Known(self.backend.get(before.velocity), before.direction)
-        self._downloads.append(encode_entry(entry, known, threads=1))
+        self._downloads.append(encode_entry(entry, known))
 
     def _public(self) -> Public:
         return self._model.public(self.backend)

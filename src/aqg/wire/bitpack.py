@@ -57,7 +57,7 @@ def pack(levels: Unsigned, width: int, *, threads: int | None = None) -> NDArray
         raise MessageError(f"level {int(levels.max())} does not fit into {width} bits")
     if width in (8, 16):
         return levels.astype(f"<u{width // 8}").view(np.uint8)
-    source = read_only(levels.astype(level_dtype(width), copy=False))
+    source: Unsigned = read_only(levels.astype(level_dtype(width), copy=False))
     packed = np.empty(packed_size(len(levels), width), np.uint8)
 
     def pack_from(start: int) -> None:
@@ -88,7 +88,7 @@ def unpack(
     if used_bits and int(packed[-1]) >> used_bits:
         raise WireError(f"the last packed byte is {int(packed[-1])}; its unused bits must be zero")
     if width in (8, 16):
-        return packed.view(f"<u{width // 8}").astype(level_dtype(width))
+        return packed.view(f"<u{width // 8}").astype(level_dtype(width))  # type: ignore[return-value]
     source = read_only(packed)
     levels: Levels = np.empty(length, level_dtype(width))  # type: ignore[assignment]
 
