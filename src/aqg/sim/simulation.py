@@ -154,7 +154,7 @@ class Simulation(ABC):
         known = None
         if entry.velocity is not None:
             known = Known(self.space.get(before.velocity), before.direction)
-        self.log.append(encode_entry(entry, known, threads=1))
+        self.log.append(encode_entry(entry, known))
         self.log.cut(int(self.log.positions.min()))
 
     def _close(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> Closed:
