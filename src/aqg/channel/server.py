@@ -290,7 +290,7 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            exact=settings.exact,
+            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full

@@ -15,7 +15,7 @@ import numpy as np
 
 from aqg.core.downlink import AUTO, Downlink, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Recipe, kind_of_updates
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
 from aqg.core.step_sizes import DistanceOverGradients, Fixed, StepRule, make_step, resolve_step
@@ -80,9 +80,13 @@ class Settings(FlowerSettings):
         """The fewest valid replies with which the model takes a step."""
         return self.min_clients or 1
 
+    @property
+    def updates(self) -> str:
+        return kind_of_updates(self.exact, self.participation)
+
     def make_recipe(self) -> Recipe:
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        return recipe.for_updates(self.exact)
+        return recipe.for_updates(self.updates)
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
         return resolve_downlink(self.downlink, recipe)

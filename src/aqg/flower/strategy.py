@@ -331,7 +331,7 @@ class AQG(Strategy):
             max_staleness=settings.max_staleness,
             seed=settings.seed,
             own=self._recipe,
-            exact=settings.exact,
+            updates=settings.updates,
             start=settings.start,
         )
         recipe = chosen.make_recipe()

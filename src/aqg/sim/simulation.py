@@ -59,7 +59,7 @@ class Simulation(ABC):
     ) -> None:
         self.training, self.seed = training or Training(), seed
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
-        self.recipe = recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        self.recipe = recipe = recipe.for_updates(self.training.updates)
         self.weights = self.training.client_weights(problem)
         self.level_factors = level_factors(self.weights)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
