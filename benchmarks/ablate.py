@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.core import auto, budget, downlink
 from aqg.runs.cost import Meter, running_totals
-from aqg.runs.setup import Validator, build_problem, make_simulation
+from aqg.runs.setup import build_problem, follow_target, make_simulation
 from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
 from aqg.studies.contest.plan import read_outcomes
 from aqg.studies.contest.tasks import TASKS
@@ -111,7 +111,7 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
         problem = replace(problem, initial_params=averaging.parameters)
     with patched(row):
         simulation = make_simulation(config, problem)
-        validate = Validator(simulation, config.target_kind)
+        validate = follow_target(config, simulation)
         values, records = [validate()], []
         meter = Meter(problem.start_bytes, config.training())
         for _ in range(config.rounds):

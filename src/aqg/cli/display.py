@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,11 +25,13 @@ from rich.table import Column
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
 from aqg.runs.cost import Cost
+from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.plan import Compiling, Job, StudyPlan
-from aqg.runs.summary import Summary
 from aqg.runs.table import Table, format_bytes
 
+Row: TypeAlias = Mapping[str, Any]
+"""A run's results (`aqg.runs.summary.summarize`)."""
 BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
@@ -94,97 +96,88 @@ def progress_bars(
         yield watcher
 
 
-def result_table(summaries: Sequence[Summary], width: int | None = None) -> Table:
+def result_table(rows: Sequence[Row], width: int | None = None) -> Table:
     """Return the comparison: one row per run, savings against `BASELINES` where present.
 
-    Savings are of the bytes that `counted_bytes` returns. Where all columns do not fit into
-    ``width`` characters, bits per parameter are left out.
+    Savings are of all bytes, up and down. Where all columns do not fit into ``width`` characters,
+    bits per parameter are left out.
     """
-    table = _result_table(summaries)
+    table = _result_table(rows)
     is_too_wide = (
         width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width
     )
-    return _result_table(summaries, with_bits=False) if is_too_wide else table
+    return _result_table(rows, with_bits=False) if is_too_wide else table
 
 
-def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table:
-    baselines = [s for s in summaries if s.recipe in BASELINES]
-    metrics = measured(summary.metrics for summary in summaries)
+def _result_table(results: Sequence[Row], with_bits: bool = True) -> Table:
+    baselines = [row for row in results if row["recipe"] in BASELINES]
+    metrics = measured(results)
     bits = ["bits/param"] if with_bits else []
-    time = _time_heading(summary.cost for summary in summaries)
+    time = _time_heading(results)
     header = (
         *("recipe", "final loss", *map(metric_title, metrics), "uploads", *bits),
-        *("up", "down", "total", *time, *(f"vs {baseline.recipe}" for baseline in baselines)),
+        *("up", "down", "total", *time, *(f"vs {baseline['recipe']}" for baseline in baselines)),
     )
     rows = tuple(
         (
-            summary.recipe,
-            "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
-            *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
-            *_spent(summary.cost, with_bits, bool(time)),
-            *(_saving(summary.cost.total_bytes, b.cost.total_bytes) for b in baselines),
+            row["recipe"],
+            "diverged" if row["diverged"] else f"{row['final_loss']:.6f}",
+            *(metric.format(read_metrics(row).get(metric.name)) for metric in metrics),
+            *_spent(row, with_bits, bool(time)),
+            *(_saving(row["total_bytes"], baseline["total_bytes"]) for baseline in baselines),
         )
-        for summary in summaries
+        for row in results
     )
     return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
 
 
-def _time_heading(costs: Iterable[Cost]) -> list[str]:
-    return ["time"] if any(cost.simulated_seconds is not None for cost in costs) else []
+def _time_heading(rows: Iterable[Row]) -> list[str]:
+    return ["time"] if any("simulated_seconds" in row for row in rows) else []
 
 
-def _spent(cost: Cost, with_bits: bool, is_timed: bool) -> list[str]:
-    seconds = cost.simulated_seconds
+def _spent(row: Row, with_bits: bool, is_timed: bool) -> list[str]:
+    seconds = row.get("simulated_seconds")
     return [
-        f"{cost.uploads:,}",
-        *([f"{cost.bits_per_param:,}"] if with_bits else []),
-        *map(format_bytes, (cost.upload_bytes, cost.download_bytes, cost.total_bytes)),
+        f"{row['uploads']:,}",
+        *([f"{row['bits_per_param']:,}"] if with_bits else []),
+        *(format_bytes(row[name]) for name in BYTES),
         *(["-" if seconds is None else f"{seconds:,.1f} s"] if is_timed else []),
     ]
 
 
-def headline(summaries: Sequence[Summary]) -> str | None:
+def headline(rows: Sequence[Row]) -> str | None:
     """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
 
     None where there is nothing to compare: no uncompressed run, or no bytes.
     """
-    plain = next((s for s in summaries if s.recipe in UNCOMPRESSED), None)
-    ours = summaries[0]
-    if plain is None or plain is ours or ours.diverged or plain.diverged:
+    plain = next((row for row in rows if row["recipe"] in UNCOMPRESSED), None)
+    ours = rows[0]
+    if plain is None or plain is ours or ours["diverged"] or plain["diverged"]:
         return None
-    if not (ours.cost.upload_bytes and ours.cost.download_bytes):
+    if not (ours["upload_bytes"] and ours["download_bytes"]):
         return None
-    up = plain.cost.upload_bytes / ours.cost.upload_bytes
-    down = plain.cost.download_bytes / ours.cost.download_bytes
+    up, down = (plain[name] / ours[name] for name in BYTES[:2])
+    found, known = read_metrics(ours), read_metrics(plain)
+    name = plain["recipe"]
     quality = [
-        f"{metric_title(metric)} {metric.format(ours.metrics[metric.name])} "
-        f"({plain.recipe}: {metric.format(plain.metrics[metric.name])})"
-        for metric in measured([ours.metrics])
-        if metric.name in plain.metrics
+        f"{metric_title(metric)} {metric.format(found[metric.name])} "
+        f"({name}: {metric.format(known[metric.name])})"
+        for metric in measured([ours])
+        if metric.name in known
     ]
-    loss = f"loss {ours.final_loss:.4f} ({plain.recipe}: {plain.final_loss:.4f})"
-    rounds = f"{ours.cost.rounds:,} rounds"
-    if ours.cost.rounds != plain.cost.rounds:
-        rounds += f" ({plain.recipe}: {plain.cost.rounds:,})"
+    loss = f"loss {ours['final_loss']:.4f} ({name}: {plain['final_loss']:.4f})"
+    rounds = f"{ours['rounds']:,} rounds"
+    if ours["rounds"] != plain["rounds"]:
+        rounds += f" ({name}: {plain['rounds']:,})"
     return (
-        f"{ours.recipe} after {rounds}: {', '.join(quality) or loss}; "
+        f"{ours['recipe']} after {rounds}: {', '.join(quality) or loss}; "
         f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."
     )
 
 
-def warnings_of(summaries: Sequence[Summary]) -> list[str]:
-    """Return a line for every run that ended with a worse model than it began with."""
-    return [
-        f"{summary.recipe} got worse: its loss began at {summary.first_loss:.4g} and ended at "
-        f"{summary.final_loss:.4g}; try a smaller local rate or step"
-        for summary in summaries
-        if summary.is_worse
-    ]
-
-
-def measured(found: Iterable[Mapping[str, float]]) -> list[Metric]:
+def measured(rows: Iterable[Row]) -> list[Metric]:
     """Return the metrics that runs have, in order; none is shown that no run has."""
-    names = dict.fromkeys(name for metrics in found for name in metrics)
+    names = dict.fromkeys(name for row in rows for name in read_metrics(row))
     return [named_metric(name) for name in names]
 
 
@@ -197,21 +190,21 @@ def metric_title(metric: Metric) -> str:
     return "test acc" if metric.name == "accuracy" else f"test {metric.name.replace('_', ' ')}"
 
 
-def target_table(summaries: Sequence[Summary]) -> Table:
+def target_table(results: Sequence[Row]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    time = _time_heading(summary.cost for summary in summaries)
+    time = _time_heading(results)
     header = (
         *("recipe", "rounds", "uploads", "bits/param", "up", "down", "total", *time),
         "final residual",
     )
     rows = []
-    for summary in summaries:
-        cost, residual = summary.target_cost, summary.residual
+    for row in results:
+        cost, residual = row["target"], row["residual"]
         spent = ["not reached", *[""] * (5 + len(time))]
-        if cost is not None:
-            spent = [f"{cost.rounds:,}", *_spent(cost, True, bool(time))]
-        known = residual is not None and not summary.diverged
-        rows.append((summary.recipe, *spent, f"{residual:.1e}" if known else "-"))
+        if cost["reached_round"] is not None:
+            spent = [f"{cost['reached_round']:,}", *_spent(cost, True, bool(time))]
+        known = residual is not None and not row["diverged"]
+        rows.append((row["recipe"], *spent, f"{residual:.1e}" if known else "-"))
     return Table("target", "Cost to the target", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
 
 

@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from aqg.cli.display import BYTES, DIRECTIONS_NOTE, Overview, measured, metric_title, say, widen
+from aqg.cli.display import (
+    BYTES,
+    DIRECTIONS_NOTE,
+    Overview,
+    Row,
+    measured,
+    metric_title,
+    say,
+    widen,
+)
 from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
@@ -130,7 +139,7 @@ def _run_study(
             shown = stack.enter_context(Overview(console, plan, name))
 
             def make_task(job: JobType) -> Train:
-                folder, ceiling = directory / job.name, plan.note(job)
+                folder, ceiling = directory / job.name, plan.ceiling(job)
                 return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
             carry_out(plan, make_task, place, shown.show)
@@ -269,9 +278,6 @@ def _announce(plan: _SweepPlan, num_left: int, where: Where) -> str:
     return f"{text}, in {plan.directory}"
 
 
-Row = Mapping[str, Any]
-
-
 def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
     """Return one row per combination of the settings that vary, except for the seed.
 
@@ -283,7 +289,7 @@ def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
         groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
     with_target = any("target" in row for row in rows)
 
-    metrics = measured(read_metrics(row) for row in rows)
+    metrics = measured(rows)
     titles = [metric_title(metric) for metric in metrics]
     header = (*names, "runs", "final loss", *titles, "uploads", "up", "down", "total")
     if with_target:

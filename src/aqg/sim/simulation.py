@@ -59,7 +59,7 @@ class Simulation(ABC):
     ) -> None:
         self.training, self.seed = training or Training(), seed
         self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
-        self.recipe = recipe = recipe.for_updates(self.training.local.sees_all_samples)
+        self.recipe = recipe = recipe.for_updates(self.training.updates)
         self.weights = self.training.client_weights(problem)
         self.level_factors = level_factors(self.weights)
         self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
@@ -154,7 +154,7 @@ class Simulation(ABC):
         known = None
         if entry.velocity is not None:
             known = Known(self.space.get(before.velocity), before.direction)
-        self.log.append(encode_entry(entry, known, threads=1))
+        self.log.append(encode_entry(entry, known))
         self.log.cut(int(self.log.positions.min()))
 
     def _close(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> Closed:

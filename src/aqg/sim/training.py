@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
-from aqg.core.recipe import Recipe, require_memory
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
@@ -363,6 +363,12 @@ class Training:
     @property
     def waits_for_some(self) -> bool:
         return self.late is not None and self.late.buffer_size is not None
+
+    @property
+    def updates(self) -> str:
+        """What kind of updates clients send, as recipes tell them apart."""
+        forgets = self.memory == "none" or self.waits_for_some
+        return kind_of_updates(self.local.sees_all_samples, self.participation, forgets)
 
     def client_weights(self, problem: Problem) -> Float64Array:
         """Return ``w_m``: 1, or ``M·n_m/Σn``. The mean is 1, so that ``α`` keeps its meaning."""
