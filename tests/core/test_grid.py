@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from aqg.core.downlink import Condensed
 from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
 from aqg.core.messages import Upload
-from aqg.core.public import PRIME, Entry, Public, advance, init_public, linear_digest, public_track
+from aqg.core.public import PRIME, Entry, advance, init_public, linear_digest
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
-from aqg.core.track import Correction, follow, init_track
+from aqg.core.track import follow, init_track
 from aqg.errors import WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
@@ -249,9 +249,9 @@ def test_no_order_of_sums_parts_two_copies(seed, dtype, num_batches):
     track = init_track(LENGTH, np.dtype(dtype))._replace(position=start[None])
     one, shuffled = track, track
     for part in parts:
-        one = follow(SPACE, one, Correction(np.arange(1), [part]))
+        one = follow(one, part)
     for place in rng.permutation(len(parts)):
-        shuffled = follow(SPACE, shuffled, Correction(np.arange(1), [parts[place]]))
+        shuffled = follow(shuffled, parts[place])
     batches = start
     for batch in np.array_split(rng.permutation(len(parts)), num_batches):
         total = sum((parts[place].values(np.float64) for place in batch), np.zeros(LENGTH))
@@ -267,8 +267,8 @@ def test_no_order_of_sums_parts_two_copies(seed, dtype, num_batches):
 
 def test_damage_below_the_quantum_changes_the_mark():
     position = np.array([[0.25, -0.5, 0.0]])
-    track = public_track(make_recipe("auto"), position[0])
-    public = Public(3, track, quantum=2.0**-20).marked()
+    public = init_public(make_recipe("auto"), position[0])._replace(round=3, quantum=2.0**-20)
+    public, track = public.marked(), public.track
     for place, value in ((0, np.nextafter(0.25, 1)), (1, np.nextafter(-0.5, 0)), (2, -0.0)):
         damaged = position.copy()
         damaged[0, place] = value

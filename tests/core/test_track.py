@@ -11,7 +11,16 @@ from aqg.core.policies import Tolerance
 from aqg.core.quantizers import GridQuantizer
 from aqg.core.recipe import Recipe
 from aqg.core.space import NumpySpace
-from aqg.core.track import Change, Correction, Memory, Terms, correct, follow, init_track, who_sends
+from aqg.core.track import (
+    Change,
+    Memory,
+    Terms,
+    correct,
+    follow,
+    init_track,
+    move_directions,
+    who_sends,
+)
 
 NUM_TRACKS, LENGTH = 4, 9
 SPACE = NumpySpace()
@@ -33,68 +42,84 @@ def part(rng, dtype):
     return Upload(levels, round_up_to_bfloat16(scale), width, grid)
 
 
-def corrections(seed, dtype, has_velocity):
-    """Draw what is said in some rounds, of some tracks each."""
-    rng = np.random.default_rng(seed)
-    rounds = []
-    for _ in range(rng.integers(1, 7)):
-        rows = np.flatnonzero(rng.random(NUM_TRACKS) < 0.5)
-        position = [part(rng, dtype) for _ in rows] if rng.random() < 0.7 else []
-        says_velocity = has_velocity and rng.random() < 0.5
-        velocity = [part(rng, "float64") for _ in rows] if says_velocity else []
-        rounds.append(Correction(rows, position, velocity))
-    return rounds
-
-
 def bits(track):
     return [np.ascontiguousarray(field).tobytes() for field in track]
 
 
-def alone(correction, row):
-    """Return what is said of one track."""
-    places = np.flatnonzero(correction.rows == row).tolist()
-    parts = ([side[p] for p in places] if side else [] for side in correction[1:])
-    return Correction(np.zeros(len(places), np.int64), *parts)
+def rounds(seed, dtype):
+    """Draw what is said in some rounds: of which tracks, and what of each."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rng.integers(1, 7)):
+        rows = np.flatnonzero(rng.random(NUM_TRACKS) < 0.5)
+        yield rows, [part(rng, dtype) for _ in rows]
+
+
+def uploads_of(seed, dtype):
+    """Draw the same without changes, which no client sends."""
+    for rows, parts in rounds(seed, dtype):
+        kept = [k for k, p in enumerate(parts) if not isinstance(p, Change)]
+        if kept:
+            yield rows[kept], [parts[k] for k in kept], 0.5 + np.arange(len(kept)) / 4
 
 
 seeds = st.integers(0, 2**32)
+memories = st.sampled_from([Memory.INNOVATION, Memory.LATEST])
 
 
-@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-def test_both_ends_hold_the_same_bits(seed, dtype, has_velocity, memory):
-    """One end moves all tracks at once; the other ones follow a track each, and the first again."""
-    tracks = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS, has_velocity)
-    followers = [tracks.row(row) for row in range(NUM_TRACKS)]
-    start, rounds = bits(tracks), corrections(seed, dtype, has_velocity)
-    first = tracks
-    for correction in rounds:
-        tracks = follow(SPACE, tracks, correction, memory)
-        for row in range(NUM_TRACKS):
-            followers[row] = follow(SPACE, followers[row], alone(correction, row), memory)
-    for row, follower in enumerate(followers):
-        assert bits(follower) == bits(tracks.row(row))
+@given(seeds, st.sampled_from(["float32", "float64"]), memories)
+def test_both_ends_hold_the_same_bits(seed, dtype, memory):
+    """The server moves all mirrors where they are; a client follows its own and keeps the old."""
+    mirrors = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS)
+    clients = [mirrors.copy().row(row) for row in range(NUM_TRACKS)]
+    first, start, total = clients[0], bits(clients[0]), np.zeros(LENGTH)
+    for rows, uploads, weights in uploads_of(seed, dtype):
+        SPACE.move(memory, mirrors.position, total, rows, uploads, weights)
+        move_directions(mirrors.direction, rows.tolist(), uploads)
+        mirrors.is_held[rows] = True
+        for row, upload in zip(rows.tolist(), uploads, strict=True):
+            clients[row] = follow(clients[row], upload, memory=memory)
+    for row, client in enumerate(clients):
+        assert bits(client) == bits(mirrors.row(row))
     assert bits(first) == start
 
 
-@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans(), st.sampled_from(Memory))
-def test_torch_follows_to_the_same_bits(seed, dtype, has_velocity, memory):
+@given(seeds, st.sampled_from(["float32", "float64"]), memories)
+def test_torch_moves_to_the_same_bits(seed, dtype, memory):
     pytest.importorskip("torch")
     from aqg.sim.torch_backend import TorchBackend
 
     from tests.problems import tiny_problem
 
     space = TorchBackend(tiny_problem(), "cpu")
-    tracks = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS, has_velocity)
-    there = tracks._replace(
-        position=space.put(tracks.position), velocity=space.put(tracks.velocity)
-    )
-    for correction in corrections(seed, dtype, has_velocity):
-        tracks = follow(SPACE, tracks, correction, memory)
-        there = follow(space, there, correction, memory)
-        brought = there._replace(
-            position=space.get(there.position), velocity=space.get(there.velocity)
-        )
-        assert bits(brought) == bits(tracks)
+    here, total = np.zeros((NUM_TRACKS, LENGTH), dtype), np.zeros(LENGTH)
+    there, other = space.put(here), space.put(total)
+    for said in uploads_of(seed, dtype):
+        SPACE.move(memory, here, total, *said)
+        space.move(memory, there, other, *said)
+        assert space.get(there).tobytes() == here.tobytes()
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans())
+def test_a_track_moves_by_its_velocity_and_by_what_is_said(seed, dtype, in_place):
+    rng = np.random.default_rng(seed)
+    track = init_track(LENGTH, np.dtype(dtype), has_velocity=True)
+    position, velocity = np.zeros(LENGTH, dtype), np.zeros(LENGTH)
+    for _ in range(6):
+        before, start = track, bits(track)
+        step = part(rng, "float64") if rng.random() < 0.5 else None
+        said = part(rng, dtype) if rng.random() < 0.5 else None
+        track = follow(track, said, step, in_place=in_place)
+        if step is not None:
+            velocity = (
+                step.new.copy() if isinstance(step, Change) else velocity + step.values(float)
+            )
+        position = position + velocity.astype(dtype)
+        if said is not None:
+            is_new = isinstance(said, Change)
+            position = said.new.copy() if is_new else position + said.values(position.dtype.type)
+        assert track.position[0].tobytes() == position.tobytes()
+        assert track.velocity[0].tobytes() == velocity.tobytes()
+        assert in_place or bits(before) == start
 
 
 @given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
@@ -116,7 +141,14 @@ def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
             some = Terms(tolerance, waited[row : row + 1])
             again, _ = correct(SPACE, CODER, tracks.position, one, row_alone, some)
             assert again == [u for m, u in zip(gaps.senders, uploads, strict=True) if m == row]
-        tracks = follow(SPACE, tracks, Correction(gaps.senders, uploads))
+        SPACE.move(
+            Memory.INNOVATION,
+            tracks.position,
+            np.zeros(LENGTH),
+            gaps.senders,
+            uploads,
+            np.ones(4)[: len(uploads)],
+        )
         waited = gaps.skipped_rounds
         after = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
         assert (after <= squares * (1 + 1e-6) + 1e-30).all()

@@ -28,14 +28,11 @@ from aqg.core.downlink import Condensed, Downlink
 from aqg.core.grids import affine, snap
 from aqg.core.messages import Upload
 from aqg.core.recipe import Movement, Recipe
-from aqg.core.space import NumpySpace
-from aqg.core.track import Change, Correction, Part, Track, follow, init_track
+from aqg.core.track import Change, Part, Track, follow, init_track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import MessageError
 from aqg.jit import njit, part
 
-_SPACES = {in_place: NumpySpace(in_place) for in_place in (False, True)}
-_FIRST = np.arange(1)
 _PIECE = 1 << 14
 """Coordinates that are looked at together."""
 
@@ -98,20 +95,17 @@ class Public(NamedTuple):
 
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
-    return Public(1, public_track(recipe, parameters))
+    """Return the first public model; it has a velocity where the recipe keeps mirrors."""
+    if not recipe.memory.keeps_mirror:
+        return at_rest(parameters)
+    track = init_track(len(parameters), parameters.dtype, has_velocity=True)
+    return Public(1, track._replace(position=parameters[None]))
 
 
 def at_rest(parameters: FloatArray, round_number: int = 1) -> Public:
     """Return the public model of a vector without a velocity."""
     track = init_track(0, parameters.dtype)._replace(position=parameters[None])
     return Public(round_number, track)
-
-
-def public_track(recipe: Recipe, parameters: FloatArray) -> Track:
-    """Return the track of a model at rest; it has a velocity where the recipe keeps mirrors."""
-    keeps = recipe.memory.keeps_mirror
-    track = init_track(len(parameters) if keeps else 0, parameters.dtype, has_velocity=keeps)
-    return track._replace(position=parameters[None])
 
 
 def lies_on_grid(recipe: Recipe, downlink: Downlink) -> bool:
@@ -130,15 +124,13 @@ def advance(public: Public, entry: Entry, movement: Movement, in_place: bool = F
         return public._replace(round=public.round + 1)
     if entry.velocity is not None and not len(public.velocity):
         raise MessageError("the entry changes a velocity; the model of this recipe has none")
-    position = () if entry.position is None else (entry.position,)
-    velocity = () if entry.velocity is None else (entry.velocity,)
     with np.errstate(over="ignore", invalid="ignore"):  # a diverging run is a result
         track, quantum = public.track, public.quantum
         if entry.quantum is not None:
             quantum = entry.quantum
             snapped = snap(track.position, quantum, _own(track.position, in_place))
             track = track._replace(position=snapped)
-        track = follow(_SPACES[in_place], track, Correction(_FIRST, position, velocity))
+        track = follow(track, entry.position, entry.velocity, in_place=in_place)
     newest = entry.movement
     if newest is None:
         newest = public.history[0] if public.history else 0.0

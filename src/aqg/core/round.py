@@ -19,7 +19,7 @@ from aqg.core.messages import AnyUpload, Message, Skip
 from aqg.core.recipe import Recipe
 from aqg.core.space import Array, NumpySpace, Space, with_rows
 from aqg.core.stages import Flow, Outcome, StageState, call_before, settle_stage
-from aqg.core.track import Gaps, Memory, Terms, Track, correct, follow_one, init_mirrors
+from aqg.core.track import Gaps, Memory, Terms, Track, correct, follow, init_mirrors
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
 from aqg.errors import ConfigError, GradientError
 
@@ -222,7 +222,7 @@ def respond(
     message: Message = Skip(sent.faults[0][1]) if sent.faults else Skip()
     if sent.uploads:
         message = sent.uploads[0]
-        track = follow_one(recipe.memory, track, message)
+        track = follow(track, message, memory=recipe.memory)
     return settle(_SPACE, recipe, state._replace(track=track), sent), message
 
 

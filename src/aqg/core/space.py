@@ -18,7 +18,7 @@ from aqg.core.grids import MAX_RADIUS, Grid, affine
 from aqg.core.kernels import Innovation, measure, move_mirror
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
-from aqg.core.track import Memory, Part, advance
+from aqg.core.track import Memory, advance
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.jit import njit
 from aqg.parallel import map_threads, num_threads
@@ -163,30 +163,9 @@ class NumpySpace:
             total += weight * (new.astype(np.float64) - old)
             mirrors[client] = new
 
-    def forget(
-        self, mirrors: Array, total: Array, clients: IntArray, weights: Float64Array
-    ) -> None:
-        """Set mirrors to zero, and take them out of the weighted sum, in place."""
-        for client, weight in zip(clients.tolist(), weights.tolist(), strict=True):
-            total += weight * (0.0 - mirrors[client].astype(np.float64))
-            mirrors[client] = 0.0
-
     def add_values(self, total: Array, uploads: Sequence[AnyUpload], weights: Float64Array) -> None:
         for upload, weight in zip(uploads, weights.tolist(), strict=True):
             total += weight * upload.values(np.float64)
-
-    def moved(self, memory: Memory, table: Array, rows: IntArray, parts: Sequence[Part]) -> Array:
-        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`).
-
-        A table of the space's own that can be written to is moved where it is.
-        """
-        is_own = self.in_place and table.flags.writeable
-        if len(table) == len(rows) == 1:
-            return advance(memory, table[0], parts[0], table[0] if is_own else None)[None]
-        table = table if is_own else table.copy()
-        for row, part in zip(rows.tolist(), parts, strict=True):
-            table[row] = advance(memory, table[row], part)
-        return table
 
     def cast(self, vector: Array, like: Array) -> Array:
         return vector.astype(like.dtype, copy=False)

@@ -6,7 +6,7 @@ word. The side that knows the truth says from time to time what is to be added t
 ``truth - position``: it is said later, or never, when it does not matter any more.
 
 On the way up a track is the mirror ``ref_m`` that a client and the server hold of its gradients;
-on the way down it is the model that clients hold. Everything has a leading axis of tracks; one of
+on the way down it is the model that clients hold. Arrays have a leading axis of tracks; one of
 them is an axis of length one. Both ends arrive at the same bits: quantized values are exact
 products, and one addition per coordinate rounds the same way everywhere.
 """
@@ -81,15 +81,6 @@ class Change(NamedTuple):
 
 
 Part: TypeAlias = AnyUpload | Change
-
-
-class Correction(NamedTuple):
-    """What is said of some tracks."""
-
-    rows: IntArray  # of which, increasing
-    # what is added to the position of each of them; empty: nothing to any
-    position: Sequence[Part] = ()
-    velocity: Sequence[Part] = ()  # likewise
 
 
 class Terms(NamedTuple):
@@ -173,60 +164,48 @@ def correct(
 
 
 def follow(
-    space: Space, track: Track, correction: Correction, memory: Memory = Memory.INNOVATION
+    track: Track,
+    position: Part | None = None,
+    velocity: Part | None = None,
+    memory: Memory = Memory.INNOVATION,
+    in_place: bool = False,
 ) -> Track:
-    """Return tracks after a round: ``velocity += v``, ``position += velocity``, ``position += p``.
+    """Return a track after a round: ``velocity += v``, ``position += velocity``, ``position += p``.
 
-    The old ones are left as they were, but for those of a space that works in place. With
-    `Memory.LATEST` a correction of the position replaces it.
+    With `Memory.LATEST` a correction of the position replaces it. The old track is left as it was;
+    with ``in_place`` it is given away: its arrays that can be written to are moved.
 
     >>> from aqg.core.grids import Grid
-    >>> from aqg.core.space import NumpySpace
-    >>> track = init_track(3, np.dtype("float64"), num_tracks=2, has_velocity=True)
+    >>> track = init_track(3, np.dtype("float64"), has_velocity=True)
     >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
-    >>> track = follow(NumpySpace(), track, Correction(np.array([1]), velocity=[upload]))
-    >>> follow(NumpySpace(), track, Correction(np.array([0]), position=[upload])).position
-    array([[ 0.5,  0. , -0.5],
-           [ 1. ,  0. , -1. ]])
+    >>> track = follow(track, velocity=upload)
+    >>> follow(track, position=upload).position
+    array([[ 1.5,  0. , -1.5]])
     """
-    position, velocity, direction, is_held = track
-    rows = correction.rows
-    if correction.velocity:
-        velocity = space.moved(Memory.INNOVATION, velocity, rows, correction.velocity)
-    if velocity.shape[1]:
-        steps = space.cast(velocity, position)
-        if steps is velocity:
-            position = position + steps
-        else:  # steps are a copy: of a large model there is no third one
-            steps += position
-            position = steps
-    if correction.position:
-        position = space.moved(memory, position, rows, correction.position)
-    for parts in (correction.position, correction.velocity):
-        if parts and direction.size and len(direction) == 1:
-            direction = next_direction(direction[0], parts[0])[None]
-        elif parts and direction.shape[1]:
-            direction = direction.copy()
-            move_directions(direction, rows.tolist(), parts)
-    if len(rows) and position.shape[1]:
-        is_held = is_held.copy()
-        is_held[rows] = True
-    return Track(position, velocity, direction, is_held)
-
-
-def follow_one(memory: Memory, track: Track, upload: AnyUpload) -> Track:
-    """Return the mirror of one client after its upload; the old one is left as it was."""
     if not memory.keeps_mirror:
         return track
-    position = advance(memory, track.position[0], upload)
-    direction = next_direction(track.direction[0], upload)
-    return Track(position[None], track.velocity, direction[None], np.ones(1, np.bool_))
+    place, speed, direction = track.position[0], track.velocity[0], track.direction[0]
+    if velocity is not None:
+        speed = advance(Memory.INNOVATION, speed, velocity, in_place)
+    if len(speed):
+        steps = speed.astype(place.dtype, copy=False)
+        if steps is speed:
+            place = place + steps
+        else:  # steps are a copy: of a large model there is no third one
+            steps += place
+            place = steps
+    if position is not None:
+        place = advance(memory, place, position, in_place)
+    for part in (position, velocity):
+        if part is not None:
+            direction = next_direction(direction, part)
+    return Track(place[None], speed[None], direction[None], np.ones(1, np.bool_))
 
 
-def advance(
-    memory: Memory, position: FloatArray, part: Part, out: FloatArray | None = None
-) -> FloatArray:
-    """Return one position, of shape ``(n,)``, after a correction; a sum may be written to ``out``.
+def advance(memory: Memory, position: FloatArray, part: Part, in_place: bool = False) -> FloatArray:
+    """Return one position, of shape ``(n,)``, after a correction.
+
+    A sum takes the place of the old position if that is given away and can be written to.
 
     >>> from aqg.core.grids import Grid
     >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
@@ -235,9 +214,7 @@ def advance(
     """
     if isinstance(part, Change):
         return part.new
-    if not memory.keeps_mirror:
-        return position
-    dtype = position.dtype.type
+    dtype, out = position.dtype.type, position if in_place and position.flags.writeable else None
     if memory is Memory.LATEST:
         return part.values(dtype)
     if not isinstance(part, Upload):

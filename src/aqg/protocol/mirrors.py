@@ -25,7 +25,7 @@ from aqg.core.messages import Message, Skip
 from aqg.core.recipe import Recipe
 from aqg.core.round import ClientState, init_client, respond
 from aqg.core.server import Peer
-from aqg.core.track import Track, follow_one, init_mirrors
+from aqg.core.track import Track, follow, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
@@ -230,7 +230,7 @@ def take_reply(
     if not isinstance(message, Skip):
         message.validate()
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            track = follow_one(recipe.memory, peer.track, message)
+            track = follow(peer.track, message, memory=recipe.memory)
         if not np.isfinite(track.position).all():
             raise MessageError("the mirror would hold NaN or infinity after the frame")
         lineage = next_lineage(stamp.digest, reply.frame)

@@ -22,7 +22,7 @@ from aqg.sim.late import Closed, Replies, Reply, check_late, in_time
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits
-from aqg.sim.statistics import RunStatistics
+from aqg.sim.statistics import make_statistics
 from aqg.sim.training import BernoulliDropout, Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
@@ -62,7 +62,7 @@ class Simulation(ABC):
         self.recipe = recipe = recipe.for_updates(self.training.updates)
         self.weights = self.training.client_weights(problem)
         self.level_factors = level_factors(self.weights)
-        self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
+        self.statistics = make_statistics(problem, recipe, self.training, self.weights)
         self.problem = problem = self.statistics.problem
         count, late = problem.num_clients, self.training.late
         self.training.check_memory(recipe, self.statistics.are_averaged)

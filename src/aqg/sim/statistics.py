@@ -1,10 +1,9 @@
 """A model's statistics in a simulation: who holds which, and what sending them costs.
 
-`RunStatistics` stands between a simulation and a module whose training changes buffers. Under the
-policy ``average`` clients start every round from the server's buffers and send theirs back; under
-``local`` each keeps its own and nothing travels. Other objectives have nothing to carry, and then
-all of this does nothing. Metrics are those of the mean over the models, where one is kept, and
-come with that of their statistics; losses are those of the model itself.
+Where the training of a module changes buffers, clients start every round from the server's and send
+theirs back under the policy ``average``; under ``local`` each keeps its own and nothing travels.
+Other objectives have nothing to carry. Metrics are those of the mean over the models, where one is
+kept, and come with that of their statistics; losses are those of the model itself.
 """
 
 from __future__ import annotations
@@ -30,96 +29,95 @@ if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
 
 
-_NO_TRAFFIC = StatisticsTraffic()
-
-
 class RunStatistics:
-    """Statistics of one simulation.
+    """Of a simulation whose clients have nothing to carry."""
 
-    They are as fine as the recipe's updates. `problem` is the same problem, with an objective that
-    uses them. Where clients do not train on minibatches, exact gradients must be repeatable.
-    """
+    are_averaged = False
 
-    def __init__(
-        self, problem: Problem, recipe: Recipe, training: Training, weights: Float64Array
-    ) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._carrier: Averaged | Local | None = None
-        self._weights = weights
-        if training.local.sees_all_samples:
-            problem.objective.require_repeatable()
-            return
-        layout = getattr(problem.objective, "model_layout", None)
-        if layout is None or not layout.carries_buffers:
-            return
-        objective: ModuleObjective = problem.objective  # type: ignore[assignment]
-        if layout.policy == "local":
-            self._carrier = Local(objective, problem.num_clients)
-        else:
-            average = training.step.average
-            self._carrier = Averaged(objective, fine=recipe.is_verbatim, average=average)
-        self.problem = replace(problem, objective=objective.carrying(self._carrier))
+        """The same problem, with an objective that uses the statistics."""
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
-        if not isinstance(self._carrier, Local):
-            with self.of_client(0):
-                return backend.losses(params, clients)
-        result = np.empty(len(clients))
-        for index, client in enumerate(clients.tolist()):
-            with self.of_client(client):
-                result[index] = backend.losses(params, clients[index : index + 1])[0]
-        return result
+        with self.of_client(0):
+            return backend.losses(params, clients)
 
     @contextmanager
-    def of_client(self, client: int) -> Iterator[None]:
-        with nullcontext() if self._carrier is None else self._carrier.of_client(client):
-            yield
+    def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
+        """Measure with a client's statistics, and the server's own, not their mean."""
+        yield
 
-    def finish_round(self, present: IntArray) -> StatisticsTraffic:
-        if self._carrier is None:
-            return _NO_TRAFFIC
-        return self._carrier.finish_round(present.tolist(), self._weights)
+    def finish_round(self, present: IntArray) -> StatisticsTraffic:  # noqa: ARG002
+        return StatisticsTraffic()
 
-    @property
-    def are_averaged(self) -> bool:
-        return isinstance(self._carrier, Averaged)
-
-    def buffers(self, client: int = 0) -> Buffers | None:
+    def buffers(self, client: int = 0) -> Buffers | None:  # noqa: ARG002
         """Return the server's buffers, or a client's own; None where there are none to carry."""
-        return None if self._carrier is None else self._carrier.held(client)
+        return None
 
     def averaged(self) -> Buffers | None:
         """Return what goes with the mean of the models; None where nothing is shared."""
-        return self._carrier.evaluation() if isinstance(self._carrier, Averaged) else None
+        return None
 
     def to_array(self) -> Float64Array:
-        return np.zeros((0, 0)) if self._carrier is None else self._carrier.to_array()
+        return np.zeros((0, 0))
 
     def load(self, array: Float64Array) -> None:
-        if self._carrier is not None:
-            if array.shape != self._carrier.to_array().shape:
-                raise RunError(
-                    f"checkpoint has statistics of shape {array.shape}; the model needs "
-                    f"{self._carrier.to_array().shape}"
-                )
-            self._carrier.load(array)
+        if array.shape != self.to_array().shape:
+            raise RunError(
+                f"checkpoint has statistics of shape {array.shape}; the model needs "
+                f"{self.to_array().shape}"
+            )
+        self._load(array)
+
+    def _load(self, array: Float64Array) -> None:
+        """Go on from an array of the right shape."""
 
 
-class Averaged:
+def make_statistics(
+    problem: Problem, recipe: Recipe, training: Training, weights: Float64Array
+) -> RunStatistics:
+    """Return what a simulation carries; statistics are as fine as the recipe's updates.
+
+    Where clients do not train on minibatches, exact gradients must be repeatable.
+    """
+    if training.local.sees_all_samples:
+        problem.objective.require_repeatable()
+        return RunStatistics(problem)
+    layout = getattr(problem.objective, "model_layout", None)
+    if layout is None or not layout.carries_buffers:
+        return RunStatistics(problem)
+    if layout.policy == "local":
+        return _Local(problem)
+    return _Averaged(problem, weights, fine=recipe.is_verbatim, average=training.step.average)
+
+
+class _Averaged(RunStatistics):
     """One set of buffers for all, which the server averages."""
 
-    def __init__(self, objective: ModuleObjective, *, fine: bool, average: float) -> None:
-        self._layout = objective.model_layout
+    are_averaged = True
+
+    def __init__(
+        self, problem: Problem, weights: Float64Array, *, fine: bool, average: float
+    ) -> None:
+        objective: ModuleObjective = problem.objective  # type: ignore[assignment]
+        super().__init__(replace(problem, objective=objective.carrying(self)))
+        self._weights, self._layout = weights, objective.model_layout
         self._shared = SharedStatistics.first(
             self._layout, objective.initial_buffers(), fine=fine, average=average
         )
-        self._start, self._known = self._shared.received
         self._measures_mean = True
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._start, self._known = self._shared.received
         self._frames: dict[int, bytes] = {}
         self._faults: dict[int, str] = {}
 
-    def held(self, client: int) -> Buffers:  # noqa: ARG002
+    def buffers(self, client: int = 0) -> Buffers:  # noqa: ARG002
         return self._shared.buffers
+
+    def averaged(self) -> Buffers:
+        return self.evaluation()
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002
         return self._start
@@ -146,17 +144,13 @@ class Averaged:
     def views(self) -> Sequence[AbstractContextManager[None]]:
         return [nullcontext()]
 
-    def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:
-        down = len(self._shared.broadcast())
-        messages = [
-            (float(weights[client]), self._shared.read(frame))
-            for client, frame in sorted(self._frames.items())
-        ]
-        up = tuple((client, len(frame)) for client, frame in sorted(self._frames.items()))
+    def finish_round(self, present: IntArray) -> StatisticsTraffic:
+        down, frames = len(self._shared.broadcast()), sorted(self._frames.items())
+        messages = [(float(self._weights[m]), self._shared.read(frame)) for m, frame in frames]
+        up = tuple((client, len(frame)) for client, frame in frames)
         faults = tuple(sorted(self._faults.items()))
         self._shared = self._shared.step(messages)
-        self._start, self._known = self._shared.received
-        self._frames, self._faults = {}, {}
+        self._begin_round()
         sent = sum(size for _, size in up)
         return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
@@ -179,7 +173,7 @@ class Averaged:
             rows += [np.concatenate(shared.averaged), np.full(len(residual), shared.num_rounds)]
         return np.stack(rows)
 
-    def load(self, array: Float64Array) -> None:
+    def _load(self, array: Float64Array) -> None:
         specs = (*self._layout.statistics, *self._layout.counters)
         starts = np.cumsum([0, *(spec.size for spec in specs)])[:-1]
         travels, moves = ([bool(row[s : s + 1].any()) for s in starts] for row in array[1:3])
@@ -194,25 +188,33 @@ class Averaged:
             num_rounds = int(array[5, 0])
             mean = _split(array[4], num_values).values if num_rounds else None
             self._shared = self._shared._replace(mean=mean, num_rounds=num_rounds)
-        self._start, self._known = self._shared.received
-        self._frames, self._faults = {}, {}
+        self._begin_round()
 
 
-class Local:
+class _Local(RunStatistics):
     """A set of buffers for each client, which nobody else sees."""
 
-    def __init__(self, objective: ModuleObjective, num_clients: int) -> None:
+    def __init__(self, problem: Problem) -> None:
+        objective: ModuleObjective = problem.objective  # type: ignore[assignment]
+        super().__init__(replace(problem, objective=objective.carrying(self)))
         self._num_values = objective.model_layout.num_statistics
         row = np.concatenate(objective.initial_buffers())
-        self._rows: Float64Array = np.tile(row, (num_clients, 1)).astype(np.float64)
+        self._rows: Float64Array = np.tile(row, (problem.num_clients, 1)).astype(np.float64)
         self._trained: dict[int, Float64Array] = {}
         self._measured = 0
 
-    def held(self, client: int) -> Buffers:
+    def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
+        result = np.empty(len(clients))
+        for index, client in enumerate(clients.tolist()):
+            with self.of_client(client):
+                result[index] = backend.losses(params, clients[index : index + 1])[0]
+        return result
+
+    def buffers(self, client: int = 0) -> Buffers:
         return _split(self._rows[client], self._num_values)
 
     def start(self, client: int) -> Buffers:
-        return self.held(client)
+        return self.buffers(client)
 
     def finish(self, client: int, buffers: Buffers) -> None:
         """Keep a client's buffers for after the round, unless they are beyond numbers."""
@@ -220,7 +222,7 @@ class Local:
         if np.isfinite(buffers.values[was_finite]).all():
             self._trained[client] = np.concatenate(buffers)
 
-    def finish_round(self, present: Sequence[int], weights: Float64Array) -> StatisticsTraffic:  # noqa: ARG002
+    def finish_round(self, present: IntArray) -> StatisticsTraffic:  # noqa: ARG002
         for client, row in self._trained.items():
             self._rows[client] = row
         self._trained = {}
@@ -243,7 +245,7 @@ class Local:
     def to_array(self) -> Float64Array:
         return np.array(self._rows, np.float64)
 
-    def load(self, array: Float64Array) -> None:
+    def _load(self, array: Float64Array) -> None:
         self._rows, self._trained = array.copy(), {}
 
 

@@ -13,7 +13,7 @@ from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
-from aqg.core.track import Change, Memory, Part
+from aqg.core.track import Memory
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.backends import Pieces, cut
@@ -198,30 +198,11 @@ class TorchBackend(NumpySpace):
         total += (factors * (new.double() - old.double())).sum(dim=0)
         mirrors[indices] = new
 
-    def forget(
-        self, mirrors: Tensor, total: Tensor, clients: IntArray, weights: Float64Array
-    ) -> None:
-        indices = torch.as_tensor(clients, device=self.device)
-        total -= (self.put(weights)[:, None] * mirrors[indices].double()).sum(dim=0)
-        mirrors[indices] = 0.0
-
     def add_values(
         self, total: Tensor, uploads: Sequence[AnyUpload], weights: Float64Array
     ) -> None:
         values = self.put(np.stack([upload.values(np.float64) for upload in uploads]))
         total += (self.put(weights)[:, None] * values).sum(dim=0)
-
-    def moved(self, memory: Memory, table: Tensor, rows: IntArray, parts: Sequence[Part]) -> Tensor:
-        table = table.clone()
-        dtype = np.dtype(str(table.dtype).removeprefix("torch.")).type
-        for row, part in zip(rows.tolist(), parts, strict=True):
-            if isinstance(part, Change):
-                table[row] = self.put(part.new)
-            elif memory is Memory.LATEST:
-                table[row] = self.put(part.values(dtype))
-            elif memory.keeps_mirror:
-                table[row] += self.put(part.values(dtype))
-        return table
 
     def cast(self, vector: Tensor, like: Tensor) -> Tensor:
         return vector.to(like.dtype)
