@@ -110,7 +110,7 @@ def test_what_is_no_number_stays_where_it_is(name, value):
     bad = held.values[name].copy()
     bad.reshape(-1)[-1] = value
     reply = reply_to(held, train(held.values, **{name: bad}), notes)
-    stamp = channel._peers[0][1].entry.stamp
+    stamp = channel._peers[0][1].held.stamp
     assert reply_from_bytes(reply, stamp).frame == b""
     with pytest.raises(MessageError, match=f"'{name}' holds NaN or infinity after training"):
         channel.take(0, phase, reply)
