@@ -76,21 +76,20 @@ def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
     return replace(config, target=target.value, target_kind=kind, hold=hold, eval_every=eval_every)
 
 
-_NATURAL_FILE = Path(__file__).with_name("natural.py")
-_UNSEEN_FILE = Path(__file__).parents[4] / "benchmarks" / "unseen.py"
+_CHECKOUT = Path(__file__).parents[4]
 
 
 def _read_tasks() -> Iterator[Task]:
     text = resources.files("aqg.studies.contest").joinpath("tasks.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
-    for group, file in (("task", _NATURAL_FILE), ("unseen", _UNSEEN_FILE)):
+    for group in ("task", "unseen"):
         for name, row in document[group].items():
             while base := row.pop("base", None):
                 row = document["base"][base] | row
-            yield _make_task(name, row, file, is_hold_out=group == "unseen")
+            yield _make_task(name, row, is_hold_out=group == "unseen")
 
 
-def _make_task(name: str, row: dict[str, Any], file: Path, *, is_hold_out: bool) -> Task:
+def _make_task(name: str, row: dict[str, Any], *, is_hold_out: bool) -> Task:
     """Make a task of a row of ``tasks.toml``.
 
     Where its goal is federated averaging's plateau, its step is rate · steps / clients.
@@ -98,8 +97,9 @@ def _make_task(name: str, row: dict[str, Any], file: Path, *, is_hold_out: bool)
     defaults: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
     row = defaults | row
     files, uses_device = tuple(row.pop("files", ())), not row.pop("small", False)
-    if function := row.pop("function", None):
-        row |= {"problem": f"{file}:{function}", "dataset": OWN, "model": OWN, "partition": OWN}
+    if "problem" in row:
+        row["problem"] = str(_CHECKOUT / row["problem"])
+        row |= {"dataset": OWN, "model": OWN, "partition": OWN}
     if local := row.pop("local", None):
         row |= zip(("batch_size", "local_steps", "local_rate"), local, strict=True)
     if length := row.pop("away", 0):
