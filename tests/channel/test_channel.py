@@ -152,7 +152,7 @@ def test_an_update_beyond_half_precision():
     phase = channel.publish(first, is_train=True)
     held = deliver(channel, phase, 0, notes)
     reply = reply_to(held, {"w": np.full(100, 60_032, np.float16)}, notes)
-    higher = phase._replace(values={"w": np.full(100, 65_504, np.float16)})
+    higher = replace(phase, values={"w": np.full(100, 65_504, np.float16)})
     with pytest.raises(MessageError, match="makes 'w' hold NaN or infinity"):
         list(channel.take(0, higher, reply).tensors())
 

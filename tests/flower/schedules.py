@@ -291,7 +291,7 @@ class World:
 
     def damage_log(self):
         """Change a bit of an entry in the server's own memory."""
-        entries = [] if self.book.publisher is None else self.book.publisher._log.entries
+        entries = [] if self.book.publisher is None else self.book.publisher.entries
         if entries:
             place = int(self.rng.integers(len(entries)))
             entries[place] = self.flipped(entries[place])

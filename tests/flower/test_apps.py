@@ -318,7 +318,7 @@ records = st.one_of(
 @given(st.dictionaries(st.sampled_from(["aqg", "other"]), records))
 def test_content_of_any_kind_is_read_or_refused(content):
     with pytest.raises((MessageError, WireError)):  # nobody finds a checksum by chance
-        unpack(RecordDict(content), 30)
+        unpack(RecordDict(content))
 
 
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])

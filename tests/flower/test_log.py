@@ -251,7 +251,7 @@ def test_the_log_comes_back_from_arrays():
         book.step()
     state = book.publisher.state()
     again = LogState.from_arrays(state.to_arrays())
-    assert again[:5] == state[:5]
+    assert again[1:6] == state[1:6]
     assert again.positions.tolist() == state.positions.tolist()
     arrays = state.to_arrays()
     arrays["log_digests"] = arrays["log_digests"][:STATE_DIGEST_BYTES]

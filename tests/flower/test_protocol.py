@@ -144,7 +144,7 @@ def test_schedules_find_a_server_that_believes_any_round():
     class Believing(Publisher):
         def lost(self, client, holding):
             super().lost(client, holding)
-            if self._log.first <= holding.round <= self.round:
+            if self.first <= holding.round <= self.round:
                 self.positions[client] = holding.round
 
     with pytest.raises(AssertionError, match="no agreement"):
@@ -156,7 +156,7 @@ def test_schedules_find_a_server_that_sends_what_was_no_help():
         def lost(self, client, holding):
             position = self.positions[client]
             super().lost(client, holding)
-            place = holding.round - self._log.first
+            place = holding.round - self.first
             is_known = 0 <= place < len(self._digests) and self._digests[place] == holding.digest
             if is_known and holding.round == position:
                 self.positions[client] = position

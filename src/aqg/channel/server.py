@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -66,8 +68,11 @@ class LostError(MessageError):
     """A node does not hold the copy that it was thought to hold."""
 
 
-class Phase(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Phase:
     """What was sent of a model at one time, and what replies to it are relative to.
+
+    While it is held anywhere its copy stays as it is: the channel then moves another one.
 
     Attributes:
         channel: of the model.
@@ -207,6 +212,7 @@ class Channel:
         self._budget = first_budget(self._recipe.noise)
         self._energy = 0.0
         self._zero: dict[tuple[int, str], Peer] = {}
+        self._phases: WeakSet[Phase] = WeakSet()
 
     @property
     def version(self) -> int:
@@ -246,7 +252,9 @@ class Channel:
         if is_train:
             self._trained = self._copy.version
         held = {n: t for n, t in self._copy.kept.items() if self._kinds[n] is not Kind.STILL}
-        return Phase(self, self._is_open, {**self._values, **held}, self._copy)
+        phase = Phase(self, self._is_open, {**self._values, **held}, self._copy)
+        self._phases.add(phase)
+        return phase
 
     def order(self, node: int, evaluate: bool) -> tuple[bytes, bool]:
         """Return a node's order, and whether the node needs the whole public copy as well."""
@@ -282,7 +290,7 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            exact=settings.exact,
+            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
@@ -351,7 +359,7 @@ class Channel:
         return place in self._tried - self._strangers and place not in self._positions
 
     def copied(self) -> Values:
-        """Return the tensors of the public copy."""
+        """Return the tensors of the public copy; the next `publish` may write to them."""
         return self._copy.values(self.schema)
 
     def note(self, node: int, phase: Phase) -> None:
@@ -524,7 +532,8 @@ class Channel:
     def _publish(self, copy: PublicCopy, entry: Entry) -> None:
         """Move the public copy by an entry, and put that into the log."""
         self._log.append(encode_entry(entry, None))
-        public = advance(copy.public, entry, self._recipe.movement)
+        is_own = not any(np.may_share_memory(p.copy.vector, copy.vector) for p in self._phases)
+        public = advance(copy.public, entry, self._recipe.movement, in_place=is_own)
         if entry.position is not None and not public.quantum:  # it adds up with no later one
             self._log.merges_from = public.round
         self._copy = copy._replace(public=public).digested()

@@ -193,7 +193,7 @@ class SteppingChannel(Channel):
         beside |= {f"value {name}": self._values[name] for name in self._travels()}
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
         log = self._log
-        entries = [entry for entry in log.entries if isinstance(entry, bytes)]
+        entries = list(log.entries)
         return {
             **book_to_arrays(self.book),
             **beside,

@@ -316,7 +316,8 @@ def _catch_up(
     moved = on_grid(space, params, model.quantum, upload, vector, abs(size))
     if moved is None:
         return model._replace(rest=rest, step=rule), Entry(model.round), None
-    upload, quantum, base = moved
+    upload, quantum = moved
+    base = params if quantum == model.quantum else snap(params, quantum)
     values = space.put(upload.values(np.float64))
     stepped, squared_norm = space.take_step(base, values, direction, -1.0)
     rest = rest + values / size
@@ -330,8 +331,8 @@ def _catch_up(
 
 def on_grid(
     space: Space, base: Array, quantum: float, upload: Upload, vector: Array, size: float = 1.0
-) -> tuple[Upload, float, Array] | None:
-    """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
+) -> tuple[Upload, float] | None:
+    """Return the upload times ``size`` on the exact grid that a model lies on, and the quantum.
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
@@ -345,7 +346,6 @@ def on_grid(
     reach = max(float(base.max()), -float(base.min())) + middle * power
     if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
         quantum = choose_quantum(reach, power, dtype)
-        base = snap(base, quantum)
     if upload.width > TERNARY_WIDTH or power < quantum:
         power = max(power, quantum)
         levels, whole = np.empty_like(upload.levels), space.get(vector)
@@ -356,7 +356,7 @@ def on_grid(
         if (levels == middle).all():
             return None
         upload = replace(upload, levels=levels)
-    return replace(upload, step=power), quantum, base
+    return replace(upload, step=power), quantum
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from aqg.flower.compressed import Compressed
     from aqg.flower.late import Buffered
     from aqg.flower.mod import aqg_mod, make_mod
-    from aqg.flower.server_app import make_server_app
-    from aqg.flower.strategy import AQG
+    from aqg.flower.strategy import AQG, make_server_app
     from aqg.flower.task import FlowerTask, flatten, load_flat
 
 _HOMES = {
@@ -24,7 +23,7 @@ _HOMES = {
     "load_flat": "aqg.flower.task",
     "make_client_app": "aqg.flower.client_app",
     "make_mod": "aqg.flower.mod",
-    "make_server_app": "aqg.flower.server_app",
+    "make_server_app": "aqg.flower.strategy",
 }
 
 __all__ = [

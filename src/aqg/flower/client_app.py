@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -14,21 +13,23 @@ from flwr.clientapp import ClientApp
 from aqg.errors import AqgError, ConfigError, GradientError
 from aqg.flower.arrays import record_of, values_of
 from aqg.flower.envelope import refusal
-from aqg.flower.metrics import EVALUATED, EXAMPLES, loss_in
+from aqg.flower.metrics import EVALUATED, EXAMPLES, as_metrics, loss_in
 from aqg.flower.mod import ORDER, UPDATE, make_mod
 from aqg.flower.models import VECTOR, values_in
 from aqg.objectives.layout import Buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from flwr.app import Context
     from flwr.clientapp.typing import Mod
+    from numpy.typing import NDArray
 
     from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.flower.task import FlowerTask, TaskModel
+    from aqg.objectives.layout import ModelLayout, TensorSpec
 
 _TASKS_KEPT = 8
 _FARTHEST = 1e300
@@ -87,27 +88,30 @@ def _answer(message: Message, make: Callable[[], RecordDict]) -> Message:
 
 def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
     """Return the update that a task makes of the model, and what it measured."""
-    values, params = _open(task, content)
+    values, params, model = *_open(task, content), task.model
     told = content.config_records[ORDER]
     key = (int(told["seed"]), int(told["client"]), int(told["round"]))  # type: ignore[arg-type]
-    model, start = task.model, _buffers_in(task.model, values)
-    _write(model, start)
     said, gradient = task.train(params, key[2], key)
     gradient = np.asarray(gradient)
     if gradient.shape != params.shape:
         raise GradientError(f"train returned shape {gradient.shape}; the model has {params.shape}")
     loss, metrics = loss_and_metrics(said)
-    update = _named(task.model, values, gradient.astype(params.dtype, copy=False))
+    gradient, is_vector = gradient.astype(params.dtype, copy=False), list(values) == [VECTOR]
+    if model is None or is_vector:
+        update: dict[str, Tensor] = {VECTOR: gradient}
+    else:
+        update = _parts(gradient, model.layout.parameters)
     if model is not None:
-        after = model.read()
-        if start is None and not _is_same(after, model.initial):
+        floats, counts = model.buffers
+        if is_vector and not all(map(np.array_equal, model.buffers, model.initial)):
             raise ConfigError(
                 "training changes buffers of the module, and the server was given a flat vector "
                 "without them: give make_server_app the module"
             )
-        if start is not None:
-            update |= _buffers_named(model, values, after)
-        _write(model, start or model.initial)
+        if not is_vector:
+            parts = _parts(floats, model.layout.statistics) | _parts(counts, model.layout.counters)
+            update |= {name: part.astype(values[name].dtype) for name, part in parts.items()}
+        model.buffers = _buffers_in(model, values)
     config = next((r for n, r in content.config_records.items() if n != ORDER), ConfigRecord())
     if not config.get("measure", True):
         loss = math.nan
@@ -120,40 +124,46 @@ def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
 
 
 def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:
-    """Return what a task measures of the model."""
-    values, params = _open(task, content)
-    _write(task.model, _buffers_in(task.model, values))
+    _, params = _open(task, content)
     said = task.evaluate(params) if task.evaluate is not None else math.nan
     return RecordDict({"metrics": _metrics(*loss_and_metrics(said), task)})
 
 
 def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
-    """Return the tensors of the model, and its parameters as one vector."""
+    """Return the tensors of the model, and its parameters as one vector; set its buffers."""
     values = values_of(next(iter(content.array_records.values())))
     model = task.model
     if list(values) == [VECTOR]:
         params: FloatArray = np.array(values[VECTOR])
-        if model is not None and model.layout.carries_buffers and any(model.layout.tracked):
-            raise ConfigError(
-                f"{model.layout.model} has statistics such as {model.first_tracked!r}, and the "
-                "server was given a flat vector without them: give make_server_app the module"
-            )
-        if model is not None and len(params) != model.layout.num_params:
-            raise ConfigError(
-                f"the server's model is another: it has {len(params)} parameters, and "
-                f"{model.layout.model} {model.layout.num_params}"
-            )
-        return values, params
-    if model is None:
+        if model is not None:
+            _check_vector(model.layout, len(params))
+    elif model is None:
         raise ConfigError(
             f"the server's model has {len(values)} tensors, and this task a flat vector: give the "
             "server a flat vector, or make the task of a module"
         )
-    _check_agreement(model, values, content.config_records[ORDER]["statistics"])
-    params = np.empty(model.layout.num_params, model.layout.dtype)
-    for spec in model.layout.parameters:
-        params[spec.place] = values[spec.name].reshape(-1)
+    else:
+        _check_agreement(model, values, content.config_records[ORDER]["statistics"])
+        params = _flat(values, model.layout.parameters, model.layout.dtype)
+    if model is not None:
+        model.buffers = _buffers_in(model, values)
     return values, params
+
+
+def _check_vector(layout: ModelLayout, num_params: int) -> None:
+    """Raise `ConfigError` where a flat vector of the server's does not fit a module."""
+    names = zip((*layout.statistics, *layout.counters), layout.tracked, strict=True)
+    tracked = next((spec.name for spec, is_tracked in names if is_tracked), None)
+    if layout.carries_buffers and tracked is not None:
+        raise ConfigError(
+            f"{layout.model} has statistics such as {tracked!r}, and the server was given a flat "
+            "vector without them: give make_server_app the module"
+        )
+    if num_params != layout.num_params:
+        raise ConfigError(
+            f"the server's model is another: it has {num_params} parameters, and "
+            f"{layout.model} {layout.num_params}"
+        )
 
 
 def _check_agreement(model: TaskModel, values: Values, policy: object) -> None:
@@ -179,43 +189,24 @@ def _check_agreement(model: TaskModel, values: Values, policy: object) -> None:
     model.is_agreed = True
 
 
-def _named(model: TaskModel | None, values: Values, flat: FloatArray) -> dict[str, Tensor]:
-    """Return a flat vector under the names of the model's tensors."""
-    if model is None or list(values) == [VECTOR]:
-        return {VECTOR: flat}
-    return {spec.name: flat[spec.place].reshape(spec.shape) for spec in model.layout.parameters}
-
-
-def _buffers_in(model: TaskModel | None, values: Values) -> Buffers | None:
-    """Return the buffers that came with the model; None where none did."""
-    if model is None or list(values) == [VECTOR]:
-        return None
+def _buffers_in(model: TaskModel, values: Values) -> Buffers:
+    """Return the buffers that came with the model; the module's own where none did."""
     layout = model.layout
-    floats, counts = np.empty(layout.num_statistics), np.empty(layout.num_counters, np.int64)
-    for target, specs in ((floats, layout.statistics), (counts, layout.counters)):
-        for spec in specs:
-            target[spec.place] = values[spec.name].reshape(-1)
-    return Buffers(floats, counts)
+    if list(values) == [VECTOR]:
+        return model.initial
+    floats = _flat(values, layout.statistics, np.dtype(np.float64))
+    return Buffers(floats, _flat(values, layout.counters, np.dtype(np.int64)))
 
 
-def _buffers_named(model: TaskModel, values: Values, buffers: Buffers) -> dict[str, Tensor]:
-    """Return buffers under their names, in the types that they came in."""
-    found = {}
-    layout = model.layout
-    for flat, specs in ((buffers.values, layout.statistics), (buffers.counts, layout.counters)):
-        for spec in specs:
-            part = flat[spec.place].reshape(spec.shape)
-            found[spec.name] = part.astype(values[spec.name].dtype)
-    return found
+def _flat(values: Values, specs: Sequence[TensorSpec], dtype: np.dtype[Any]) -> NDArray[Any]:
+    flat = np.empty(sum(spec.size for spec in specs), dtype)
+    for spec in specs:
+        flat[spec.place] = values[spec.name].reshape(-1)
+    return flat
 
 
-def _write(model: TaskModel | None, buffers: Buffers | None) -> None:
-    if model is not None and buffers is not None:
-        model.write(buffers)
-
-
-def _is_same(one: Buffers, other: Buffers) -> bool:
-    return np.array_equal(one.values, other.values) and np.array_equal(one.counts, other.counts)
+def _parts(flat: NDArray[Any], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return {spec.name: flat[spec.place].reshape(spec.shape) for spec in specs}
 
 
 def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> MetricRecord:
@@ -224,19 +215,8 @@ def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> Met
 
 
 def loss_and_metrics(said: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """Return the loss that a user's function returned, and metrics where it returned a mapping.
-
-    >>> loss_and_metrics({"loss": 0.5, "accuracy": 0.75})
-    (0.5, {'accuracy': 0.75})
-    """
-    if not isinstance(said, Mapping):
-        return float(said), {}
-    metrics = {}
-    for name, value in said.items():
-        try:
-            metrics[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"metric {name!r} is {value!r:.80}; it must be a number") from None
+    """Return the loss that a user's function returned, and metrics where it returned some."""
+    metrics = as_metrics(said, "loss")
     loss = loss_in(metrics)
     metrics.pop("loss", None)
     return loss, metrics

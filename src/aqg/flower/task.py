@@ -6,10 +6,10 @@ import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aqg.errors import DataError
-from aqg.objectives.layout import Buffers, ModelLayout
+from aqg.objectives.layout import ModelLayout
 from aqg.sim.training import LocalTraining
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
+    from aqg.objectives.layout import Buffers
     from aqg.objectives.module import ModuleObjective
 
     Key = tuple[int, int, int]
@@ -29,40 +30,36 @@ if TYPE_CHECKING:
 
 
 class TaskModel:
-    """A client's module: its layout, and its buffers.
+    """A client's module, and its buffers, which objectives take from here (`Carrier`).
 
     Args:
         layout: which tensors travel.
         module: that is trained.
-        read: returns the buffers as they are.
-        write: sets them.
+        buffers: that the module comes with.
 
     Attributes:
-        initial: the buffers that the module came with.
+        initial: the same.
         is_agreed: whether it was compared with the server's.
 
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        module: torch.nn.Module,
-        read: Callable[[], Buffers],
-        write: Callable[[Buffers], None],
-    ) -> None:
+    def __init__(self, layout: ModelLayout, module: torch.nn.Module, buffers: Buffers) -> None:
         self.layout = layout
         self.module = module
-        self.read = read
-        self.write = write
-        self.initial = read()
+        self.initial = self.buffers = buffers
         self.is_agreed = False
 
-    @property
-    def first_tracked(self) -> str:
-        """The name of the first buffer of a normalization layer."""
-        layout = self.layout
-        names = zip((*layout.statistics, *layout.counters), layout.tracked, strict=True)
-        return next(spec.name for spec, is_tracked in names if is_tracked)
+    def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
+        return self.buffers
+
+    def finish(self, client: int, buffers: Buffers) -> None:  # noqa: ARG002
+        self.buffers = buffers
+
+    def evaluation(self) -> Buffers:
+        return self.buffers
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        return [nullcontext()]
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,11 @@ class FlowerTask:
         """
         training = local if local is not None else LocalTraining()
         model = None
-        if isinstance(getattr(objective, "model_layout", None), ModelLayout):
-            objective, model = _carried(objective)  # type: ignore[arg-type]  # it has a layout
+        layout = getattr(objective, "model_layout", None)
+        if isinstance(layout, ModelLayout):
+            of_module = cast("ModuleObjective", objective)
+            model = TaskModel(layout, of_module.module, of_module.initial_buffers())
+            objective = of_module.carrying(model)
 
         def train(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
             loss, gradient = training.update(objective, params, features, labels, key)
@@ -123,13 +123,7 @@ class FlowerTask:
             return _beyond_numbers(float(objective.losses(params, features, labels)))
 
         sees_all = training.sees_all_samples
-        return FlowerTask(
-            train,
-            len(labels),
-            evaluate,
-            train_measures=sees_all,
-            model=model,
-        )
+        return FlowerTask(train, len(labels), evaluate, train_measures=sees_all, model=model)
 
     @staticmethod
     def from_module(
@@ -138,25 +132,13 @@ class FlowerTask:
         labels: Any,
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         *,
-        input_shape: tuple[int, ...] | None = None,
-        l2: float = 0.0,
         local: LocalTraining | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        statistics: str = "average",
+        **options: Any,
     ) -> FlowerTask:
         """Make a task of a torch module and a client's samples; see `Objective.from_module`."""
         from aqg.objectives import Objective
 
-        objective = Objective.from_module(
-            module,
-            loss,
-            input_shape=input_shape,
-            l2=l2,
-            include=include,
-            exclude=exclude,
-            statistics=statistics,
-        )
+        objective = Objective.from_module(module, loss, **options)
         return FlowerTask.from_objective(objective, features, labels, local)
 
     @staticmethod
@@ -191,33 +173,28 @@ class FlowerTask:
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
+        model = TaskModel(layout, module, layout.read_buffers(module))
+
+        def load(params: FloatArray) -> None:
+            layout.load(module, params)
+            layout.write_buffers(module, model.buffers)
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
-            layout.load(module, params)
+            load(params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
             said = train(module, round_number) if takes_round else train(module)
+            model.buffers = layout.read_buffers(module)
             pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
             return said, pseudo_gradient.astype(params.dtype, copy=False)
 
         def measure(params: FloatArray) -> Said:
-            layout.load(module, params)
-            return evaluate(module) if evaluate is not None else float("nan")
+            load(params)
+            return evaluate(module) if evaluate is not None else math.nan
 
-        model = TaskModel(
-            layout,
-            module,
-            lambda: layout.read_buffers(module),
-            lambda buffers: layout.write_buffers(module, buffers),
-        )
         measures = measure if evaluate is not None else None
-        return FlowerTask(
-            run,
-            num_samples,
-            measures,
-            train_measures=evaluate is None,
-            model=model,
-        )
+        is_measured = evaluate is None
+        return FlowerTask(run, num_samples, measures, train_measures=is_measured, model=model)
 
 
 def num_arguments(function: Callable[..., object]) -> int:
@@ -232,41 +209,6 @@ def num_arguments(function: Callable[..., object]) -> int:
         return 1
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in by_place and p.default is p.empty for p in parameters)
-
-
-def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
-    """Return an objective whose buffers can be set and read between rounds."""
-    layout = objective.model_layout
-    held = HeldBuffers(objective.initial_buffers())
-
-    def write(buffers: Buffers) -> None:
-        held.buffers = buffers
-
-    model = TaskModel(layout, objective.module, lambda: held.buffers, write)
-    return objective.carrying(held), model
-
-
-class HeldBuffers:
-    """The buffers of a client's model, for an objective (see `aqg.objectives.module.Carrier`)."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-
-    def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
-        """Return the buffers that training starts from."""
-        return self.buffers
-
-    def finish(self, client: int, buffers: Buffers) -> None:  # noqa: ARG002
-        """Take the buffers after training."""
-        self.buffers = buffers
-
-    def evaluation(self) -> Buffers:
-        """Return the buffers with which the model is measured."""
-        return self.buffers
-
-    def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return one context, for the one model."""
-        return [nullcontext()]
 
 
 def _beyond_numbers(loss: float) -> float:

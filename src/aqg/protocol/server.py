@@ -15,7 +15,7 @@ import numpy as np
 from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
-from aqg.core.recipe import Recipe, require_memory
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
 from aqg.core.server import check_client
 from aqg.core.step_sizes import Fixed, resolve_step
@@ -134,7 +134,8 @@ class ServerSession:
             raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0")
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
-        self.recipe = chosen.for_updates(exact)
+        self._updates = kind_of_updates(exact, sampled, memory == "none")
+        self.recipe = chosen.for_updates(self._updates)
         require_memory(memory, self.recipe)
         self._forgets = memory == "none"
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
@@ -146,7 +147,6 @@ class ServerSession:
         self._optimizer = optimizer
         self._seed = seed
         self._sampled = sampled
-        self._exact = exact
         self._shares_start = start == "digest"
         self._path = None if path is None else Path(path)
         self._downlink = _resolve(downlink, self.recipe)
@@ -196,7 +196,7 @@ class ServerSession:
             max_staleness=max_staleness,
             seed=self._seed,
             incarnation=self._incarnation,
-            exact=self._exact,
+            updates=self._updates,
         )
         order = replace(order, movement=0.0)  # clients have it from the log
         return to_bytes(order, order if client in self._informed else None)

@@ -160,7 +160,11 @@ class RunConfig(RunSettings):
 
     def _made_recipe(self) -> Recipe:
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        return recipe.for_updates(self._local().sees_all_samples)
+        late = make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit)
+        training = Training(
+            self._local(), participation=self.participation, late=late, memory=self.memory
+        )
+        return recipe.for_updates(training.updates)
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
