@@ -37,11 +37,13 @@ class StopAfter(Exception):  # noqa: N818
 
 class CrashAfter(Contact):
     def __init__(self, number):
-        self._number = number
+        self._left = number
 
-    def tell(self, value):
-        if value.cost.rounds == self._number:
+    def is_stop_asked(self):
+        self._left -= 1
+        if not self._left:
             raise StopAfter
+        return False
 
 
 def run_whole(config, problem, directory):
