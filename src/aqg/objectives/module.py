@@ -176,7 +176,7 @@ class ModuleObjective(Objective):
         session.start = start
         yield session
         if self.carrier is not None and session.state is not None:
-            self.carrier.finish(client, read_state(self.model_layout, session.state))
+            self.carrier.finish(client, self.model_layout.buffers_of(session.state))
 
     def _batch_gradient(
         self, session: Session, params: Array, features: Array, labels: Array
@@ -462,15 +462,6 @@ def _set_generators(states: Sequence[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)
-
-
-def read_state(layout: ModelLayout, state: State) -> Buffers:
-    values = np.empty(layout.num_statistics)
-    counts = np.empty(layout.num_counters, np.int64)
-    for target, specs in ((values, layout.statistics), (counts, layout.counters)):
-        for spec in specs:
-            target[spec.place] = state[spec.name].detach().cpu().reshape(-1).numpy()
-    return Buffers(values, counts)
 
 
 LOCK = threading.RLock()
