@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parents[1] / "results"
 STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large")
+TASKS_HERE = ("digits-local", "heart", "watch", "local-dirichlet", "sampled-dirichlet")
 STEP = {
     "average": auto.AVERAGE,
     "first": auto.FIRST,
