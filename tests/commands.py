@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from aqg.cli.app import run_app
@@ -14,15 +15,10 @@ from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 
 
-class StopAfter(Contact):
-    """Asks a run to stop after so many rounds."""
-
-    def __init__(self, num_rounds):
-        self._left = num_rounds
-
-    def is_stop_asked(self):
-        self._left -= 1
-        return self._left == 0
+def stop_after(num_rounds):
+    """Ask a run to stop after so many rounds."""
+    rounds = count(1)
+    return Contact(is_stop_asked=lambda: next(rounds) == num_rounds)
 
 
 def run_alone(config, directory):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from aqg.cli.display import sweep_table
 from aqg.cli.options import RunOptions, SweepOptions
 from aqg.cli.run import run_command
 from aqg.cli.studies import sweep as sweep_command
-from aqg.cli.studies import sweep_table
 from aqg.errors import AqgError, RunError
 from aqg.runs.files import locked
 from aqg.studies.sweep import create_sweep, open_sweep

@@ -637,7 +637,7 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path):
     with pytest.raises(RunError, match="mirror 2 has changed"):
         federation.run()
     write_arrays(file, arrays | {"format": np.array(2)})
-    with pytest.raises(RunError, match="has format 2; this version of aqg reads 5"):
+    with pytest.raises(RunError, match="has format 2; this version of aqg reads 6"):
         federation.run()
 
 

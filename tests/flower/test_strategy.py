@@ -392,7 +392,7 @@ def test_bad_arguments_are_named():
         make_strategy(recipe="magic")
     with pytest.raises(ConfigError, match="rounds is 0; it must be at least 1"):
         make_strategy().start(make_grid(), first_arrays(), num_rounds=0)
-    with pytest.raises(ConfigError, match="include pattern 'lora' matches none of the 4 arrays"):
+    with pytest.raises(ConfigError, match="include pattern 'lora' matches none of the 2 tensors"):
         make_strategy(include="lora").start(make_grid(), first_arrays())
     with pytest.raises(ConfigError, match="the model to start from is a list"):
         make_strategy().start(make_grid(), [1.0])

@@ -20,7 +20,7 @@ from aqg.runs.files import Records, locked, read_arrays, write_arrays
 from aqg.runs.setup import build_problem
 from aqg.weights import BEST
 
-from tests.commands import StopAfter, contents
+from tests.commands import contents, stop_after
 
 SETTINGS = {"recipe": "lean", "rounds": 12, "dropout": 0.2}
 CONFIG = resolve(SETTINGS)[0]
@@ -37,7 +37,7 @@ def halfway(tmp_path_factory, problem):
     directory = tmp_path_factory.mktemp("run") / "half"
     loop.create_run(directory, CONFIG)
     with pytest.raises(Interrupted):
-        loop.run(CONFIG, problem, None, directory, StopAfter(7))
+        loop.run(CONFIG, problem, None, directory, stop_after(7))
     return directory
 
 
@@ -202,7 +202,7 @@ def test_rounds_are_on_disk_before_the_checkpoint_that_counts_on_them(
     loop.create_run(directory, CONFIG)
     synced.clear()
     with pytest.raises(Interrupted):
-        loop.run(CONFIG, problem, None, directory, StopAfter(5))
+        loop.run(CONFIG, problem, None, directory, stop_after(5))
     names = [os.path.basename(name) for name in synced]
     assert names.index(ROUNDS) < names.index(f".{CHECKPOINT}.part")
     assert str(directory) in synced[names.index(f".{CHECKPOINT}.part") :]  # the name, too

@@ -16,7 +16,7 @@ from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 from aqg.weights import BEST
 
-from tests.commands import StopAfter
+from tests.commands import stop_after
 
 LOCAL = resolve(
     {
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_ends_the_same(tmp_path, config, num_rounds):
     minimum = find_minimum(SOFTMAX, build_problem(SOFTMAX)) if config is SOFTMAX else None
     whole = run(config, tmp_path / "whole", minimum=minimum)
     with pytest.raises(Interrupted):
-        run(config, tmp_path / "cut", StopAfter(num_rounds), minimum=minimum)
+        run(config, tmp_path / "cut", stop_after(num_rounds), minimum=minimum)
     assert run(config, tmp_path / "cut", minimum=minimum) == whole
     for name in ("rounds.jsonl", "summary.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -68,17 +68,6 @@ class _Plan:
     is_batch: bool
 
 
-class _Contact(Contact):
-    """Shows the progress of a run, and lets it know of Ctrl-C."""
-
-    def __init__(self, watch: Callable[[loop.Progress], None], stop: threading.Event) -> None:
-        self._watch = watch
-        self.is_stop_asked = stop.is_set  # type: ignore[method-assign]
-
-    def tell(self, value: loop.Progress) -> None:
-        self._watch(value)
-
-
 class Minimum:
     """Finds the minimum of the loss when it is first asked for, and says how far it is.
 
@@ -140,7 +129,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
                 if stop.is_set():
                     raise Interrupted
                 rows.append(
-                    _train(one, problem, minimum, place, _Contact(watcher(one.recipe), stop))
+                    _train(one, problem, minimum, place, Contact(watcher(one.recipe), stop.is_set))
                 )
         except Interrupted:
             raise Interrupted(

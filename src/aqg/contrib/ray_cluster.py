@@ -212,12 +212,14 @@ class _Worker:
     """A Ray actor: does one task at a time, and hears meanwhile what it is told."""
 
     def __init__(self) -> None:
-        self._contact: _QueueContact | None = None
+        self._is_stopped = False
 
     def work(self, index: int, task: Any, problem: Any) -> Iterator[Event]:
         """Yield what happens, the end of the task last."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        contact = self._contact = _QueueContact(index, events)
+        contact = Contact(
+            lambda value: events.put(Reported(index, value)), lambda: self._is_stopped
+        )
         done = task if problem is None else task.on(problem)
         thread = threading.Thread(target=lambda: events.put(attempt(index, done, contact)))
         thread.start()
@@ -228,21 +230,7 @@ class _Worker:
                 return
 
     def stop(self) -> None:
-        if self._contact is not None:
-            self._contact.is_stopped = True
-
-
-class _QueueContact(Contact):
-    def __init__(self, index: int, events: queue.SimpleQueue[Event]) -> None:
-        self._index = index
-        self._events = events
-        self.is_stopped = False
-
-    def tell(self, value: Any) -> None:
-        self._events.put(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
-        return self.is_stopped
+        self._is_stopped = True
 
 
 @dataclass(frozen=True)
@@ -265,34 +253,32 @@ class _Away:
                 directory = Path(temporary) / "run"
                 _Files(self.files, 0).write(directory)
                 local = replace(self.task, directory=directory)
-                return local.run(lambda: problem, _SendingFiles(contact, directory))
+                return local.run(lambda: problem, _sending_files(contact, directory))
 
         return run
 
 
-class _SendingFiles(Contact):
-    """Sends back what changed in a run's directory each time it was saved."""
+def _sending_files(contact: Contact, directory: Path) -> Contact:
+    """Send back what changed in a run's directory each time it was saved."""
+    sent: dict[str, tuple[int, int]] = {}
+    num_sent = 0
 
-    def __init__(self, contact: Contact, directory: Path) -> None:
-        self._directory = directory
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._num_sent = 0
-        self.tell = contact.tell  # type: ignore[method-assign]
-        self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
-
-    def saved(self) -> None:
+    def saved() -> None:
+        nonlocal num_sent
         content = {}
         for name in _ORDER:
-            file = self._directory / name
+            file = directory / name
             if file.exists():
                 status = file.stat()
                 state = status.st_mtime_ns, status.st_size
-                if self._sent.get(name) != state:
-                    self._sent[name] = state
+                if sent.get(name) != state:
+                    sent[name] = state
                     content[name] = file.read_bytes()
-        offset = self._num_sent
+        offset = num_sent
         if ROUNDS in content:
-            self._num_sent = len(content[ROUNDS])
+            num_sent = len(content[ROUNDS])
             content[ROUNDS] = content[ROUNDS][offset:]
-        removed = tuple(name for name in self._sent if not (self._directory / name).exists())
-        self.tell(_Files(content, offset, removed))
+        removed = tuple(name for name in sent if not (directory / name).exists())
+        contact.tell(_Files(content, offset, removed))
+
+    return replace(contact, saved=saved)

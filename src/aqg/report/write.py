@@ -420,10 +420,8 @@ _STYLE = "style.css"
 _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "report.js")
 
 
-def make_page(
-    comparison: Comparison, studies: Sequence[Panel] = (), created: datetime | None = None
-) -> str:
-    """Return the report as one HTML text; ``created`` is now unless given.
+def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
+    """Return the report as one HTML text.
 
     ``studies`` are the panels of comparisons that were measured already.
 
@@ -431,8 +429,7 @@ def make_page(
     text only, or escaped.
     """
     document = make_document(comparison, studies)
-    created = created or datetime.now(UTC)
-    document["created"] = created.strftime("%Y-%m-%d %H:%M UTC")
+    document["created"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Template(_read("template.html")).substitute(
         title=html.escape(document["title"]),
         style=_read(_STYLE),

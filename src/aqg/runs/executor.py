@@ -36,17 +36,17 @@ class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for i
     """Work was stopped by Ctrl-C, with everything saved."""
 
 
+@dataclass(frozen=True)
 class Contact:
-    """What a task says to the executor while it runs, and what it hears; this one is alone."""
+    """What a task says to the executor while it runs, and what it hears; by default nothing.
 
-    def tell(self, value: Any) -> None: ...
+    Where ``is_stop_asked``, the task should save and raise `Interrupted`. It says that it has
+    ``saved`` when the files of its run are such that it can go on from them.
+    """
 
-    def is_stop_asked(self) -> bool:
-        """Tell whether the task should save and raise `Interrupted`."""
-        return False
-
-    def saved(self) -> None:
-        """Say that the files of a run are such that it can go on from them."""
+    tell: Callable[[Any], None] = lambda _: None
+    is_stop_asked: Callable[[], bool] = lambda: False
+    saved: Callable[[], None] = lambda: None
 
 
 Task: TypeAlias = Callable[[Contact], Any]
@@ -421,30 +421,24 @@ def _serve(connection: pipes.Connection) -> None:
             message = connection.recv()
             if message is not None:  # else a task that had ended was asked to stop
                 index, task = message
-                connection.send(attempt(index, task, _PipeContact(index, connection)))
+                connection.send(attempt(index, task, _pipe_contact(index, connection)))
     except (EOFError, OSError, CallerIsGone):
         return
 
 
-class _PipeContact(Contact):
-    """Talks to the parent through a pipe; raises `CallerIsGone` once the parent is gone."""
+def _pipe_contact(index: int, connection: pipes.Connection) -> Contact:
+    """Return what talks to the parent; it raises `CallerIsGone` once the parent is gone."""
+    asked: list[None] = []
 
-    def __init__(self, index: int, connection: pipes.Connection) -> None:
-        self._index = index
-        self._connection = connection
-        self._is_stop_asked = False
-
-    def tell(self, value: Any) -> None:
-        self._connection.send(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
+    def is_stop_asked() -> bool:
         try:
-            while self._connection.poll():
-                self._connection.recv()  # to a busy worker, nothing else is said
-                self._is_stop_asked = True
+            while connection.poll():
+                asked.append(connection.recv())  # to a busy worker, nothing else is said
         except EOFError:
             raise CallerIsGone from None
-        return self._is_stop_asked
+        return bool(asked)
+
+    return Contact(lambda value: connection.send(Reported(index, value)), is_stop_asked)
 
 
 @contextmanager

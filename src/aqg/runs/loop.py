@@ -56,6 +56,7 @@ _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _LARGEST_SHARE_OF_CHECKPOINTS = 0.1
 """Of a run's time: those of thousands of clients with mirrors take longer than a round."""
 _METRIC_POINTS = 50
+_SECONDS_BETWEEN_REPORTS = 0.2
 
 
 Minimum: TypeAlias = float | Callable[[], float | None] | None
@@ -130,7 +131,7 @@ def run(
 
     That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
     ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
-    once the last round is done and saved. The contact is told `Progress` after every round; where
+    once the last round is done and saved. The contact is told `Progress` now and then; where
     it asks to stop, `Interrupted` is raised after the round was saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
@@ -171,7 +172,7 @@ def _run(
         progress.add(line.record)
         referee.replay(line)
     follow = follow_target(config, simulation) if referee.wants_metric else None
-    checkpoints = Checkpoints()
+    checkpoints, last_report = Checkpoints(), 0.0
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
     def save() -> None:
@@ -204,13 +205,16 @@ def _run(
         lines.append(line)
         progress.add(record)
         files.add(line)
-        contact.tell(progress)
+        if time.monotonic() - last_report >= _SECONDS_BETWEEN_REPORTS:
+            last_report = time.monotonic()
+            contact.tell(progress)
         is_stop_asked = contact.is_stop_asked()
         if is_stop_asked or checkpoints.is_due():
             checkpoints.time(save)
         if is_stop_asked:
             raise Interrupted
     save()
+    contact.tell(progress)
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.averaged)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -144,7 +143,6 @@ Key = tuple[tuple[str, Any], ...]
 
 Minima = Mapping[Key, float | None]
 
-_SECONDS_BETWEEN_REPORTS = 0.2
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = frozenset(
@@ -256,7 +254,7 @@ class Train:
                 problem,
                 self.minimum,
                 self.directory,
-                _Seldom(contact),
+                contact,
                 self.ceiling,
                 self.keeps_models,
             )
@@ -276,22 +274,6 @@ def train(
 ) -> Train:
     minimum = minima.get(_minimum_key(config))
     return Train(config, minimum, directory, data_dir, ceiling, keeps_models)
-
-
-class _Seldom(Contact):
-    """Passes on a report from time to time."""
-
-    def __init__(self, contact: Contact) -> None:
-        self._contact = contact
-        self._last_report = 0.0
-        self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
-        self.saved = contact.saved  # type: ignore[method-assign]
-
-    def tell(self, value: Any) -> None:
-        now = time.monotonic()
-        if now - self._last_report >= _SECONDS_BETWEEN_REPORTS:
-            self._last_report = now
-            self._contact.tell(value)
 
 
 _loaded: dict[Key, Problem] = {}
