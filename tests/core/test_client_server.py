@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.recipes import RECIPES, make_recipe
-from aqg.core.round import init_client, respond
+from aqg.core.round import Clients, init_client, respond
 from aqg.core.server import (
+    Model,
     broadcast,
-    clients_from_arrays,
-    clients_to_arrays,
     finish_round,
     init_server,
-    model_from_arrays,
-    model_to_arrays,
     take_message,
 )
 from aqg.errors import ConfigError, MessageError
@@ -29,14 +27,14 @@ def test_a_bad_gradient_is_reported_and_changes_nothing(name, bad):
     rng = np.random.default_rng(0)
     state = init_client(recipe, SIZE, np.dtype("float64"))
     state, _ = respond(recipe, state, rng.standard_normal(SIZE), 0.0, (0, 0, 1))
-    before = clients_to_arrays(state)
+    before = to_arrays(state)
     gradient = rng.standard_normal(SIZE)
     gradient[7] = bad
     after, message = respond(recipe, state, gradient, 0.0, (0, 0, 2))
     assert isinstance(message, Skip)
     assert message.fault is not None
     assert ("1 non-finite" in message.fault) == (not np.isfinite(bad))
-    for key, value in clients_to_arrays(after).items():
+    for key, value in to_arrays(after).items():
         assert np.array_equal(value, before[key])
 
 
@@ -135,12 +133,12 @@ def test_states_survive_being_saved(name, tmp_path):
         gradient = rng.standard_normal(SIZE).astype(np.float32)
         client, message = respond(recipe, client, gradient, 0.1, (0, 0, k))
         server = finish_round(recipe, take_message(recipe, server, 0, message), 0.1)
-    np.savez(tmp_path / "client.npz", **clients_to_arrays(client))
-    np.savez(tmp_path / "server.npz", **model_to_arrays(server.model))
+    np.savez(tmp_path / "client.npz", **to_arrays(client))
+    np.savez(tmp_path / "server.npz", **to_arrays(server.model))
     with np.load(tmp_path / "client.npz") as arrays:
-        loaded_client = clients_from_arrays(arrays)
+        loaded_client = from_arrays(Clients, arrays)
     with np.load(tmp_path / "server.npz") as arrays:
-        loaded_server = model_from_arrays(arrays)
+        loaded_server = from_arrays(Model, arrays)
     assert_same(loaded_client, client)
     assert_same(loaded_server, server.model)
 

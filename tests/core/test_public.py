@@ -5,17 +5,17 @@ from itertools import product
 import numpy as np
 import pytest
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
+    Model,
     Step,
     init_model,
     init_server,
-    model_from_arrays,
-    model_to_arrays,
     publish_round,
     take_message,
     take_step,
@@ -135,7 +135,7 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
         levels = np.ones(length, np.uint8)
         levels[start : start + num_sent] = 2
         state = take_message(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
-    state = state._replace(model=model_from_arrays(model_to_arrays(state.model)))
+    state = state._replace(model=from_arrays(Model, to_arrays(state.model)))
     assert state.model.num_sent == 2 * num_sent
     assert state.model.upload_energy == 2 * num_sent * 0.125**2
     state, entry = publish_round(recipe, state, step)

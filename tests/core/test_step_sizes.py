@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import make_downlink
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD, Momentum
@@ -13,10 +14,9 @@ from aqg.core.public import advance, init_public
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
+    Model,
     Step,
     init_server,
-    model_from_arrays,
-    model_to_arrays,
     publish_round,
     take_message,
 )
@@ -182,8 +182,8 @@ def test_the_mean_is_that_of_the_last_ninth_of_the_models():
                 expected = (1 - weight) * expected + weight * model
             assert not np.allclose(state.averaged, state.parameters)
         assert np.allclose(state.averaged, expected, rtol=1e-12)
-        arrays = model_to_arrays(state.model)
-        assert np.array_equal(model_from_arrays(arrays).averaged, state.averaged)
+        arrays = to_arrays(state.model)
+        assert np.array_equal(from_arrays(Model, arrays).averaged, state.averaged)
 
 
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])

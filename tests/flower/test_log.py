@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from aqg import make_recipe
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.round import init_client, respond
@@ -23,7 +24,7 @@ from aqg.protocol.follower import (
     holding_of,
     public_digest,
 )
-from aqg.protocol.log import LogState
+from aqg.protocol.log import LogState, Publisher
 from aqg.wire.entry import encode_log, log_rounds, log_since
 
 from tests.flower.own_messages import change_order, flipped, order_in
@@ -251,13 +252,15 @@ def test_the_log_comes_back_from_arrays():
     for _ in range(3):
         book.step()
     state = book.publisher.state()
-    again = LogState.from_arrays(state.to_arrays())
+    again = from_arrays(LogState, to_arrays(state))
     assert again[1:6] == state[1:6]
     assert again.positions.tolist() == state.positions.tolist()
-    arrays = state.to_arrays()
-    arrays["log_digests"] = arrays["log_digests"][:STATE_DIGEST_BYTES]
-    with pytest.raises(RunError, match="digests for 3 entries"):
-        LogState.from_arrays(arrays)
+    arrays = to_arrays(state)
+    arrays["digests"] = arrays["digests"][:STATE_DIGEST_BYTES]
+    with pytest.raises(RunError, match="digests has 4 bytes; its parts have"):
+        from_arrays(LogState, arrays)
+    with pytest.raises(RunError, match="3 digests for 3 entries"):
+        Publisher(book.start, state._replace(digests=state.digests[:3]))
 
 
 @pytest.mark.parametrize(("recipe", "most_bytes"), [("auto", 5_000), ("lean", 5.1 * 50_000)])

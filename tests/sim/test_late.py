@@ -102,7 +102,7 @@ def test_it_goes_on_from_a_checkpoint(kind):
     first = simulate(kind, "auto", late, training=training)
     run(first, 5)
     arrays = first.state().to_arrays()
-    assert arrays["late_lengths"].size == 4  # of six clients two have replied
+    assert arrays["late/lengths"].size == 4  # of six clients two have replied
     second = simulate(kind, "auto", late, training=training)
     second.restore(SimulationState.from_arrays(arrays))
     assert run(second, 7) == records[5:]

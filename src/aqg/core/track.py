@@ -17,23 +17,22 @@ import enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.grids import num_levels, value_table
 from aqg.core.kernels import add_levels
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.jit import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from aqg.core.kernels import Innovation
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
-    from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 
 MAX_DIRECTION = 3
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_FORMAT = 6
+_FORMAT = 7
 LOSS = "loss"
 
 

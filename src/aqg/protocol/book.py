@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Full
 from aqg.core.messages import Message, Skip
 from aqg.core.public import Entry, Public, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.server import (
+    Model,
     Peer,
     ServerState,
     Step,
     forget,
     init_server,
     join_server,
-    model_from_arrays,
-    model_to_arrays,
     publish_round,
     take_message,
 )
@@ -214,7 +214,7 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
     directions = _moved(tracks)
     arrays: dict[str, NDArray[Any]] = {
         "weights": book.weights,
-        **model_to_arrays(state.model),
+        **to_arrays(state.model),
         "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
         "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
         "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
@@ -228,7 +228,7 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
     for name, group in _groups("directions", directions, tracks[0].direction.nbytes, group_bytes):
         arrays[name] = _rows([tracks[client].direction for client in group])
     if book.publisher is not None:
-        arrays |= book.publisher.state().to_arrays()
+        arrays |= to_arrays(book.publisher.state(), "log/")
     return arrays
 
 
@@ -239,7 +239,7 @@ def book_from_arrays(
 
     ``directory`` has the starting model; None where no client has it.
     """
-    model = model_from_arrays(arrays)
+    model = from_arrays(Model, arrays)
     zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
     columns = ("epochs", "uploads", "digests", "lineages", "last_uploads")
@@ -257,9 +257,9 @@ def book_from_arrays(
         peers.append(Peer(track, held=Held(stamp, lineage.tobytes(), int(last_upload))))
     publisher = None
     start = None if directory is None else _load_start(directory)
-    if not isinstance(how.downlink, Full) and "log_first" in arrays:
+    if not isinstance(how.downlink, Full) and "log/first" in arrays:
         merges = lies_on_grid(recipe, how.downlink)
-        publisher = Publisher(start, LogState.from_arrays(arrays), merges)
+        publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
     return MirrorBook(recipe, join_server(model, peers), arrays["weights"], how, publisher)
 
 

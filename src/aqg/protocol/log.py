@@ -18,9 +18,9 @@ it a snapshot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from aqg.core.public import Entry, Public, mark_after
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import RunError
-from aqg.protocol.digests import STATE_DIGEST_BYTES, public_digest, start_digest
+from aqg.protocol.digests import public_digest, start_digest
 from aqg.protocol.follower import CONTENT_EVERY, Holding, Parcel
 from aqg.wire.entry import (
     Merger,
@@ -201,42 +201,6 @@ class LogState(NamedTuple):
     # whether each client has the starting model, ``(M,)``; empty in a simulation
     starts: NDArray[np.int8] = np.zeros(0, np.int8)
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return named arrays that a file can hold."""
-        return {
-            "positions": self.positions,
-            "starts": self.starts,
-            "log_first": np.array(self.first, np.int64),
-            "log_lengths": np.array([len(entry) for entry in self.entries], np.int64),
-            "log_entries": np.frombuffer(b"".join(self.entries), np.uint8),
-            "log_digests": np.frombuffer(b"".join(self.digests), np.uint8),
-            "log_snapshot_round": np.array(self.snapshot_round, np.int64),
-            "log_snapshot": np.frombuffer(self.snapshot, np.uint8),
-        }
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> LogState:
-        """Return the state that `to_arrays` wrote."""
-        ends = np.cumsum(arrays["log_lengths"]).tolist()
-        joined, digests = arrays["log_entries"].tobytes(), arrays["log_digests"].tobytes()
-        state = LogState(
-            positions=np.array(arrays["positions"], np.int64),
-            first=int(arrays["log_first"]),
-            entries=tuple(joined[a:b] for a, b in zip([0, *ends], ends, strict=False)),
-            snapshot_round=int(arrays["log_snapshot_round"]),
-            snapshot=arrays["log_snapshot"].tobytes(),
-            digests=tuple(
-                digests[start : start + STATE_DIGEST_BYTES]
-                for start in range(0, len(digests), STATE_DIGEST_BYTES)
-            ),
-            starts=np.array(arrays["starts"], np.int8),
-        )
-        if len(joined) != sum(map(len, state.entries)):
-            raise RunError(f"the log has {len(joined)} bytes; its entries have {ends[-1:] or 0}")
-        if digests and len(state.digests) != len(state.entries) + 1:
-            raise RunError(f"{len(state.digests)} digests for {len(state.entries)} entries")
-        return state
-
 
 class ReadLog(ModelLog):
     """The log of a run, and the round that each client holds.
@@ -303,6 +267,8 @@ class Publisher(ReadLog):
         self.first_message = first_message
         self._start_digest = b"" if start is None else start_digest(start)
         self._digests = list(state.digests)
+        if len(self._digests) != len(self.entries) + 1:
+            raise RunError(f"{len(self._digests)} digests for {len(self.entries)} entries")
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
         self._mark: int | None = None

@@ -294,7 +294,7 @@ class ServerSession:
         arrays = read_arrays(file)
         directory = self._path if self._shares_start else None
         try:
-            terms = str(arrays["downlink"]), str(arrays["optimizer"]), "step_start" in arrays
+            terms = str(arrays["downlink"]), str(arrays["optimizer"]), "step/start" in arrays
             is_fixed = isinstance(self._step.rule, Fixed)
             fitting = describe_downlink(self._step.downlink), self._optimizer, not is_fixed
             if arrays["fingerprint"].tobytes() != self._fingerprint or terms != fitting:

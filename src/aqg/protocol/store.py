@@ -22,8 +22,9 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.public import Public
-from aqg.core.server import clients_from_arrays, clients_to_arrays
+from aqg.core.round import Clients
 from aqg.core.track import Track
 from aqg.errors import RunError
 from aqg.protocol.digests import is_zero
@@ -278,7 +279,7 @@ class ClientStore:
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}
-        state = clients_from_arrays(arrays)
+        state = from_arrays(Clients, arrays)
         stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
         snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
         for name, array in _arrays_of(snapshot).items():
@@ -303,7 +304,7 @@ _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
-    return clients_to_arrays(snapshot.state)
+    return to_arrays(snapshot.state)
 
 
 def _numbers_in(index: dict[str, Any]) -> set[int]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
-_FIELDS = ("late_clock", "late_round", "late_arrival", "late_frames", "late_lengths")
+_FIELDS = ("clock", "round", "arrival", "frames", "lengths")
 
 
 def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:

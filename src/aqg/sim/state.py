@@ -8,23 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.round import Clients
-from aqg.core.server import (
-    Model,
-    clients_from_arrays,
-    clients_to_arrays,
-    model_from_arrays,
-    model_to_arrays,
-)
+from aqg.core.server import Model
 from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.protocol.log import LogState
 
 _VARYING = (
-    *("is_moved", "history", "statistics"),
-    *("log_lengths", "log_entries", "log_snapshot", "late_frames", "late_lengths"),
+    *("model/history", "statistics", "late/frames", "late/lengths"),
+    *("log/entries", "log/entries/lengths", "log/snapshot"),
 )
 """Arrays that are not of one length, or are checked elsewhere."""
+_OPTIONAL = ("clients/stages/", "model/step/", "log/", "late/")
 
 
 class SimulationState(NamedTuple):
@@ -45,21 +41,12 @@ class SimulationState(NamedTuple):
         return self.model.round
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        return {
-            **model_to_arrays(self.model),
-            **clients_to_arrays(self.clients),
-            "statistics": self.statistics,
-            **({} if self.log is None else self.log.to_arrays()),
-            **(self.late or {}),
-        }
+        return to_arrays(self)
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
         try:
-            model, clients = model_from_arrays(arrays), clients_from_arrays(arrays)
-            log = LogState.from_arrays(arrays) if "positions" in arrays else None
-            late = {name: value for name, value in arrays.items() if name.startswith("late_")}
-            return SimulationState(model, clients, arrays["statistics"], log, late or None)
+            return from_arrays(SimulationState, arrays)
         except KeyError as error:
             raise RunError(
                 f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
@@ -75,6 +62,6 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )
-    extra = [name for name in shapes if name.startswith(("stage/", "step_", "log_", "late_"))]
+    extra = [name for name in shapes if name.startswith(_OPTIONAL) and name not in _VARYING]
     if extra:
         raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")
