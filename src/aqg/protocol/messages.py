@@ -1,8 +1,7 @@
 """What server and client say to each other in a deployment, as plain fields.
 
-An `Order` goes out with the model, or with the log that leads to it, and a `Reply` comes back. Both
-travel as a flat mapping of names to integers, floats, texts and bytes; reading one checks every
-name, type and bound.
+An `Order` goes out with the model, or with the log that leads to it, and a `Reply` comes back;
+reading one checks every bound.
 
 As bytes, what the reader knows already is left out. An order has *terms*, the same in every round:
 run, recipe, model, client. The first order of a run says them, later ones leave them out, and a
@@ -12,17 +11,15 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, Self, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.follower import Holding, Parcel
 from aqg.wire.varint import read_varint, write_varint
-
-Field = int | float | str | bytes | bool
 
 NO_STATE = bytes(STATE_DIGEST_BYTES)
 """Stands for the digest of a state where there is none."""
@@ -40,34 +37,8 @@ class Stamp(NamedTuple):
     digest: bytes  # of the mirror's content and of every upload that led to it
 
 
-class _Fields:
-    """Reading and writing of flat mappings, for dataclasses of plain values."""
-
-    def to_fields(self) -> dict[str, Field]:
-        """Return names and values."""
-        return asdict(self)  # type: ignore[call-overload]  # every user is a dataclass
-
-    @classmethod
-    def from_fields(cls, values: Mapping[str, Any]) -> Self:
-        """Return the message that `to_fields` wrote; raise `MessageError` on anything else."""
-        types = get_type_hints(cls)
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        missing = [name for name in names if name not in values]
-        unknown = sorted(str(name) for name in values if name not in types)
-        if missing or unknown:
-            raise MessageError(
-                f"the fields of {cls.__name__} differ: missing {missing}, unknown {unknown[:5]}"
-            )
-        for name in names:
-            if type(values[name]) is not types[name]:
-                raise MessageError(
-                    f"{name} is {type(values[name]).__name__}, not {types[name].__name__}"
-                )
-        return cls(**{name: values[name] for name in names})
-
-
 @dataclass(frozen=True)
-class Order(_Fields):
+class Order:
     """What one client receives in a round, beside the model."""
 
     run: str  # names the training run, across restarts of the server
@@ -135,7 +106,7 @@ class Order(_Fields):
 
 
 @dataclass(frozen=True)
-class Reply(_Fields):
+class Reply:
     """What a client answers."""
 
     incarnation: int  # of the order it answers
@@ -391,7 +362,7 @@ def _read(kind: type[_Message], body: bytes, known: Order | Stamp | None) -> _Me
         code = values["held_round"]
         values["held_round"] = values["round"] - (code // 2 if code % 2 == 0 else -(code + 1) // 2)
     values[form.payload] = body[position:]
-    return kind.from_fields({field.name: values[field.name] for field in fields(kind)})
+    return kind(**values)
 
 
 def _write_bytes(value: bytes) -> bytes:
