@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core.types import Float64Array
+from aqg.report.curves import Band, Points, combine
 from aqg.report.pictures import new_figure, tidy
 from aqg.runs.files import write_atomically
 from aqg.studies.paper.outcomes import (
@@ -66,7 +66,6 @@ _CEILING = 1e4
 _DPI = 100
 FIGURE_DIRECTORY = "figures"
 TABLES = "tables.md"
-_POINTS = 160
 
 
 def all_figures(results: Results) -> dict[str, bytes]:
@@ -149,31 +148,22 @@ def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], r
     shown = [o for o in outcomes if o.name in results.curves]
     if not shown:
         return
+    look: dict[str, Any] = {"color": COLORS[recipe], "linewidth": 1.7, "label": recipe}
+    look["linestyle"] = "--" if recipe in ("gd", "auto") else "-"  # they hide others otherwise
     for axis, (name, _) in zip(axes, _PANELS, strict=True):
-        costs, heights = stack_curves(results, shown, name)
-        middle = np.median(heights, axis=0)
-        axis.plot(
-            costs,
-            middle,
-            color=COLORS[recipe],
-            linestyle="--" if recipe in ("gd", "auto") else "-",  # they hide others otherwise
-            linewidth=1.7,
-            label=recipe,
-            zorder=3 if recipe == "lean" else 2,
-        )
+        band = band_of(results, shown, name)
+        seen = band.x >= (0 if name == "rounds" else 1)  # a logarithmic axis has no zero
+        axis.plot(band.x[seen], band.median[seen], zorder=3 if recipe == "lean" else 2, **look)
         if len(shown) > 1:
-            low, high = heights.min(axis=0), heights.max(axis=0)
-            axis.fill_between(costs, low, high, color=COLORS[recipe], alpha=0.18, linewidth=0)
+            ends = band.low[seen], band.high[seen]
+            axis.fill_between(band.x[seen], *ends, color=COLORS[recipe], alpha=0.18, linewidth=0)
 
 
-def stack_curves(
-    results: Results, outcomes: Sequence[Outcome], name: str
-) -> tuple[Float64Array, Float64Array]:
-    """Return costs, and every run's height at each of them: a row per run.
+def band_of(results: Results, outcomes: Sequence[Outcome], name: str) -> Band:
+    """Return the height of some runs above the minimum, against the cost of that name.
 
-    ``name`` says which cost. Between two points of a curve the logarithm of the height is taken to
-    be a straight line. The costs end where the first run ends that has not diverged; a run that
-    has stays at the ceiling.
+    Between two points of a curve the logarithm of the height is taken to be a straight line. A run
+    that has diverged stays at the ceiling.
     """
     curves = []
     for outcome in outcomes:
@@ -181,22 +171,10 @@ def stack_curves(
         losses = np.nan_to_num(np.array(curve.losses), nan=np.inf, posinf=np.inf)
         heights = np.clip(losses - (outcome.minimum or 0.0), _FLOOR / 10, _CEILING)
         costs = np.array([getattr(cost, name) for cost in curve.costs], np.float64)
-        last = np.append(np.diff(costs) > 0, True)  # of several points at one cost, the last
-        curves.append((costs[last], heights[last], outcome.diverged))
-    ends = [costs[-1] for costs, _, diverged in curves if not diverged]
-    end = min(ends) if ends else max(costs[-1] for costs, _, _ in curves)
-    start = min((costs[costs > 0][0] for costs, _, _ in curves if costs.any()), default=1.0)
-    if name == "rounds":
-        grid = np.linspace(0, end, _POINTS)
-    else:
-        grid = np.geomspace(start, max(end, start * 1.01), _POINTS)
-    rows = [
-        np.exp(
-            np.interp(grid, costs, np.log(heights), right=np.log(_CEILING) if diverged else None)
-        )
-        for costs, heights, diverged in curves
-    ]
-    return grid, np.array(rows)
+        curves.append(Points(costs, np.log(heights)))
+    band = combine(curves)
+    assert band is not None, "a curve has its first point"
+    return Band(band.x, np.exp(band.median), np.exp(band.low), np.exp(band.high))
 
 
 def _finish(axes: Sequence[Axes], ylabel: str) -> None:
