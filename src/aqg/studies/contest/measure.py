@@ -22,6 +22,8 @@ from typing import Any, TypeAlias
 from aqg.runs.stopping import Kind, Target
 from aqg.runs.summary import student_quantile
 
+RESULTS = "results.json"
+"""In a comparison's directory, what was measured."""
 MOST_DELAY = 1.25
 FIXED, PLATEAU = "target", "plateau"
 """What counts: a fixed target, or the plateau less one point."""
