@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from aqg.objectives.metrics import named_metric
 from aqg.report.runs import Run
+from aqg.runs.cost import BYTES
 from aqg.runs.table import write_csv
 from aqg.sim.record import DROPPED
 
@@ -26,7 +27,6 @@ AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 SECONDS = "simulated_seconds"
 """One more axis, for runs that have a clock."""
 LOSSES = ("residual", "loss")
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 @dataclass(frozen=True)
@@ -270,14 +270,14 @@ def result_of(run: Run) -> dict[str, Any]:
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
     reached = {"target_rounds": target.get("reached_round")}
-    reached |= {f"target_{name}": target.get(name) for name in _BYTES}
+    reached |= {f"target_{name}": target.get(name) for name in BYTES}
     return {
         "finished": run.summary is not None,
         "diverged": run.diverged,
         "rounds": len(run.rounds),
         "uploads": int(run.uploads.sum()),
         "bits_per_param": int(run.bits.sum()),
-        **{name: int(getattr(run, name).sum()) for name in _BYTES},
+        **{name: int(getattr(run, name).sum()) for name in BYTES},
         "final_loss": _last(run, "loss"),
         "residual": _last(run, "residual"),
         "metrics": {name: _last(run, name) for name in run.metrics},
@@ -320,7 +320,7 @@ def curves_csv(runs: Sequence[Run]) -> str:
     Round 0 is the start.
     """
     metrics = metric_names(runs)
-    columns = ["run", "recipe", "seed", "round", "uploads", *_BYTES, "loss", "residual"]
+    columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
     return write_csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
 
@@ -363,7 +363,7 @@ def clients_csv(runs: Sequence[Run]) -> str:
 
     A number is missing where it is not on record.
     """
-    columns = ["run", "recipe", "seed", "client", *_BYTES]
+    columns = ["run", "recipe", "seed", "client", *BYTES]
     return write_csv(columns, (row for run in runs for row in _client_rows(run)))
 
 

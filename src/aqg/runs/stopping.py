@@ -29,7 +29,6 @@ from aqg.sim.record import RoundRecord
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
 Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "beyond"]
 
-KINDS: tuple[Kind, ...] = ("residual", "loss", "accuracy")
 _DIVERGED_LOSS = 1e20
 _HOPELESS = 100.0
 """A loss so many times the first one does not come back."""
@@ -58,8 +57,6 @@ class Target:
     is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown target {self.kind!r}; choose from {', '.join(KINDS)}")
         most = 1.0 if self.kind == "accuracy" else math.inf
         if not (0 < self.value <= most and math.isfinite(self.value)):
             bound = "above 0 and at most 1" if self.kind == "accuracy" else "above 0"
