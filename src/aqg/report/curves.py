@@ -342,20 +342,12 @@ def _column(name: str, taken: Iterable[str]) -> str:
 
 
 def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
-    summary = run.summary or {}
-    counts = (run.uploads, run.upload_bytes, run.download_bytes, run.total_bytes)
-    columns = [np.concatenate(([0], np.cumsum(count))).tolist() for count in counts]
+    counts = (run.uploads, *(getattr(run, name) for name in BYTES))
+    spent = (np.concatenate(([0], np.cumsum(count))).tolist() for count in counts)
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
-    losses = [*_known(run.losses), summary.get("final_loss")]
-    unknown = np.full(len(run.rounds), np.nan)
-    found = [
-        [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
-    ]
-    for index, (number, loss) in enumerate(zip(rounds, losses, strict=False)):
-        residual = None if loss is None or run.minimum is None else loss - run.minimum
-        values = (column[index] for column in found)
-        spent = (column[index] for column in columns)
-        yield run.name, run.recipe, run.seed, number, *spent, loss, residual, *values
+    reached = (_known(_metric(run, name)) for name in ("loss", "residual", *metrics))
+    for row in zip(rounds, *spent, *reached, strict=False):
+        yield run.name, run.recipe, run.seed, *row
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
