@@ -41,7 +41,6 @@ from aqg.studies.contest.tasks import (
     parse_target,
     parse_tasks,
 )
-from aqg.studies.paper.figures import keep_results
 from aqg.studies.paper.outcomes import (
     RUN_DIRECTORY,
     Results,
@@ -50,7 +49,7 @@ from aqg.studies.paper.outcomes import (
     read_results,
 )
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
-from aqg.studies.paper.tables import all_tables
+from aqg.studies.paper.tables import all_tables, keep_results
 
 _SEEDS = 5
 JobType = TypeVar("JobType", bound=Job)

@@ -16,7 +16,6 @@ from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost, heads
 from aqg.runs.plan import unfinished
-from aqg.studies.paper.figures import all_figures, band_of, keep_results
 from aqg.studies.paper.outcomes import (
     CURVES,
     META,
@@ -34,6 +33,7 @@ from aqg.studies.paper.outcomes import (
     write_results,
 )
 from aqg.studies.paper.plan import FULL, QUICK, TABLE_2, make_plan
+from aqg.studies.paper.tables import all_figures, band_of, keep_results
 
 from papers.claims import VERDICTS, find
 from papers.mao2022 import all_passages, all_tables
