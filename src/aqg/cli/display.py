@@ -32,7 +32,7 @@ from aqg.runs.plan import Compiling, Job, StudyPlan
 from aqg.runs.table import Table, format_bytes
 
 Row: TypeAlias = Mapping[str, Any]
-"""A run's results (`aqg.runs.summary.summarize`)."""
+"""A run's results (`aqg.runs.stopping.summarize`)."""
 DIRECTIONS = ("up", "down", "total")
 
 

@@ -38,8 +38,7 @@ from aqg.runs.directory import (
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import curve, follow_target, make_simulation
-from aqg.runs.stopping import Ending, Judge, has_diverged
-from aqg.runs.summary import summarize
+from aqg.runs.stopping import Ending, Judge, has_diverged, summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
