@@ -227,6 +227,18 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert error(again) < 0.02
 
 
+def test_a_session_goes_on_that_has_heard_of_some_clients_only(tmp_path):
+    options = {"recipe": "lean", "exact": True}
+    server, client = make_server(tmp_path, **options), ClientSession()
+    for _ in range(3):
+        assert server.take(2, client.answer(server.order(2), train_of(2))).is_taken
+        server.step()
+    again = make_server(tmp_path, **options)
+    assert again.parameters.tobytes() == server.parameters.tobytes()
+    reply = read_reply(client, whole_order(again, 2), 2)
+    assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
+
+
 @pytest.mark.parametrize("seed", [4, *map(soak, (0, 1, 2, 3, 5))])
 def test_everything_goes_wrong_at_once(tmp_path, seed):
     """Lost, doubled, late and damaged messages, old backups, restarts: all is well in the end."""

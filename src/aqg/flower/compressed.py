@@ -17,7 +17,7 @@ from aqg.channel.settings import make_settings
 from aqg.errors import ConfigError
 from aqg.flower.grid import CompressedGrid, Counts
 from aqg.flower.late import Buffered
-from aqg.flower.wrappers import OuterStrategy
+from aqg.flower.wrappers import OuterStrategy, require_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -82,7 +82,7 @@ class Compressed(OuterStrategy):
         seed: int = 0,
         start: str = "auto",
     ) -> None:
-        _require_strategy(strategy)
+        require_strategy(strategy)
         self.counts = Counts()
         self._is_running = False
         self.settings = make_settings(
@@ -172,19 +172,3 @@ def weighted_by(strategy: Strategy) -> str | None:
             return None
         strategy = inner
     return strategy.weighted_by_key
-
-
-def _require_strategy(strategy: object) -> None:
-    if isinstance(strategy, Strategy):
-        return
-    name = type(strategy).__name__
-    for kind in type(strategy).__mro__:
-        if kind.__module__.startswith("flwr.server.strategy"):
-            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
-            raise ConfigError(
-                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
-                f"flwr.serverapp.strategy.{new}"
-            )
-    raise ConfigError(
-        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
-    )

@@ -118,31 +118,27 @@ class Demo:
         summary: dict[str, Any] = json.loads((self.run_directory / SUMMARY).read_text())
         return summary
 
-    def byte_table(self, rows: list[dict[str, Any]]) -> list[NodeBytes]:
+    def byte_table(self, rows: list[dict[str, Any]]) -> list[dict[str, int]]:
+        """Return what every node has sent and received in these rounds.
+
+        ``plain_bytes`` is what a gradient and a model as float32 in every round would have taken.
+        """
         num_params = build_problem(digits_config(self.settings)).objective.num_params
-        return [
-            NodeBytes(
-                node=node,
-                uploads=sum(row["widths"][node] > 0 for row in rows),
-                upload_bytes=(sent := sum(row[UPLOADS][node] for row in rows)),
-                download_bytes=(received := sum(row[DOWNLOADS][node] for row in rows)),
-                total_bytes=sent + received,
-                plain_bytes=2 * _FLOAT_BYTES * num_params * len(rows),
-            )
+        totals = [
+            [sum(row[name][node] for row in rows) for name in (UPLOADS, DOWNLOADS)]
             for node in range(self.nodes)
         ]
-
-
-@dataclass(frozen=True)
-class NodeBytes:
-    """What one node cost in a run."""
-
-    node: int
-    uploads: int  # how often it sent something
-    upload_bytes: int
-    download_bytes: int
-    total_bytes: int
-    plain_bytes: int  # of a gradient and a model as float32, in every round
+        return [
+            {
+                "node": node,
+                "uploads": sum(row["widths"][node] > 0 for row in rows),
+                "upload_bytes": up,
+                "download_bytes": down,
+                "total_bytes": up + down,
+                "plain_bytes": 2 * _FLOAT_BYTES * num_params * len(rows),
+            }
+            for node, (up, down) in enumerate(totals)
+        ]
 
 
 class _Reporter:

@@ -14,7 +14,6 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from dataclasses import astuple, dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,11 +148,11 @@ class CompressedGrid(OuterGrid):
         settings: what the user chose.
         weighted_by: the metric that says how many examples a node has, where the strategy is
             Flower's and takes replies of one kind only; None: it takes any.
-        make_channel: makes what compresses a model, from the name of the run and the model.
         run_name: names the run; by default at random.
 
     Attributes:
         inner: the other grid.
+        channels: of models that were sent, or will be, by the names of their records.
         check_reply: raises `MessageError` where a node's reply to a train message will not do.
         counts: what happened so far.
 
@@ -164,18 +163,16 @@ class CompressedGrid(OuterGrid):
         grid: Grid,
         settings: Settings,
         weighted_by: str | None = None,
-        make_channel: Callable[[str, Values], Channel] | None = None,
         run_name: str = "",
     ) -> None:
         super().__init__(grid)
         self.check_reply: Callable[[RecordDict], None] = lambda _: None
-        self._make_channel = make_channel or partial(Channel, settings=settings)
+        self.channels: dict[str, Channel] = {}
         self._prepared: Channel | None = None
         self._settings = settings
         self._weighted_by = weighted_by
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
-        self._channels: dict[str, Channel] = {}
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
         self._whole: dict[str, tuple[int, ArrayRecord]] = {}
         self._open: dict[str, _Sent] = {}
@@ -233,17 +230,12 @@ class CompressedGrid(OuterGrid):
             _logger.info("aqg: %s", moved)
         return self._comparable(replies, sent)
 
-    def open(self, name: str, record: ArrayRecord) -> Channel:
-        """Begin with a model before it is sent."""
-        self._channels[name] = channel = self._make_channel(self._next_run(), values_of(record))
-        return channel
-
     def prepare(self, record: ArrayRecord) -> ArrayRecord:
         """Begin with the model that a strategy starts from; return it as nodes will have it."""
         if not record or not is_readable(record):
             return record
         try:
-            self._prepared = self._make_channel(self._next_run(), values_of(record))
+            self._prepared = self._make_channel(values_of(record), self._settings)
         except ConfigError:  # said when it is sent
             return record
         return record_of(self._prepared.copied().items())
@@ -308,7 +300,7 @@ class CompressedGrid(OuterGrid):
             self._warn(f"{name!r} holds nothing that can be compressed; it is sent as it is")
             return None
         values = self._values(name, record)
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         if channel is not None and not channel.schema.fits(values):
             _logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
             channel = None
@@ -317,12 +309,12 @@ class CompressedGrid(OuterGrid):
                 channel = self._channel_of(values)
             except ConfigError as error:
                 has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
-                if has_floats and len(message.content.array_records) == 1 and not self._channels:
+                if has_floats and len(message.content.array_records) == 1 and not self.channels:
                     raise
-                self._channels.pop(name, None)
+                self.channels.pop(name, None)
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
-            self._channels[name] = channel
+            self.channels[name] = channel
             self._whole[name] = channel.version, record  # at first the copy is the model
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
@@ -340,13 +332,12 @@ class CompressedGrid(OuterGrid):
             own = ready.copied()
             if all(is_same(tensor, own[name]) for name, tensor in values.items()):
                 return ready
-        if self._settings.start == "digest":
-            return self._make_channel(self._next_run(), values)
         # a strategy goes on from what it has: what nodes start from must not be another model
-        return Channel(self._next_run(), values, replace(self._settings, start="exact"))
+        start = "digest" if self._settings.start == "digest" else "exact"
+        return self._make_channel(values, replace(self._settings, start=start))
 
-    def _next_run(self) -> str:
-        return f"{self._run_name}{next(self._numbers)}"
+    def _make_channel(self, values: Values, settings: Settings) -> Channel:
+        return Channel(f"{self._run_name}{next(self._numbers)}", values, settings)
 
     def _values(self, name: str, record: ArrayRecord) -> Values:
         """Return a record's tensors: the same as last time where its arrays are."""

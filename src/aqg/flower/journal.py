@@ -40,28 +40,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flwr.aqg")
 
-_FORMAT = 5
+_FORMAT = 6
 LOSS = "loss"
 
 
 class Journal:
-    """Writes a run down, and says when it is over.
-
-    Args:
-        settings: of the run.
-        loggers: are told about every round, beside the run directory.
-
-    Attributes:
-        run: names the run, once it is open.
-        incarnation: of the server that begins, or goes on.
-        ending: why the run is over; empty while it is not.
-
-    """
+    """Writes a run down, in its directory and for ``loggers``, and says when it is over."""
 
     def __init__(self, settings: Settings, loggers: Sequence[RunLogger]) -> None:
-        self.run = BY_PARTITION + secrets.token_hex(8)
-        self.incarnation = time.time_ns() // 1_000_000
-        self.ending = ""
+        self.run = BY_PARTITION + secrets.token_hex(8)  # its name
+        self.incarnation = time.time_ns() // 1_000_000  # of the server that begins, or goes on
+        self.ending = ""  # why the run is over
         self._settings = settings
         self._directory = Path(settings.run_dir).expanduser() if settings.run_dir else None
         self._loggers = loggers
@@ -208,12 +197,11 @@ class Journal:
         reports, counts = self._reports, Counter[str]()
         for report in reports:
             counts.update(report.counts())
-        seconds = {
-            "median_round_seconds": [report.round_seconds for report in reports],
-            "median_overhead_seconds": [report.overhead_seconds for report in reports],
-        }
-        medians = {n: round(median(found), 4) if found else None for n, found in seconds.items()}
-        return {"rounds": len(reports), **medians, "incidents": dict(counts)}
+        row: dict[str, Any] = {"rounds": len(reports)}
+        for name in ("round_seconds", "overhead_seconds"):
+            seconds = [getattr(report, name) for report in reports]
+            row[f"median_{name}"] = round(median(seconds), 4) if seconds else None
+        return row | {"incidents": dict(counts)}
 
     def _check_terms(self, held: Mapping[str, Any]) -> None:
         where = f"run-dir {self._settings.run_dir!r} holds a run with"
@@ -242,14 +230,9 @@ def _earlier_lines(directory: Path, number: int) -> list[Line]:
 
 
 def ending(settings: Settings, lines: Sequence[Line], seconds: float) -> str:
-    """Return why a run is over; empty while it is not.
+    """Return why a run is over, given all its rounds and the seconds since this server began.
 
-    Args:
-        settings: of the run.
-        lines: of all its rounds, those before a restart included; their metrics are the server's
-            and the clients'.
-        seconds: since this server began.
-
+    Empty while it is not.
     """
     if settings.max_seconds and seconds >= settings.max_seconds:
         return f"{seconds:.0f} s have passed, and max-seconds is {settings.max_seconds:g}"

@@ -18,20 +18,20 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord
-from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
 from aqg.flower.arrays import is_readable, record_of, values_of
 from aqg.flower.private import replies_to
-from aqg.flower.wrappers import OuterGrid, OuterStrategy
+from aqg.flower.wrappers import OuterGrid, OuterStrategy, require_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from flwr.app import Message
     from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Result, Strategy
 
     from aqg.channel.tensors import Tensor, Values
 
@@ -52,11 +52,7 @@ class Buffered(OuterStrategy):
     """
 
     def __init__(self, strategy: Strategy, *, size: int) -> None:
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                f"strategy is a {type(strategy).__name__}; it must be a Strategy of "
-                "flwr.serverapp.strategy, such as FedAvg"
-            )
+        require_strategy(strategy)
         for name in {"Compressed", "AQG"} & {kind.__name__ for kind in type(strategy).__mro__}:
             raise ConfigError(
                 f"Buffered does not go around {name}, which makes a grid of its own: write "

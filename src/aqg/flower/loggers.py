@@ -90,13 +90,10 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        values = [
-            Summary.Value(tag=f"aqg/{name}", simple_value=value)
-            for name, value in report.scalars().items()
-        ]
-        step = report.line.record.round
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._writer.add_event(event)
+        scalars, step = report.scalars().items(), report.line.record.round
+        values = [Summary.Value(tag=f"aqg/{name}", simple_value=v) for name, v in scalars]
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
         self._writer.flush()
@@ -108,14 +105,11 @@ class TensorBoard:
 class MLflow:
     """A run in MLflow's tracking store; needs the package ``mlflow`` or ``mlflow-skinny``.
 
-    Args:
-        uri: of the store, such as ``sqlite:///mlflow.db`` or ``http://host:5000``.
-        directory: of the run; one that goes on there goes on in MLflow. None for a new one.
-        experiment: where the run belongs.
-
+    The store is at ``uri``, such as ``sqlite:///mlflow.db`` or ``http://host:5000``; a run that
+    goes on in its directory goes on there.
     """
 
-    def __init__(self, uri: str, directory: Path | None, experiment: str = "aqg") -> None:
+    def __init__(self, uri: str, directory: Path | None) -> None:
         try:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
@@ -125,9 +119,9 @@ class MLflow:
             ) from None
         try:
             self._client = MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(experiment)
+            known = self._client.get_experiment_by_name("aqg")
             self._experiment = (
-                self._client.create_experiment(experiment) if found is None else found.experiment_id
+                known.experiment_id if known else self._client.create_experiment("aqg")
             )
         except MlflowException as error:
             reason = str(error).partition(". ")[0]
@@ -155,12 +149,8 @@ class MLflow:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Log the results, and end the run."""
-        numbers = {
-            f"summary/{name}": float(value)
-            for name, value in summary.items()
-            if isinstance(value, int | float)
-        }
-        self._log(numbers, 0)
+        numbers = {name: v for name, v in summary.items() if isinstance(v, int | float)}
+        self._log({f"summary/{name}": float(v) for name, v in numbers.items()}, 0)
         self._client.set_terminated(self._run, "FINISHED")
         self._run = ""
 

@@ -18,7 +18,7 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.recipe import Recipe, kind_of_updates
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
-from aqg.core.step_sizes import DistanceOverGradients, Fixed, StepRule, make_step, resolve_step
+from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
 from aqg.settings import FlowerSettings, check_bounds, table, typed
@@ -114,10 +114,8 @@ def describe_step(rule: StepRule) -> str:
     >>> describe_step(make_step("dog:first=0.1"))
     'dog:average=8:first=0.1:widest=8'
     """
-    options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
-    if isinstance(rule, Fixed) and not rule.average:
-        options = {}
-    return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
+    options = asdict(rule)
+    return ":".join([rule.name, *(f"{name}={value:g}" for name, value in options.items())])
 
 
 def known_or_mean(num_samples: Float64Array) -> Float64Array:

@@ -26,7 +26,7 @@ from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.flower.arrays import record_of
+from aqg.flower.arrays import record_of, values_of
 from aqg.flower.grid import CompressedGrid
 from aqg.flower.journal import Journal
 from aqg.flower.metrics import EXAMPLES, as_metrics, loss_in, mean_metrics, numbers_in, plain
@@ -191,26 +191,23 @@ class AQG(Strategy):
         the server measures, is the mean over the last ones.
 
         """
-        changes: dict[str, Any] = {}
-        if num_rounds is not None:
-            changes["rounds"] = num_rounds
-        if timeout is not None:
-            changes["round_timeout"] = float(timeout)
+        given = {"rounds": num_rounds, "round_timeout": timeout}
+        changes: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
         if isinstance(grid, CompressedGrid):
             raise ConfigError("AQG compresses by itself: write AQG(...), not Compressed(AQG(...))")
         settings = replace(self.settings, **changes)
         model = make_model(initial_arrays, *self._choice)
         self.summary()
         self._measure = self._measure_by(evaluate_fn, model)
-        every = max(1, settings.rounds // _METRIC_POINTS) if evaluate_fn is None else 1
+        every = settings.metrics_every or 1
+        if evaluate_fn is None and not settings.metrics_every:
+            every = max(1, settings.rounds // _METRIC_POINTS)
         journal = Journal(settings, self._loggers)
         try:
             run = self._begin(grid, settings, model, journal, evaluate_config or ConfigRecord())
             self._run, num_failed = run, 0
             while run.channel.version <= settings.rounds and not journal.ending:
-                stepped = self._run_round(
-                    run, settings.metrics_every or every, train_config or ConfigRecord()
-                )
+                stepped = self._run_round(run, every, train_config or ConfigRecord())
                 num_failed = 0 if stepped else num_failed + 1
                 if num_failed > settings.max_failed_rounds:
                     raise RunError(
@@ -239,10 +236,9 @@ class AQG(Strategy):
         if (number - 1) % settings.eval_every:
             told["measure"] = False
         asked = [client for client in run.roster.present if not away[client]]
-        self._sent = dict(
-            zip(asked, self._messages(run, asked, arrays, told, "train"), strict=True)
-        )
-        return list(self._sent.values())
+        messages = self._messages(run, asked, arrays, told, "train")
+        self._sent = dict(zip(asked, messages, strict=True))
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -304,15 +300,12 @@ class AQG(Strategy):
 
     def summary(self) -> None:
         settings = self.settings
-        recipe = settings.recipe or "one of your own"
+        names = ("downlink", "step", "weighting", "participation")
         _logger.info(
-            "AQG: %d clients, recipe %s, downlink %s, step %s, weighting %s, participation %g, %s",
+            "AQG: %d clients, recipe %s, %s, %s",
             settings.num_clients,
-            recipe,
-            settings.downlink,
-            settings.step,
-            settings.weighting,
-            settings.participation,
+            settings.recipe or "one of your own",
+            ", ".join(f"{name} {getattr(settings, name)}" for name in names),
             f"written to {settings.run_dir!r}" if settings.run_dir else "written nowhere",
         )
 
@@ -325,15 +318,9 @@ class AQG(Strategy):
         config: ConfigRecord,
     ) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        chosen = ChannelSettings(
-            recipe=settings.recipe,
-            bits=settings.bits,
-            max_staleness=settings.max_staleness,
-            seed=settings.seed,
-            own=self._recipe,
-            updates=settings.updates,
-            start=settings.start,
-        )
+        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start")
+        named = {name: getattr(settings, name) for name in names}
+        chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()
         downlink, rule = settings.make_downlink(recipe), settings.make_step(recipe)
         roster = Roster(settings.num_clients, settings.trust_partition_id)
@@ -348,7 +335,6 @@ class AQG(Strategy):
             settings.dropout,
             training.num_sampled(settings.num_clients) / settings.num_clients,
         )
-        make = partial(SteppingChannel, settings=chosen, stepping=stepping, travel=model.travel)
         schema, seed = model.schema, settings.seed
         journal.open(
             settings.terms
@@ -358,10 +344,11 @@ class AQG(Strategy):
                 "step": describe_step(rule),
             }
         )
-        compressed = CompressedGrid(grid, chosen, make_channel=make, run_name=journal.run)
-        channel = compressed.open(ARRAYS, model.record)
-        assert isinstance(channel, SteppingChannel)
+        values = values_of(model.record)
+        channel = SteppingChannel(f"{journal.run}0", values, chosen, stepping, model.travel)
         journal.restore(channel, roster)
+        compressed = CompressedGrid(grid, chosen, run_name=journal.run)
+        compressed.channels[ARRAYS] = channel
         accounts = Accounts(settings, roster, channel, compressed.counts)
         compressed.check_reply = accounts.check
         patience = settings.start_timeout, settings.round_timeout

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
+from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Strategy
+
+from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,3 +75,19 @@ class OuterGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return self.inner.pull_messages(message_ids)
+
+
+def require_strategy(strategy: object) -> None:
+    if isinstance(strategy, Strategy):
+        return
+    name = type(strategy).__name__
+    for kind in type(strategy).__mro__:
+        if kind.__module__.startswith("flwr.server.strategy"):
+            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
+            raise ConfigError(
+                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
+                f"flwr.serverapp.strategy.{new}"
+            )
+    raise ConfigError(
+        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
+    )

@@ -403,28 +403,19 @@ _FACTORS = 512
 def logistic_losses_and_gradients(
     params: FloatArray, features: FloatArray, labels: IntArray, weight: float, l2: float
 ) -> tuple[FloatArray, FloatArray]:
-    if features.ndim != 3:
-        clients = features.shape[:-2]
-        losses, gradients = logistic_losses_and_gradients(
-            params,
-            features.reshape(-1, *features.shape[-2:]),
-            labels.reshape(-1, labels.shape[-1]),
-            weight,
-            l2,
-        )
-        return losses.reshape(clients)[()], gradients.reshape(*clients, len(params))
-    losses = np.empty(len(features), features.dtype)
-    gradients = np.empty((len(features), len(params)), features.dtype)
+    *clients, num_samples, num_features = features.shape
+    losses = np.empty(math.prod(clients), features.dtype)
+    gradients = np.empty((len(losses), num_features), features.dtype)
     _logistic_rows(
         np.ascontiguousarray(params),
-        np.ascontiguousarray(features),
-        np.ascontiguousarray(labels),
+        np.ascontiguousarray(features).reshape(len(losses), num_samples, num_features),
+        np.ascontiguousarray(labels).reshape(len(losses), num_samples),
         weight,
         l2,
         losses,
         gradients,
     )
-    return losses, gradients
+    return losses.reshape(clients)[()], gradients.reshape(*clients, num_features)
 
 
 @njit(fastmath=_SUMS)

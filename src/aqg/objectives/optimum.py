@@ -13,8 +13,6 @@ import hashlib
 import json
 import math
 import operator
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -24,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
+from aqg.data.datasets import chosen_directory, write_whole
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective
 
@@ -165,26 +164,16 @@ def cached_optimum(
     """
     canonical = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    path = _cache_root(cache_dir) / "optima" / f"{digest}.json"
+    path = chosen_directory(cache_dir, CACHE_VARIABLE, "") / "optima" / f"{digest}.json"
     cached = _read_entry(path, canonical)
     if cached is not None:
         return cached
     optimum = compute()
+    entry = {"key": canonical, "optimum": asdict(optimum)}
     # No error: the value is at hand, only the next run will have to find it again.
-    with contextlib.suppress(OSError):
-        _write_entry(path, canonical, optimum)
+    with contextlib.suppress(DataError):
+        write_whole(path, json.dumps(entry, indent=2).encode())
     return optimum
-
-
-def _cache_root(cache_dir: Path | None) -> Path:
-    if cache_dir is not None:
-        return cache_dir
-    from_environment = os.environ.get(CACHE_VARIABLE)
-    if from_environment:
-        return Path(from_environment)
-    import platformdirs  # not needed where the environment says it
-
-    return platformdirs.user_cache_path("aqg")
 
 
 def _read_entry(path: Path, canonical: str) -> Optimum | None:
@@ -196,17 +185,3 @@ def _read_entry(path: Path, canonical: str) -> Optimum | None:
         return None
     intact = stored_key == canonical and all(map(math.isfinite, asdict(optimum).values()))
     return optimum if intact else None
-
-
-def _write_entry(path: Path, canonical: str, optimum: Optimum) -> None:
-    """Write the entry under a temporary name first: readers see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"key": canonical, "optimum": asdict(optimum)}
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(entry, file, indent=2)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -99,7 +99,8 @@ class ReferenceSimulation(Simulation):
     def _place(self, model: Model, clients: Clients) -> None:
         """Go on from a state; both sides get the one copy of a mirror."""
         self.clients = split_clients(clients)
-        self.server = server.join_server(model, [client.track for client in self.clients])
+        peers = [server.Peer(client.track) for client in self.clients]
+        self.server = server.join_server(model, peers)
         first = init_public(self.recipe, self.problem.initial_params)
         held = first if self._forgets else self.server.public
         self.models = [held] * len(self.clients)

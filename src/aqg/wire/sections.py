@@ -24,7 +24,7 @@ from aqg.errors import WireError
 from aqg.jit import njit
 from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols, make_ranges
+from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols
 from aqg.wire.tables import MIN_SCALE_BITS, Table, choose_table, least_bits, read_table, write_table
 from aqg.wire.varint import Reader, write_part
 
@@ -98,8 +98,7 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
     if plan is not None:
         coded = bytes([plan.head]) + write_table(plan.table)
         if not plan.table.is_constant:
-            ranges = make_ranges(plan.table.frequencies, plan.table.scale_bits)
-            coded += encode_symbols(plan.symbols, ranges, plan.lanes)
+            coded += encode_symbols(plan.symbols, plan.table, plan.lanes)
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
     packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width, threads=1)
@@ -139,8 +138,7 @@ def _decode_coded(
     payload: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
 ) -> None:
     if not table.is_constant:
-        ranges = make_ranges(table.frequencies, table.scale_bits)
-        decode_symbols(payload, ranges, lanes, symbols)
+        decode_symbols(payload, table, lanes, symbols)
         return
     if len(payload):
         raise WireError(f"{len(payload)} bytes follow a table with a single symbol")
