@@ -26,7 +26,7 @@ from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import ROUNDS, SUMMARY, Line
 from aqg.runs.files import seal, to_json, write_atomically
 from aqg.runs.loop import create_run, slug
-from aqg.runs.summary import summarize
+from aqg.runs.stopping import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 RECIPES = ("lean", "gd", "laq", "aqg", "aqg-2", "qgd", "lag", "qsgd", "signsgd", "onebit")

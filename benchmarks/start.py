@@ -17,9 +17,9 @@ from statistics import fmean, stdev
 
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.setup import build_problem, make_simulation, send_start
-from aqg.runs.summary import student_quantile
 from aqg.sim.problem import Problem
 from aqg.start import pack, unpack
+from aqg.studies.contest.measure import student_quantile
 
 MODELS = ("mlp:32", "cnn", "resnet8:width=4")
 WAYS = ("exact", "digest", "rounded:4", "seed")

@@ -28,7 +28,7 @@ from aqg.core.recipes import make_recipe, register
 
 class Slow(Tolerance):
     def decide(self, case):
-        time.sleep(0.015)
+        time.sleep(0.06)
         return super().decide(case)
 
 @register("slow", "like lean, but slower")

@@ -8,7 +8,7 @@ from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import ROUNDS, SUMMARY, Line
 from aqg.runs.files import seal, to_json, write_atomically
 from aqg.runs.loop import create_run
-from aqg.runs.summary import summarize
+from aqg.runs.stopping import summarize
 from aqg.sim.record import DROPPED, RoundRecord
 
 MINIMUM = 0.25

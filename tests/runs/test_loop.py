@@ -13,8 +13,7 @@ from aqg.runs.cost import Cost
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory, read_toml
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
-from aqg.runs.stopping import Target
-from aqg.runs.summary import Trace
+from aqg.runs.stopping import Target, Trace
 from aqg.weights import BEST, FINAL
 
 from tests.problems import crossed

@@ -35,6 +35,7 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
 from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
+from aqg.runs.cost import BYTES
 from aqg.runs.directory import CONFIG, output_directory, read_metrics, read_toml
 from aqg.runs.executor import Interrupted
 from aqg.runs.loop import read_configs
@@ -338,7 +339,7 @@ def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
 
 
 def _byte_table(nodes: list[dict[str, int]]) -> Table:
-    names = ("uploads", "upload_bytes", "download_bytes", "total_bytes", "plain_bytes")
+    names = ("uploads", *BYTES, "plain_bytes")
     counts = [[node[name] for name in names] for node in nodes]
     counts.append([sum(column) for column in zip(*counts, strict=True)])
     rows = []

@@ -25,16 +25,15 @@ from rich.table import Column
 
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
-from aqg.runs.cost import Cost
+from aqg.runs.cost import BYTES, Cost
 from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.plan import Compiling, Job, StudyPlan
 from aqg.runs.table import Table, format_bytes
 
 Row: TypeAlias = Mapping[str, Any]
-"""A run's results (`aqg.runs.summary.summarize`)."""
+"""A run's results (`aqg.runs.stopping.summarize`)."""
 DIRECTIONS = ("up", "down", "total")
-BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -68,31 +69,24 @@ class _Plan:
     is_batch: bool
 
 
-class Minimum:
-    """Finds the minimum of the loss when it is first asked for, and says how far it is.
+def _make_finder(
+    config: RunConfig, problem: Problem, console: Console, stop: threading.Event
+) -> Callable[[], float | None]:
+    """Return what finds the minimum of the loss when it is first asked for, and says how far it is.
 
     That is when the first run has been trained, unless the minimum decides when runs end.
     """
+    percent = 0
 
-    def __init__(self, config: RunConfig, problem: Problem, console: Console) -> None:
-        self._config, self._problem = config, problem
-        self._console = console
-        self._next_percent = 10
-        self._found: float | None = None
-        self.is_stop_asked: Callable[[], bool] = lambda: False
-
-    def __call__(self) -> float | None:
-        if self._found is None:
-            self._found = find_minimum(self._config, self._problem, self._progress)
-        return self._found
-
-    def _progress(self, share: float) -> None:
-        if self.is_stop_asked():
+    def report(share: float) -> None:
+        nonlocal percent
+        if stop.is_set():
             raise Interrupted
-        while 100 * share >= self._next_percent:
-            text = f"Finding the minimum of the loss (once, then cached): {self._next_percent} %"
-            say(self._console, text)
-            self._next_percent += 10
+        while 100 * share >= percent + 10:
+            percent += 10
+            say(console, f"Finding the minimum of the loss (once, then cached): {percent} %")
+
+    return functools.cache(lambda: find_minimum(config, problem, report))
 
 
 def run_command(options: RunOptions) -> None:
@@ -110,8 +104,10 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
         try_out(config, problem)
-    minimum = Minimum(config, problem, console) if problem.objective.convex else None
-    if minimum is None:
+    stop, minimum = threading.Event(), None
+    if problem.objective.convex:
+        minimum = _make_finder(config, problem, console, stop)
+    else:
         find_minimum(config, problem)  # an error where one is needed
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
@@ -119,9 +115,6 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     names = [run_config.recipe for run_config, _ in plan.runs]
     # A single run's directory is locked by the run itself.
     lock = locked(plan.directory) if plan.is_batch else nullcontext()
-    stop = threading.Event()
-    if minimum is not None:
-        minimum.is_stop_asked = stop.is_set
     rows = []
     with lock, progress_bars(console, names, config.rounds) as watcher, stop_requests(stop):
         try:

@@ -20,7 +20,13 @@ from aqg.cli.display import DIRECTIONS_NOTE, Overview, say, sweep_table, widen
 from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.runs.config import RunConfig, located, named_settings, refuse_unnamed_code
+from aqg.runs.config import (
+    RunConfig,
+    located,
+    named_settings,
+    refuse_changes,
+    refuse_unnamed_code,
+)
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
@@ -41,7 +47,6 @@ from aqg.studies.contest.tasks import (
     parse_target,
     parse_tasks,
 )
-from aqg.studies.paper.figures import keep_results
 from aqg.studies.paper.outcomes import (
     RUN_DIRECTORY,
     Results,
@@ -50,7 +55,7 @@ from aqg.studies.paper.outcomes import (
     read_results,
 )
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
-from aqg.studies.paper.tables import all_tables
+from aqg.studies.paper.tables import all_tables, keep_results
 
 _SEEDS = 5
 JobType = TypeVar("JobType", bound=Job)
@@ -221,13 +226,9 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
         stored = options.resume / sweeps.GRID
         if stored.is_file():
             settings = read_toml(stored)
-            for key, value in flags.items():
-                if located(key, settings.get(key)) != value:
-                    raise ConfigError(
-                        f"cannot resume {str(options.resume)!r} with {key} {value}: the sweep has "
-                        f"{key} {settings.get(key, 'missing')}; drop the option, or start a new "
-                        "sweep"
-                    )
+            before = {key: located(key, settings[key]) for key in flags if key in settings}
+            advice = "drop the option, or start a new sweep"
+            refuse_changes(options.resume, before, flags, "sweep", advice)
             _guard(stored, settings, options)
         found = sweeps.open_sweep(options.resume, document, options.data_dir)
         yield _SweepPlan(options.resume, found, None)

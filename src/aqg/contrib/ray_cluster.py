@@ -33,7 +33,7 @@ from aqg.runs.executor import (
     Task,
     attempt,
 )
-from aqg.runs.files import append_at, write_atomically
+from aqg.runs.files import write_atomically
 from aqg.runs.plan import Train, load, problem_key
 from aqg.sim.problem import Problem
 from aqg.weights import BEST, FINAL
@@ -48,21 +48,22 @@ _ORDER = (CONFIG, BEST, ROUNDS, CHECKPOINT, FINAL, SUMMARY)
 
 @dataclass(frozen=True)
 class _Files:
-    """Files of a run that are new or have changed; of the rounds, what follows ``offset``."""
+    """The files of a run as it goes on from them; those that are not there are gone."""
 
     content: Mapping[str, bytes]
-    offset: int
-    removed: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(directory: Path) -> _Files:
+        found = (directory / name for name in _ORDER)
+        return _Files({file.name: file.read_bytes() for file in found if file.exists()})
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name in _ORDER:
-            if name == ROUNDS and name in self.content:
-                append_at(directory / name, self.offset, self.content[name])
-            elif name in self.content:
+            if name in self.content:
                 write_atomically(directory / name, self.content[name])
-        for name in self.removed:
-            (directory / name).unlink(missing_ok=True)
+            else:
+                (directory / name).unlink(missing_ok=True)
 
 
 class RayCluster(Place):
@@ -183,12 +184,8 @@ class RayCluster(Place):
             self._register_own_modules()
             self._problems[key] = self._ray.put(problem)
         plugins = {path: Path(path).read_bytes() for path in task.config.plugins}
-        names = (ROUNDS, CHECKPOINT, BEST) if (task.directory / CHECKPOINT).exists() else ()
-        files = {
-            name: (task.directory / name).read_bytes()
-            for name in names
-            if (task.directory / name).exists()
-        }
+        has_begun = (task.directory / CHECKPOINT).exists()
+        files = _Files.of(task.directory) if has_begun else _Files({})
         return _Away(task, files, plugins), self._problems[key]
 
     def _register_own_modules(self) -> None:
@@ -238,7 +235,7 @@ class _Away:
     """A run away from its directory: goes on from these files, and sends back what it writes."""
 
     task: Train
-    files: Mapping[str, bytes]
+    files: _Files
     plugins: Mapping[str, bytes]
 
     def on(self, problem: Problem) -> Task:
@@ -251,34 +248,10 @@ class _Away:
                     paths[-1].write_bytes(content)
                 load_plugins(tuple(map(str, paths)))
                 directory = Path(temporary) / "run"
-                _Files(self.files, 0).write(directory)
+                self.files.write(directory)
                 local = replace(self.task, directory=directory)
-                return local.run(lambda: problem, _sending_files(contact, directory))
+                # Whenever the run was saved, its files come back.
+                sending = replace(contact, saved=lambda: contact.tell(_Files.of(directory)))
+                return local.run(lambda: problem, sending)
 
         return run
-
-
-def _sending_files(contact: Contact, directory: Path) -> Contact:
-    """Send back what changed in a run's directory each time it was saved."""
-    sent: dict[str, tuple[int, int]] = {}
-    num_sent = 0
-
-    def saved() -> None:
-        nonlocal num_sent
-        content = {}
-        for name in _ORDER:
-            file = directory / name
-            if file.exists():
-                status = file.stat()
-                state = status.st_mtime_ns, status.st_size
-                if sent.get(name) != state:
-                    sent[name] = state
-                    content[name] = file.read_bytes()
-        offset = num_sent
-        if ROUNDS in content:
-            num_sent = len(content[ROUNDS])
-            content[ROUNDS] = content[ROUNDS][offset:]
-        removed = tuple(name for name in sent if not (directory / name).exists())
-        contact.tell(_Files(content, offset, removed))
-
-    return replace(contact, saved=saved)

@@ -26,7 +26,7 @@ from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import CHECKPOINT, ROUNDS, Line, finite_or_none, read_lines, read_rows
 from aqg.runs.files import locked
 from aqg.runs.loop import ModelFiles
-from aqg.runs.summary import summarize
+from aqg.runs.stopping import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

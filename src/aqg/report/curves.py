@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from aqg.objectives.metrics import named_metric
 from aqg.report.runs import Run
+from aqg.runs.cost import BYTES
 from aqg.runs.table import write_csv
 from aqg.sim.record import DROPPED
 
@@ -26,7 +27,6 @@ AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 SECONDS = "simulated_seconds"
 """One more axis, for runs that have a clock."""
 LOSSES = ("residual", "loss")
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
 @dataclass(frozen=True)
@@ -270,14 +270,14 @@ def result_of(run: Run) -> dict[str, Any]:
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
     reached = {"target_rounds": target.get("reached_round")}
-    reached |= {f"target_{name}": target.get(name) for name in _BYTES}
+    reached |= {f"target_{name}": target.get(name) for name in BYTES}
     return {
         "finished": run.summary is not None,
         "diverged": run.diverged,
         "rounds": len(run.rounds),
         "uploads": int(run.uploads.sum()),
         "bits_per_param": int(run.bits.sum()),
-        **{name: int(getattr(run, name).sum()) for name in _BYTES},
+        **{name: int(getattr(run, name).sum()) for name in BYTES},
         "final_loss": _last(run, "loss"),
         "residual": _last(run, "residual"),
         "metrics": {name: _last(run, name) for name in run.metrics},
@@ -320,7 +320,7 @@ def curves_csv(runs: Sequence[Run]) -> str:
     Round 0 is the start.
     """
     metrics = metric_names(runs)
-    columns = ["run", "recipe", "seed", "round", "uploads", *_BYTES, "loss", "residual"]
+    columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
     return write_csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
 
@@ -342,20 +342,12 @@ def _column(name: str, taken: Iterable[str]) -> str:
 
 
 def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
-    summary = run.summary or {}
-    counts = (run.uploads, run.upload_bytes, run.download_bytes, run.total_bytes)
-    columns = [np.concatenate(([0], np.cumsum(count))).tolist() for count in counts]
+    counts = (run.uploads, *(getattr(run, name) for name in BYTES))
+    spent = (np.concatenate(([0], np.cumsum(count))).tolist() for count in counts)
     rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
-    losses = [*_known(run.losses), summary.get("final_loss")]
-    unknown = np.full(len(run.rounds), np.nan)
-    found = [
-        [*_known(run.metrics.get(name, unknown)), summary.get(f"test_{name}")] for name in metrics
-    ]
-    for index, (number, loss) in enumerate(zip(rounds, losses, strict=False)):
-        residual = None if loss is None or run.minimum is None else loss - run.minimum
-        values = (column[index] for column in found)
-        spent = (column[index] for column in columns)
-        yield run.name, run.recipe, run.seed, number, *spent, loss, residual, *values
+    reached = (_known(_metric(run, name)) for name in ("loss", "residual", *metrics))
+    for row in zip(rounds, *spent, *reached, strict=False):
+        yield run.name, run.recipe, run.seed, *row
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
@@ -363,7 +355,7 @@ def clients_csv(runs: Sequence[Run]) -> str:
 
     A number is missing where it is not on record.
     """
-    columns = ["run", "recipe", "seed", "client", *_BYTES]
+    columns = ["run", "recipe", "seed", "client", *BYTES]
     return write_csv(columns, (row for run in runs for row in _client_rows(run)))
 
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.errors import RunError
 from aqg.report.curves import describe_metric, metric_names, result_of, run_points
+from aqg.report.pictures import grid, png
 from aqg.report.runs import Comparison, Group, Run, setting_text
-from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU
-from aqg.studies.contest.table import RESULTS
+from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU, RESULTS
+from aqg.studies.contest.search import FEDAVG, OURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Spread = list[float]
 """The middle, the lower and the upper end."""
@@ -206,46 +211,46 @@ def find_studies(directories: Sequence[Path]) -> list[Path]:
 
 
 def of_study(directory: Path) -> list[Panel]:
-    cells = [
-        cell
-        for cell in _cells(directory)
-        if cell.get("goal") in (FIXED, PLATEAU) and not cell.get("same_as")
-    ]
     try:
-        return [
-            _task_panel(task, [cell for cell in cells if cell["task"] == task])
-            for task in dict.fromkeys(cell["task"] for cell in cells)
-        ]
+        return of_cells(_cells(directory))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{str(directory / RESULTS)!r} holds a cell without a usable {error}"
         ) from None
 
 
+def of_cells(cells: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Return a panel for each task of a comparison, for the goal that counts."""
+    shown = [c for c in cells if c.get("goal") in (FIXED, PLATEAU) and not c.get("same_as")]
+    return [
+        _task_panel(task, [cell for cell in shown if cell["task"] == task])
+        for task in dict.fromkeys(cell["task"] for cell in shown)
+    ]
+
+
 def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
+    """Where federated averaging does not reach the target, rounds take the place of the delay."""
     points, never = [], []
     is_averaging = cells[0]["goal"] == PLATEAU
+    has_delays = any(cell["delay"] is not None for cell in cells)
     for cell in cells:
-        if cell["cost"] is None or cell["delay"] is None:
-            never.append(str(cell["recipe"]))
+        recipe, x = str(cell["recipe"]), cell["delay"]
+        if not has_delays and cell.get("rounds") is not None:
+            x = {"value": max(1.0, cell["rounds"]), "low": None, "high": None}
+        if cell["cost"] is None or x is None:
+            never.append(recipe)
             continue
-        points.append(
-            Point(
-                str(cell["recipe"]),
-                str(cell["recipe"]),
-                _interval(cell["delay"], cell["num_reached"]),
-                _interval(cell["cost"], cell["num_reached"]),
-                cell["num_reached"] == cell["num_seeds"],
-            )
-        )
+        count = cell["num_reached"]
+        ends = _interval(x, count), _interval(cell["cost"], count)
+        points.append(Point(recipe, recipe, *ends, count == cell["num_seeds"]))
     return Panel(
         title=str(task),
         goal="as good as federated averaging" if is_averaging else "at the task's target",
-        x="delay: rounds over those of federated averaging",
+        x="delay: rounds over those of federated averaging" if has_delays else "rounds",
         y="bytes uploaded and downloaded",
         points=tuple(points),
         never=tuple(never),
-        limit=MOST_DELAY,
+        limit=MOST_DELAY if has_delays else None,
     )
 
 
@@ -268,3 +273,97 @@ def _cells(directory: Path) -> list[dict[str, Any]]:
     if not isinstance(cells, list):
         return []
     return [cell for cell in cells if isinstance(cell, dict) and "delay" in cell and "goal" in cell]
+
+
+_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
+_MARKERS = "osD^vPX<>hp"
+_OUR_COLOR = "#D55E00"
+_OPEN = "none"
+"""The face of a marker where some seeds do not reach the goal."""
+_PANEL = 3.6
+"""Inches."""
+_TICKS = (0.25, 0.5, 0.75, 1, 1.25, 2, 3, 4, 10, 30)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other beats in both coordinates, by increasing first one.
+
+    >>> frontier([(1.0, 5.0), (2.0, 3.0), (1.5, 6.0), (3.0, 3.0)])
+    [(1.0, 5.0), (2.0, 3.0)]
+    """
+    best: list[tuple[float, float]] = []
+    for delay, cost in sorted(points):
+        if not best or cost < best[-1][1]:
+            best.append((delay, cost))
+    return best
+
+
+def draw(panels: Sequence[Panel], recipes: Sequence[str]) -> bytes:
+    """Draw panels of a comparison; return a PNG.
+
+    Recipes that do not reach the goal are named in the corner, and those with an open marker reach
+    it with some seeds only. What lies left of the dotted line is a swap-in; the step line is the
+    frontier.
+    """
+    figure, axes = grid(len(panels), _PANEL, _PANEL, 1.6)
+    others = [recipe for recipe in recipes if recipe not in (FEDAVG, OURS)]
+    looks = {
+        recipe: (_COLORS[n % len(_COLORS)], _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)])
+        for n, recipe in enumerate(others)
+    } | {OURS: (_OUR_COLOR, "*")}
+    handles: dict[str, Any] = {}
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_panel(axis, panel, looks)
+        legend: Any = axis.get_legend_handles_labels()
+        for artist, name in zip(*legend, strict=True):
+            if name not in handles or artist.get_markerfacecolor() != _OPEN:
+                handles[name] = artist
+    order = [name for name in recipes if name in handles]
+    if order:
+        look: dict[str, Any] = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
+        figure.legend([handles[name] for name in order], order, **look)
+    return png(figure)
+
+
+def _draw_panel(axis: Axes, panel: Panel, looks: dict[str, tuple[str, str]]) -> None:
+    others = [point for point in panel.points if point.recipe != FEDAVG]
+    for point in panel.points:
+        (x, *xs), (y, *ys) = point.x, point.y
+        if point.recipe == FEDAVG:
+            axis.plot(x, y, "s", color="black", markersize=6, label=FEDAVG, linestyle="none")
+            axis.axhline(y / 1000, color="black", linewidth=0.6, linestyle="--")
+            edge = axis.get_yaxis_transform()
+            axis.text(1, y / 1000, "1/1000", transform=edge, ha="right", va="bottom", fontsize=7)
+            continue
+        color, marker = looks[point.recipe]
+        look: dict[str, Any] = {"markersize": 7, "markeredgecolor": color, "zorder": 3}
+        if point.recipe == OURS:
+            look = {"markersize": 13, "markeredgecolor": "black", "zorder": 4}
+        face = color if point.is_reached_by_all else _OPEN
+        look |= {"markerfacecolor": face, "linestyle": "none"}
+        axis.plot(x, y, marker, color=color, label=point.recipe, **look)
+        axis.plot(xs, [y, y], color=color, linewidth=1)
+        axis.plot([x, x], ys, color=color, linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    delays = [point.x[0] for point in others]
+    if best := frontier([(point.x[0], point.y[0]) for point in others]):
+        ends = [x for x, _ in best] + [max(delays)], [y for _, y in best] + [best[-1][1]]
+        axis.step(*ends, where="post", color="#999999", linewidth=1.2, zorder=1)
+    axis.set_xlabel("rounds", fontsize=8)
+    if panel.limit is not None:
+        axis.axvline(panel.limit, color="black", linewidth=0.9, linestyle=":")
+        delays += [1.0, panel.limit]
+        low, high = min(delays) / 1.25, max(delays) * 1.25
+        axis.set_xlim(low, high)
+        ticks = [tick for tick in _TICKS if low < tick < high]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("delay (rounds over federated averaging's)", fontsize=8)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_ylabel("bytes, both directions", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    if panel.never:
+        names = textwrap.fill("not reached: " + ", ".join(panel.never), 44)
+        axis.text(0.02, 0.08, names, transform=axis.transAxes, fontsize=7, va="bottom")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
-from aqg.runs.cost import DOWNLOADS, UPLOADS
+from aqg.runs.cost import BYTES, DOWNLOADS, UPLOADS
 from aqg.runs.directory import (
     CONFIG,
     METRIC_PREFIX,
@@ -32,8 +32,7 @@ from aqg.sim.record import DROPPED
 from aqg.studies.sweep import GRID
 
 _MAX_DEPTH = 4
-_BYTES = ("upload_bytes", "download_bytes", "total_bytes")
-_KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "widths", *_BYTES))
+_KNOWN_KEYS = frozenset(("round", "loss", "uploads", "bits_per_param", "widths", *BYTES))
 
 
 @dataclass(frozen=True)

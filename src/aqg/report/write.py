@@ -54,6 +54,7 @@ from aqg.report.runs import (
     read_runs,
     setting_text,
 )
+from aqg.runs.cost import BYTES
 from aqg.runs.files import write_atomically
 from aqg.runs.table import format_bytes
 
@@ -66,7 +67,7 @@ _HISTOGRAM_BINS = 120
 _MAX_MARKED_FAULTS = 500
 _MAX_FAULT_ROWS = 200
 _SPREAD = (
-    *("rounds", "uploads", "bits_per_param", "upload_bytes", "download_bytes", "total_bytes"),
+    *("rounds", "uploads", "bits_per_param", *BYTES),
     *("target_upload_bytes", "target_total_bytes", "final_loss", "residual", "faults"),
 )
 

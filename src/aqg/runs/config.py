@@ -458,6 +458,18 @@ def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) 
     return dict(map(parse_assignment, assignments or ())) | dict(flags)
 
 
+def refuse_changes(
+    directory: Path, before: Mapping[str, Any], after: Mapping[str, Any], what: str, advice: str
+) -> None:
+    """Refuse to go on with what was begun with other settings."""
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) != after.get(key):
+            raise ConfigError(
+                f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
+                f"the {what} has {key} {before.get(key, 'missing')}; {advice}"
+            )
+
+
 def to_toml(configs: tuple[RunConfig, ...]) -> str:
     """Write configs that differ only in the recipe as one TOML text that `resolve` reads back."""
     settings = {k: v for k, v in asdict(configs[0]).items() if v is not None and v != ()}

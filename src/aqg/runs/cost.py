@@ -22,6 +22,9 @@ from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.training import Training
 
+BYTES = ("upload_bytes", "download_bytes", "total_bytes")
+"""What is counted of rounds and runs, as it is called in files and tables."""
+
 
 @dataclass(frozen=True)
 class Cost:

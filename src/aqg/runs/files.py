@@ -117,7 +117,19 @@ class Records:
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a record whole or not at all; what an earlier kill cut short is removed."""
         line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
-        append_at(self.path, _end_of_lines(self.path), line)
+        try:
+            with self.path.open("ab") as file:
+                start = _end_of_lines(self.path)
+                file.truncate(start)
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, start)
+                    raise
+        except OSError as error:
+            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
@@ -125,8 +137,6 @@ class Records:
 
 
 def _end_of_lines(path: Path) -> int:
-    if not path.exists():
-        return 0
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -137,24 +147,6 @@ def _end_of_lines(path: Path) -> int:
                 return start + found + 1
             end = start
     return 0
-
-
-def append_at(path: Path, offset: int, content: bytes) -> None:
-    """Let ``content`` follow the first ``offset`` bytes of a file, on disk, or nothing at all."""
-    try:
-        with path.open("ab") as file:
-            if file.tell() < offset:
-                raise RunError(f"{str(path)!r} has {file.tell()} bytes; {offset} are needed")
-            file.truncate(offset)
-            try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                os.truncate(path, offset)
-                raise
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aqg import __version__
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError, RunError
+from aqg.errors import RunError
 from aqg.objectives.base import Objective
-from aqg.runs.config import RunConfig, resolve, to_toml
+from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
 from aqg.runs.directory import (
     CHECKPOINT,
@@ -38,8 +38,7 @@ from aqg.runs.directory import (
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import curve, follow_target, make_simulation
-from aqg.runs.stopping import Ending, Judge, has_diverged
-from aqg.runs.summary import summarize
+from aqg.runs.stopping import Ending, Judge, has_diverged, summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
@@ -93,15 +92,11 @@ def read_configs(
     settings = read_toml(directory / CONFIG)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
-    if asked != configs:
-        before, after = asdict(configs[0]), asdict(asked[0])
-        before["recipe"] = ",".join(config.recipe for config in configs)
-        after["recipe"] = ",".join(config.recipe for config in asked)
-        name = next(name for name in before if before[name] != after[name])
-        raise ConfigError(
-            f"cannot resume {str(directory)!r} with {name} {after[name]}: "
-            f"the run has {name} {before[name]}; drop the option, or start a new run"
-        )
+    before, after = (
+        {**asdict(found[0]), "recipe": ",".join(config.recipe for config in found)}
+        for found in (configs, asked)
+    )
+    refuse_changes(directory, before, after, "run", "drop the option, or start a new run")
     return configs
 
 

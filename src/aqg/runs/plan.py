@@ -14,10 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from aqg.errors import AqgError, ConfigError
+from aqg.errors import AqgError
 from aqg.jit import when_compiling
 from aqg.runs import loop
-from aqg.runs.config import RunConfig, check_files, load_plugins, read_stored, to_toml
+from aqg.runs.config import (
+    RunConfig,
+    check_files,
+    load_plugins,
+    read_stored,
+    refuse_changes,
+    to_toml,
+)
 from aqg.runs.directory import CONFIG, read_config, read_summary
 from aqg.runs.executor import Contact, Done, Event, Place, run_tasks
 from aqg.runs.files import write_atomically
@@ -131,12 +138,7 @@ def _check_unchanged(directory: Path, config: RunConfig) -> None:
     stored = read_stored(read_config(directory))
     if stored != config:
         check_files(stored)
-        before, after = asdict(stored), asdict(config)
-        key = next(key for key in before if before[key] != after[key])
-        raise ConfigError(
-            f"cannot resume {str(directory)!r} with {key} {after[key]}: "
-            f"the run has {key} {before[key]}; start a new one"
-        )
+        refuse_changes(directory, asdict(stored), asdict(config), "run", "start a new one")
 
 
 Key = tuple[tuple[str, Any], ...]

@@ -1,4 +1,4 @@
-"""When a run is over before its last round: one definition each.
+"""When a run is over before its last round, one definition each; and its results.
 
 *Reached*
     The target is met so many rounds in a row (`Target.hold`); the first of them counts. With
@@ -16,20 +16,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
 
 from aqg.errors import ConfigError
 from aqg.runs.cost import Cost
+from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
 Ending: TypeAlias = Literal["reached", "rounds", "diverged", "hopeless", "beyond"]
 
-KINDS: tuple[Kind, ...] = ("residual", "loss", "accuracy")
 _DIVERGED_LOSS = 1e20
 _HOPELESS = 100.0
 """A loss so many times the first one does not come back."""
@@ -58,8 +60,6 @@ class Target:
     is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown target {self.kind!r}; choose from {', '.join(KINDS)}")
         most = 1.0 if self.kind == "accuracy" else math.inf
         if not (0 < self.value <= most and math.isfinite(self.value)):
             bound = "above 0 and at most 1" if self.kind == "accuracy" else "above 0"
@@ -177,3 +177,77 @@ class Judge:
 
     def costs(self, ending: Ending) -> Cost:
         return self._candidate if ending == "reached" else self._costs
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run as curves: entry ``i`` is the state after ``rounds[i]`` rounds.
+
+    The loss after ``k`` rounds is the one that round ``k+1`` reported at its start, or the final
+    one; costs are cumulative.
+    """
+
+    costs: tuple[Cost, ...]
+    losses: tuple[float, ...]
+    metrics: tuple[Mapping[str, float], ...]
+
+    @staticmethod
+    def of(
+        lines: Sequence[Line], final_loss: float, final_metrics: Mapping[str, float] | None = None
+    ) -> Trace:
+        records = [line.record for line in lines]
+        costs = accumulate(records, Cost.plus, initial=Cost())
+        losses = [*(record.loss for record in records), final_loss]
+        measured = [*(line.metrics for line in lines), final_metrics or {}]
+        kept = [row for row in zip(costs, losses, measured, strict=True) if row[1] is not None]
+        return Trace(*zip(*kept, strict=True))
+
+    def cost_to(self, target: Target, minimum: float | None = None) -> Cost | None:
+        """Return the cost of the first point from which a target counts as reached."""
+        if target.kind == "accuracy":
+            values = [metrics.get("accuracy") for metrics in self.metrics]
+        elif target.kind == "residual" and minimum is None:
+            return None
+        else:
+            start = minimum if target.kind == "residual" and minimum is not None else 0.0
+            values = [loss - start for loss in self.losses]
+        known = [(v, cost) for v, cost in zip(values, self.costs, strict=True) if v is not None]
+        first = target.first_reached([value for value, _ in known])
+        return None if first is None else known[first][1]
+
+
+def summarize(
+    recipe: str,
+    lines: Sequence[Line],
+    final_loss: float,
+    metrics: Mapping[str, float],
+    minimum: float | None,
+    target: Target | None,
+) -> dict[str, Any]:
+    """Return a run's results as ``--json`` prints them."""
+    records = [line.record for line in lines]
+    cost = functools.reduce(Cost.plus, records, Cost())
+    first_loss = records[0].loss if records else None
+    row: dict[str, Any] = {
+        "recipe": recipe,
+        **cost.to_json(),
+        "final_loss": finite_or_none(final_loss),
+        "residual": None if minimum is None else finite_or_none(final_loss - minimum),
+        "test_accuracy": None,
+        **metric_fields(metrics),
+        "diverged": has_diverged(final_loss),
+        "worse_than_start": first_loss is not None and not final_loss <= first_loss,
+        "faults": sum(len(record.faults) for record in records),
+    }
+    names = ("statistics_upload_bytes", "statistics_download_bytes")
+    statistics = {name: sum(getattr(record, name) for record in records) for name in names}
+    if any(statistics.values()):
+        row |= statistics
+    if target is not None:
+        reached = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
+        spent = (reached or cost).to_json()
+        if reached is None:
+            spent = dict.fromkeys(spent)
+        spent["reached_round"] = spent.pop("rounds")
+        row["target"] = {target.kind: target.value, **spent}
+    return row

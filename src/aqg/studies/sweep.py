@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from aqg.errors import AqgError, ConfigError, RunError
-from aqg.runs.config import SETTINGS, RunConfig, located, resolve
+from aqg.runs.config import SETTINGS, RunConfig, located, refuse_changes, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import SUMMARY, create_directory, read_summary, read_toml
 from aqg.runs.files import write_atomically
@@ -218,13 +218,9 @@ def open_sweep(
     if not (directory / GRID).is_file():
         raise RunError(f"{str(directory)!r} is not a sweep's directory: it has no {GRID}")
     stored = read_toml(directory / GRID)
-    if document is not None and dict(document) != stored:
-        before, after = _flat(stored), _flat(document)
-        key = next(k for k in (*before, *after) if before.get(k) != after.get(k))
-        raise ConfigError(
-            f"cannot resume {str(directory)!r} with {key} {after.get(key, 'missing')}: "
-            f"the sweep has {key} {before.get(key, 'missing')}; drop the file, or start a new sweep"
-        )
+    if document is not None:
+        advice = "drop the file, or start a new sweep"
+        refuse_changes(directory, _flat(stored), _flat(document), "sweep", advice)
     return expand(stored, data_dir)
 
 

@@ -16,7 +16,6 @@ from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost, heads
 from aqg.runs.plan import unfinished
-from aqg.studies.paper.figures import all_figures, keep_results, stack_curves
 from aqg.studies.paper.outcomes import (
     CURVES,
     META,
@@ -34,6 +33,7 @@ from aqg.studies.paper.outcomes import (
     write_results,
 )
 from aqg.studies.paper.plan import FULL, QUICK, TABLE_2, make_plan
+from aqg.studies.paper.tables import all_figures, band_of, keep_results
 
 from papers.claims import VERDICTS, find
 from papers.mao2022 import all_passages, all_tables
@@ -292,26 +292,15 @@ def test_pictures(stored):
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
 
 
-def test_a_band_covers_every_seed_and_ends_with_the_first():
-    curves = {
-        "a": Curve((Cost(0, 0, 0, 0), Cost(1, 2, 4, 3), Cost(10, 5, 10, 9)), (2.5, 1.5, 0.6)),
-        "b": Curve((Cost(0, 0, 0, 0), Cost(1, 2, 4, 3), Cost(10, 8, 16, 9)), (2.5, 1.5, 0.7)),
-        "c": Curve((Cost(0, 0, 0, 0), Cost(4, 8, 16, 9)), (2.5, math.inf)),
-    }
-    runs = [
-        make_outcome(name="a", final_loss=0.6),
-        make_outcome(name="b", final_loss=0.7),
-        make_outcome(name="c", final_loss=math.inf),
-    ]
-    results = Results(tuple(runs), curves, {})
-    grid, heights = stack_curves(results, runs, "rounds")
-    assert grid[-1] == 10
-    assert heights[:2, -1] == pytest.approx([0.1, 0.2])
-    assert heights[2, -1] == heights.max() > 1e3  # it left the picture
-    grid, heights = stack_curves(results, runs[:2], "uploads")
-    assert (grid[0], grid[-1]) == pytest.approx((2, 5))
-    assert heights[0, -1] == pytest.approx(0.1)
-    assert heights[1, -1] > 0.2
+def test_a_run_that_diverged_leaves_the_picture():
+    costs = (Cost(0, 0, 0, 0), Cost(10, 5, 10, 9))
+    curves = {"a": Curve(costs, (2.5, 0.6)), "b": Curve(costs, (2.5, math.inf))}
+    runs = [make_outcome(name="a", final_loss=0.6), make_outcome(name="b", final_loss=math.inf)]
+    band = band_of(Results(tuple(runs), curves, {}), runs, "uploads")
+    assert band.x.tolist() == [0, 5]
+    assert band.low == pytest.approx([2.0, 0.1])
+    assert band.high[0] == pytest.approx(2.0)
+    assert band.high[1] > 1e3
 
 
 def test_errors_are_one_line(tmp_path, capsys):

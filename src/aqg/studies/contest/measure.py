@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aqg.runs.stopping import Kind, Target
-from aqg.runs.summary import student_quantile
 
+RESULTS = "results.json"
+"""In a comparison's directory, what was measured."""
 MOST_DELAY = 1.25
 FIXED, PLATEAU = "target", "plateau"
 """What counts: a fixed target, or the plateau less one point."""
@@ -256,6 +257,17 @@ def rank(goal: Goal, curve: Curve, reference: Reference) -> Rank:
 def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
     plateau = plateau_of(curve, goal.num_rounds)
     return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
+
+
+def student_quantile(degrees: int, level: float = 0.95) -> float:
+    """Return how many standard errors a two-sided interval of Student's has to each side.
+
+    >>> [round(student_quantile(degrees), 3) for degrees in (1, 9, 40)]
+    [12.706, 2.262, 2.021]
+    """
+    from scipy import stats  # takes a second to import
+
+    return float(stats.t.ppf((1 + level) / 2, degrees))
 
 
 @dataclass(frozen=True)

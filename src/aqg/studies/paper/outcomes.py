@@ -28,8 +28,7 @@ from aqg.runs.directory import CONFIG, Line, read_config, read_lines, read_summa
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Job
 from aqg.runs.setup import minimum_key
-from aqg.runs.stopping import Target, has_diverged
-from aqg.runs.summary import Trace
+from aqg.runs.stopping import Target, Trace, has_diverged
 from aqg.runs.table import records_to_csv
 from aqg.studies.paper.plan import BLOCKS, PlannedRun, Scale
 
