@@ -160,11 +160,17 @@ class ModuleObjective(Objective):
         run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
         with LOCK:
             losses, gradients = run(flat, inputs, targets, differentiate)
-        if self.l2:
-            losses = losses + self.l2 / 2 * (flat @ flat)
-            gradients = gradients + self.l2 * flat if differentiate else gradients
+        losses, gradients = self._regularized(flat, losses, gradients)
         shaped = gradients.reshape(*leading, gradients.shape[-1])
         return _like(features, losses.reshape(leading)), _like(features, shaped)
+
+    def _regularized(
+        self, flat: Tensor, losses: Tensor, gradients: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not self.l2:
+            return losses, gradients
+        slopes = self.l2 * flat[: gradients.shape[-1]]  # none where only losses are wanted
+        return losses + self.l2 / 2 * (flat @ flat), gradients + slopes
 
     @contextmanager
     def session(self, key: Sequence[int]) -> Iterator[Session]:
@@ -189,10 +195,7 @@ class ModuleObjective(Objective):
                 leaf = flat.detach().requires_grad_()
                 loss = self._client_loss(leaf, session.state, inputs[0], targets[0], training=True)
                 (gradient,) = torch.autograd.grad(loss, leaf)
-        loss = loss.detach()
-        if self.l2:
-            loss = loss + self.l2 / 2 * (flat @ flat)
-            gradient = gradient + self.l2 * flat
+        loss, gradient = self._regularized(flat, loss.detach(), gradient)
         return _like(features, loss), _like(features, gradient)
 
     def predict(self, params: Array, features: Array) -> Array:
@@ -275,17 +278,9 @@ class ModuleObjective(Objective):
     def _measured_loss(self, flat: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
         """Return a client's loss, the mean over parts of it where it has many samples."""
         total = flat.new_zeros(())
-        parts = zip(
-            torch.split(inputs, _MEASURED_AT_ONCE),
-            torch.split(labels, _MEASURED_AT_ONCE),
-            strict=True,
-        )
-        with torch.no_grad():
-            for part, part_labels in parts:
-                outputs = self._calls.outputs(flat, self._measured(flat), part, training=False)
-                loss = self._calls.loss(outputs, part_labels)
-                share = 1.0 if len(part) == len(inputs) else len(part) / len(inputs)
-                total = total + loss * share
+        parts = torch.split(labels, _MEASURED_AT_ONCE)
+        for outputs, part in zip(self._outputs(flat, inputs), parts, strict=True):
+            total = total + self._calls.loss(outputs, part) * (len(part) / len(labels))
         return total * len(labels) if self.scaling == "sum" else total
 
     def _client_loss(
