@@ -7,7 +7,6 @@ client do not depend on which clients it is stacked with: on NumPy they are the 
 bit (for features laid out alike in memory).
 """
 
-import functools
 import math
 import sys
 from abc import abstractmethod
@@ -281,9 +280,6 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     ``loss = log Σ_c exp(z_c) - z_y`` and ``∂loss/∂z_c = exp(z_c) / Σ exp(z) - [c = y]``. The
     logits, ``(..., C, n)``, are overwritten.
     """
-    if _is_cuda(logits) and (fused := _fused_kernels()) is not None:
-        losses, slopes = fused.cross_entropy(logits, labels)
-        return losses, slopes
     xp = namespace(logits)
     classes = xp.arange(logits.shape[-2], device=labels.device)[:, None]
     is_label = labels[..., None, :] == classes
@@ -320,15 +316,6 @@ def _num_pieces(inputs: Array, slopes: Array) -> int:
 
 def _is_cuda(array: Array) -> bool:
     return getattr(array, "is_cuda", False)
-
-
-@functools.cache
-def _fused_kernels() -> Any:
-    try:
-        from aqg.contrib import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
 
 
 _COMPILED_BYTES = 1 << 20

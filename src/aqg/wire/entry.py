@@ -121,10 +121,11 @@ def log_overhead(first: int, count: int) -> int:
     return 1 + varint_size(first) + varint_size(count) + CRC_BYTES
 
 
-def follow_log(data: bytes, public: Public, movement: Movement) -> Public:
+def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool = False) -> Public:
     """Return the public model after the entries of a frame; the old one is left as it was.
 
-    Raises `WireError` on a frame that is damaged, of another round, or not of this model.
+    Raises `WireError` on a frame that is damaged, of another round, or not of this model. With
+    ``in_place`` the old one is given away, as in `aqg.core.public.advance`, then, too.
     """
     is_merged, rounds, reader = _open(data)
     if rounds.start != public.round:
@@ -132,18 +133,19 @@ def follow_log(data: bytes, public: Public, movement: Movement) -> Public:
             f"the log begins with round {rounds.start}; the model here is at {public.round}"
         )
     if is_merged:
-        return _follow_merged(reader, len(rounds), public, movement)
+        merged = _read_merged(reader, len(rounds), public)
+        return follow_merged(public, merged, movement, in_place)
     for number in rounds:
         entry = _read_entry(reader, number).decode(public)
         try:
-            public = advance(public, entry, movement)
+            public = advance(public, entry, movement, in_place)
         except MessageError as error:
             raise WireError(f"entry {number} of the log cannot be followed: {error}") from error
     reader.finish("the last entry of the log")
     return public
 
 
-def _follow_merged(reader: Reader, count: int, public: Public, movement: Movement) -> Public:
+def _read_merged(reader: Reader, count: int, public: Public) -> Merged:
     if len(public.velocity):
         raise WireError("entries are merged that move a velocity")
     quantum = _read_optional_quantum(reader)
@@ -151,7 +153,7 @@ def _follow_merged(reader: Reader, count: int, public: Public, movement: Movemen
     for number in movements:
         _check_movement(number, public.round)
     total = decode_vector(reader.rest(), np.zeros(len(public.parameters)))
-    return follow_merged(public, Merged(count, total, tuple(movements), quantum), movement)
+    return Merged(count, total, tuple(movements), quantum)
 
 
 def log_rounds(data: bytes) -> range:
