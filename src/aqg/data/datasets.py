@@ -36,7 +36,7 @@ import os
 import secrets
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -281,107 +281,63 @@ def load_digits() -> Dataset:
     )
 
 
-class MnistFiles(NamedTuple):
-    """The four files of MNIST."""
-
-    train_images: RemoteFile
-    train_labels: RemoteFile
-    test_images: RemoteFile
-    test_labels: RemoteFile
-
-
-def _mnist_file(name: str, sha256: str) -> RemoteFile:
-    mirrors = (
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+def _remote_files(
+    folder: str, mirrors: Sequence[str], digests: Mapping[str, str]
+) -> tuple[RemoteFile, ...]:
+    return tuple(
+        RemoteFile(f"{folder}/{name}", digest, tuple(f"{mirror}/{name}" for mirror in mirrors))
+        for name, digest in digests.items()
     )
-    return RemoteFile(f"mnist/{name}", sha256, tuple(mirror + name for mirror in mirrors))
 
 
-MNIST_FILES = MnistFiles(
-    train_images=_mnist_file(
-        "train-images-idx3-ubyte.gz",
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+MNIST_FILES = _remote_files(
+    "mnist",
+    (
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
     ),
-    train_labels=_mnist_file(
-        "train-labels-idx1-ubyte.gz",
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    ),
-    test_images=_mnist_file(
-        "t10k-images-idx3-ubyte.gz",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
-    test_labels=_mnist_file(
-        "t10k-labels-idx1-ubyte.gz",
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
+    {
+        "train-images-idx3-ubyte.gz": (
+            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
+        ),
+        "train-labels-idx1-ubyte.gz": (
+            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"
+        ),
+        "t10k-images-idx3-ubyte.gz": (
+            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"
+        ),
+        "t10k-labels-idx1-ubyte.gz": (
+            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
+        ),
+    },
 )
 
 
-def parse_idx(content: bytes, num_dimensions: int) -> NDArray[np.uint8]:
-    """Return the array of unsigned bytes an idx file holds.
+def load_mnist(data_dir: Path | None = None) -> Dataset:
+    """Load MNIST with its official test set; pixels are divided by 255.
 
-    The header is two zero bytes, the element type (8: unsigned byte), the number of dimensions,
-    and one big-endian 32-bit size for each; the elements follow, last dimension fastest.
-
-    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), 1)
-    array([7, 8, 9], dtype=uint8)
+    The digests say what is in the files: headers of 16 bytes before images, of 8 before labels.
     """
-    magic = bytes([0, 0, 8, num_dimensions])
-    if content[:4] != magic:
-        raise DataError(f"idx header starts with {content[:4].hex()!r}, expected {magic.hex()!r}")
-    header_bytes = 4 + 4 * num_dimensions
-    if len(content) < header_bytes:
-        raise DataError(f"idx file has {len(content)} bytes, its header alone {header_bytes}")
-    shape = tuple(np.frombuffer(content, ">u4", num_dimensions, 4).tolist())
-    expected_bytes = header_bytes + math.prod(shape)
-    if len(content) != expected_bytes:
-        raise DataError(
-            f"idx file has {len(content)} bytes, its header says {expected_bytes} for shape {shape}"
-        )
-    return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(shape)
-
-
-def load_mnist(data_dir: Path | None = None, files: MnistFiles = MNIST_FILES) -> Dataset:
-    """Load MNIST with its official test set; pixels are divided by 255."""
     directory = data_directory(data_dir)
+    x, y, x_test, y_test = (read_content(file, directory) for file in MNIST_FILES)
 
-    def images(file: RemoteFile) -> NDArray[np.floating]:
-        pixels = parse_idx(read_content(file, directory), 3)
-        return pixels.reshape(len(pixels), -1) / np.float32(255)
+    def images(content: bytes) -> NDArray[np.floating]:
+        return np.frombuffer(content, np.uint8, offset=16).reshape(-1, 784) / np.float32(255)
 
-    def labels(file: RemoteFile) -> NDArray[np.int64]:
-        return parse_idx(read_content(file, directory), 1).astype(np.int64)
+    def labels(content: bytes) -> NDArray[np.int64]:
+        return np.frombuffer(content, np.uint8, offset=8).astype(np.int64)
 
-    return Dataset(
-        name="mnist",
-        features=images(files.train_images),
-        labels=labels(files.train_labels),
-        num_classes=10,
-        test_features=images(files.test_images),
-        test_labels=labels(files.test_labels),
-    )
+    return Dataset("mnist", images(x), labels(y), 10, images(x_test), labels(y_test))
 
 
-class SourceFiles(NamedTuple):
-    """One of the heterogeneous sets: a text table of features, and a column of labels."""
-
-    features: RemoteFile
-    labels: RemoteFile
-
-
-def _source_files(folder: str, features_sha256: str, labels_sha256: str) -> SourceFiles:
+def _source_files(folder: str, features: str, labels: str) -> tuple[RemoteFile, ...]:
     repository = "https://raw.githubusercontent.com/chentianyi1991/LAG-code"
     versions = ("master", "9a0b2b7c183ed07798fd71a6a8e8262b3fa019a0")
-
-    def remote(name: str, sha256: str) -> RemoteFile:
-        urls = tuple(f"{repository}/{version}/{folder}/{name}" for version in versions)
-        return RemoteFile(f"lag/{folder}/{name}", sha256, urls)
-
-    return SourceFiles(remote("data.txt", features_sha256), remote("y.txt", labels_sha256))
+    mirrors = [f"{repository}/{version}/{folder}" for version in versions]
+    return _remote_files(f"lag/{folder}", mirrors, {"data.txt": features, "y.txt": labels})
 
 
-HETEROGENEOUS_SOURCES: tuple[SourceFiles, ...] = (
+HETEROGENEOUS_FILES = (
     _source_files(  # Adult
         "data9",
         "42e46316bcd20a2e98f2329f9cf8dde0852b55625dae606334247f22720e451c",
@@ -400,9 +356,7 @@ HETEROGENEOUS_SOURCES: tuple[SourceFiles, ...] = (
 )
 
 
-def load_heterogeneous(
-    data_dir: Path | None = None, sources: tuple[SourceFiles, ...] = HETEROGENEOUS_SOURCES
-) -> Dataset:
+def load_heterogeneous(data_dir: Path | None = None) -> Dataset:
     """Load the three sets of the paper's logistic regression, one after the other.
 
     Adult, Ionosphere and Derm as the LAG experiments use them: the first 34 features of each,
@@ -410,23 +364,10 @@ def load_heterogeneous(
     """
     directory = data_directory(data_dir)
     features, labels = [], []
-    for source in sources:
-        table = _parse_table(read_content(source.features, directory), source.features.path)
-        column = _parse_table(read_content(source.labels, directory), source.labels.path)
-        if table.shape[1] < NUM_SHARED_FEATURES:
-            raise DataError(
-                f"{source.features.path} has {table.shape[1]} columns, "
-                f"at least {NUM_SHARED_FEATURES} are needed"
-            )
-        if column.shape != (len(table), 1):
-            raise DataError(
-                f"{source.labels.path} holds a table of shape {column.shape}, "
-                f"{(len(table), 1)} is needed"
-            )
-        if not np.isin(column, (-1.0, 0.0, 1.0)).all():
-            raise DataError(f"{source.labels.path} holds labels other than -1, 0 and 1")
+    for files in HETEROGENEOUS_FILES:
+        table, column = (np.loadtxt(io.BytesIO(read_content(file, directory))) for file in files)
         features.append(table[:, :NUM_SHARED_FEATURES])
-        labels.append((column[:, 0] > 0).astype(np.int64))
+        labels.append((column > 0).astype(np.int64))
     return Dataset(
         name="heterogeneous",
         features=np.concatenate(features),
@@ -434,13 +375,6 @@ def load_heterogeneous(
         num_classes=2,
         sources=np.repeat(np.arange(len(labels)), [len(part) for part in labels]),
     )
-
-
-def _parse_table(content: bytes, path: str) -> NDArray[np.float64]:
-    try:
-        return np.loadtxt(io.BytesIO(content), dtype=np.float64, ndmin=2)
-    except ValueError as error:
-        raise DataError(f"{path} is not a table of numbers: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,24 +441,11 @@ def _logistic_rows(
 
 @njit(fastmath=_SUMS)
 def _write_scores(params: Any, features: Any, scores: Any) -> None:
-    num_samples, num_features = features.shape
-    zero = features.dtype.type(0)
-    for i in range(0, num_samples - 3, 4):  # four at a time: a parameter is loaded once for all
-        score0, score1, score2, score3 = zero, zero, zero, zero
-        for j in range(num_features):
-            score0 += params[j] * features[i, j]
-            score1 += params[j] * features[i + 1, j]
-            score2 += params[j] * features[i + 2, j]
-            score3 += params[j] * features[i + 3, j]
-        scores[i] = score0
-        scores[i + 1] = score1
-        scores[i + 2] = score2
-        scores[i + 3] = score3
-    for i in range(num_samples - num_samples % 4, num_samples):
-        score0 = zero
-        for j in range(num_features):
-            score0 += params[j] * features[i, j]
-        scores[i] = score0
+    for i in range(len(features)):
+        score = features.dtype.type(0)
+        for j in range(len(params)):
+            score += params[j] * features[i, j]
+        scores[i] = score
 
 
 @njit(error_model="numpy", fastmath={"contract"})
@@ -510,23 +497,15 @@ def _loss_and_slopes(scores: Any, labels: Any, powers: Any, slopes: Any) -> Any:
 def _add_gradients(features: Any, slopes: Any, weight: Any, gradient: Any) -> None:
     num_samples, num_features = features.shape
     kind = features.dtype.type
-    for j in range(num_features):
-        gradient[j] = 0
-    for i in range(0, num_samples - 7, 8):  # eight at a time: a sum is loaded once for all
+    gradient[:] = 0
+    for i in range(0, num_samples - 3, 4):  # four at a time: a sum is loaded once for all
         slope0, slope1 = kind(weight * slopes[i]), kind(weight * slopes[i + 1])
         slope2, slope3 = kind(weight * slopes[i + 2]), kind(weight * slopes[i + 3])
-        slope4, slope5 = kind(weight * slopes[i + 4]), kind(weight * slopes[i + 5])
-        slope6, slope7 = kind(weight * slopes[i + 6]), kind(weight * slopes[i + 7])
-        rows = features[i : i + 8]
+        rows = features[i : i + 4]
         for j in range(num_features):
-            gradient[j] += (
-                (slope0 * rows[0, j] + slope1 * rows[1, j])
-                + (slope2 * rows[2, j] + slope3 * rows[3, j])
-            ) + (
-                (slope4 * rows[4, j] + slope5 * rows[5, j])
-                + (slope6 * rows[6, j] + slope7 * rows[7, j])
+            gradient[j] += (slope0 * rows[0, j] + slope1 * rows[1, j]) + (
+                slope2 * rows[2, j] + slope3 * rows[3, j]
             )
-    for i in range(num_samples - num_samples % 8, num_samples):
-        slope0 = kind(weight * slopes[i])
+    for i in range(num_samples - num_samples % 4, num_samples):
         for j in range(num_features):
-            gradient[j] += slope0 * features[i, j]
+            gradient[j] += kind(weight * slopes[i]) * features[i, j]

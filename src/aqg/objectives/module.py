@@ -38,6 +38,15 @@ _STACK_BYTES = 1 << 24
 _MEASURED_AT_ONCE = 1024
 """The most samples of which outputs are computed at once."""
 
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 _logger = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
@@ -138,10 +147,29 @@ class ModuleObjective(Objective):
         return bound
 
     def require_repeatable(self) -> None:
-        """Raise `ConfigError` where gradients would be random or depend on what was before."""
-        if not self._is_repeatable:
-            require_repeatable(self._calls.module)
-            self._is_repeatable = True
+        """Refuse layers whose gradients are random or depend on what was computed before.
+
+        Where clients send exact gradients, on all their samples, such a layer would fill their
+        memory with noise. Where they train on minibatches, noise is the normal case.
+        """
+        for path, layer in () if self._is_repeatable else self.module.named_modules():
+            if not layer.training:
+                continue
+            what = type(layer).__name__ if "\n" in repr(layer) else repr(layer)
+            where = f"layer {path!r}, {what}," if path else what
+            rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
+            if isinstance(rate, float) and rate > 0:
+                raise ConfigError(
+                    f"{where} drops out at random; gradients on all samples must be repeatable: "
+                    "train on minibatches (batch_size), call eval() on it, or set its rate to 0"
+                )
+            if getattr(layer, "track_running_stats", False):
+                raise ConfigError(
+                    f"{where} updates running statistics, which no gradient on all samples "
+                    "carries: train on minibatches (batch_size), use GroupNorm, set "
+                    "track_running_stats=False, or call eval() on it to keep them fixed"
+                )
+        self._is_repeatable = True
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
         return self._run(params, features, labels, differentiate=False)[0]
@@ -160,40 +188,25 @@ class ModuleObjective(Objective):
         run = self._stacked if self._vectorizes and len(inputs) > 1 else self._each
         with LOCK:
             losses, gradients = run(flat, inputs, targets, differentiate)
-        if self.l2:
-            losses = losses + self.l2 / 2 * (flat @ flat)
-            gradients = gradients + self.l2 * flat if differentiate else gradients
+        losses, gradients = self._regularized(flat, losses, gradients)
         shaped = gradients.reshape(*leading, gradients.shape[-1])
         return _like(features, losses.reshape(leading)), _like(features, shaped)
 
+    def _regularized(
+        self, flat: Tensor, losses: Tensor, gradients: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not self.l2:
+            return losses, gradients
+        slopes = self.l2 * flat[: gradients.shape[-1]]  # none where only losses are wanted
+        return losses + self.l2 / 2 * (flat @ flat), gradients + slopes
+
     @contextmanager
     def session(self, key: Sequence[int]) -> Iterator[Session]:
-        session = Session(self._batch_gradient, key)
         client = int(key[1])
-        start = None if self.carrier is None else self.carrier.start(client)
-        session.start = start
+        session = Session(self, key, None if self.carrier is None else self.carrier.start(client))
         yield session
         if self.carrier is not None and session.state is not None:
             self.carrier.finish(client, self.model_layout.buffers_of(session.state))
-
-    def _batch_gradient(
-        self, session: Session, params: Array, features: Array, labels: Array
-    ) -> tuple[Array, Array]:
-        flat, inputs, targets, _ = self._tensors(params, features, labels)
-        if len(inputs) != 1:
-            raise ConfigError(f"a session is of one client, not {len(inputs)}")
-        with LOCK:
-            if session.state is None:
-                session.state = self._calls.state(flat, session.start)
-            with session.drawing(flat.device):
-                leaf = flat.detach().requires_grad_()
-                loss = self._client_loss(leaf, session.state, inputs[0], targets[0], training=True)
-                (gradient,) = torch.autograd.grad(loss, leaf)
-        loss = loss.detach()
-        if self.l2:
-            loss = loss + self.l2 / 2 * (flat @ flat)
-            gradient = gradient + self.l2 * flat
-        return _like(features, loss), _like(features, gradient)
 
     def predict(self, params: Array, features: Array) -> Array:
         """Return the most likely label of each sample, shape ``(..., n)``.
@@ -275,17 +288,9 @@ class ModuleObjective(Objective):
     def _measured_loss(self, flat: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
         """Return a client's loss, the mean over parts of it where it has many samples."""
         total = flat.new_zeros(())
-        parts = zip(
-            torch.split(inputs, _MEASURED_AT_ONCE),
-            torch.split(labels, _MEASURED_AT_ONCE),
-            strict=True,
-        )
-        with torch.no_grad():
-            for part, part_labels in parts:
-                outputs = self._calls.outputs(flat, self._measured(flat), part, training=False)
-                loss = self._calls.loss(outputs, part_labels)
-                share = 1.0 if len(part) == len(inputs) else len(part) / len(inputs)
-                total = total + loss * share
+        parts = torch.split(labels, _MEASURED_AT_ONCE)
+        for outputs, part in zip(self._outputs(flat, inputs), parts, strict=True):
+            total = total + self._calls.loss(outputs, part) * (len(part) / len(labels))
         return total * len(labels) if self.scaling == "sum" else total
 
     def _client_loss(
@@ -414,26 +419,40 @@ class Carrier(Protocol):
 class Session:
     """Gradients on minibatches of one client, one after the other.
 
-    Buffers start from `start` (None: the module's own); `state` are they as the last step left
+    Buffers start from ``start`` (None: the module's own); `state` are they as the last step left
     them, and frozen parameters. ``key`` is (seed, client, round).
     """
 
-    def __init__(
-        self, gradient: Callable[[Session, Any, Any, Any], tuple[Any, Any]], key: Sequence[int]
-    ) -> None:
-        self._gradient = gradient
+    def __init__(self, objective: ModuleObjective, key: Sequence[int], start: Buffers | None):
+        self._objective = objective
+        self._start = start
         seed, client, round_number = key
         sequence = np.random.SeedSequence([seed, _STREAM, client, round_number])
         self._seed = int(sequence.generate_state(1, np.uint64)[0])
         self._random: tuple[Tensor, ...] = ()
-        self.start: Buffers | None = None
         self.state: State | None = None
 
-    def losses_and_gradients(self, params: Any, features: Any, labels: Any) -> tuple[Any, Any]:
-        return self._gradient(self, params, features, labels)
+    def losses_and_gradients(
+        self, params: Array, features: Array, labels: Array
+    ) -> tuple[Array, Array]:
+        objective = self._objective
+        flat, inputs, targets, _ = objective._tensors(params, features, labels)
+        if len(inputs) != 1:
+            raise ConfigError(f"a session is of one client, not {len(inputs)}")
+        with LOCK:
+            if self.state is None:
+                self.state = objective._calls.state(flat, self._start)
+            with self._drawing(flat.device):
+                leaf = flat.detach().requires_grad_()
+                loss = objective._client_loss(
+                    leaf, self.state, inputs[0], targets[0], training=True
+                )
+                (gradient,) = torch.autograd.grad(loss, leaf)
+        loss, gradient = objective._regularized(flat, loss.detach(), gradient)
+        return _like(features, loss), _like(features, gradient)
 
     @contextmanager
-    def drawing(self, device: torch.device) -> Iterator[None]:
+    def _drawing(self, device: torch.device) -> Iterator[None]:
         """Let torch's generators go on where this session left them, and put them back after."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if self._random:
@@ -505,7 +524,8 @@ class ModuleCalls:
         if self._shapes_were_checked or len(targets) < 2:
             loss = self.loss_function(outputs, targets)
         else:
-            loss = watched_loss(self.loss_function, outputs, targets, self.name)
+            with _Watch(outputs, targets, self.name):
+                loss = self.loss_function(outputs, targets)
             self._shapes_were_checked = True
         if loss.shape != ():
             raise ConfigError(
@@ -530,13 +550,9 @@ _ELEMENTWISE = {"sub", "rsub", "add", "radd", "mul", "rmul", "div", "true_divide
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "kl_div"}
 
 
-def watched_loss(loss: Loss, outputs: Any, targets: Tensor, name: str) -> Tensor:
-    """Return ``loss(outputs, targets)``; raise `ConfigError` where shapes would broadcast."""
-    with _Watch(outputs, targets, name):
-        return loss(outputs, targets)
-
-
 class _Watch(TorchFunctionMode):
+    """Raises `ConfigError` where a loss compares shapes that would broadcast."""
+
     def __init__(self, outputs: Any, targets: Tensor, name: str) -> None:
         super().__init__()
         self._ends = (outputs, targets)
@@ -570,41 +586,6 @@ class _Watch(TorchFunctionMode):
                 f"the loss of {self._name} compares shapes {shapes[0]} and {shapes[1]}, which "
                 f"broadcast to {joint}; give the targets the shape of the outputs, or squeeze "
                 "the outputs"
-            )
-
-
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
-
-def require_repeatable(module: nn.Module) -> None:
-    """Refuse layers whose gradients are random or depend on what was computed before.
-
-    Where clients send exact gradients, on all their samples, such a layer would fill their memory
-    with noise. Where they train on minibatches, noise is the normal case.
-    """
-    for path, layer in module.named_modules():
-        if not layer.training:
-            continue
-        what = type(layer).__name__ if "\n" in repr(layer) else repr(layer)
-        where = f"layer {path!r}, {what}," if path else what
-        rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            raise ConfigError(
-                f"{where} drops out at random; gradients on all samples must be repeatable: train "
-                "on minibatches (batch_size), call eval() on it, or set its rate to 0"
-            )
-        if getattr(layer, "track_running_stats", False):
-            raise ConfigError(
-                f"{where} updates running statistics, which no gradient on all samples carries: "
-                "train on minibatches (batch_size), use GroupNorm, set track_running_stats=False, "
-                "or call eval() on it to keep them fixed"
             )
 
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from aqg.core.track import MAX_DIRECTION
 from aqg.errors import WireError
 from aqg.jit import njit, part
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.varint import Reader, write_varint
 
 Levels = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -58,12 +58,6 @@ CLIP = 7
 NUM_DIRECTIONS = 2 * MAX_DIRECTION + 1
 REFERENCE_EDGES = np.array([1, 3, 5, 7, 11, 17, 25, 39]) / 16
 """In steps: where one class of ``|ref_m|`` ends and the next begins."""
-
-
-def require_short(count: int) -> None:
-    """Refuse a frame that claims more levels in context coding than any encoder writes."""
-    if count > LONGEST:
-        raise WireError(f"{count} levels in context coding; {LONGEST} are the most")
 
 
 def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> bytes:
@@ -107,20 +101,22 @@ def decode(
     """
     if count < 0:
         raise WireError(f"count is {count}; it must not be negative")
+    if count > LONGEST:
+        raise WireError(f"{count} levels in context coding; {LONGEST} are the most")
     symbols, hints = _checked(np.zeros(count, np.uint8), num_symbols, hints)
     data = np.array(np.frombuffer(payload, np.uint8))  # writable, as the kernel wants it
     if count == 0 or num_symbols == 1:
         if len(data):
             raise WireError(f"the context payload has {len(data)} bytes where 0 are needed")
         return symbols
-    near, start = read_varint(data, 0)
-    ratio, start = read_varint(data, start)
+    reader = Reader(data, "the context payload")
+    near, ratio = reader.varint(), reader.varint()
     if not (1 <= near <= MAX_NEAR and 2 <= ratio <= MAX_RATIO and near * ratio <= max(count, 2)):
         raise WireError(
             f"context lags {near} and {near}·{ratio} are outside 1..{MAX_NEAR} and "
             f"2..{MAX_RATIO} times that, up to {max(count, 2)}"
         )
-    if _run(symbols, num_symbols, near, ratio, hints, data[start:], decoding=True) < 0:
+    if _run(symbols, num_symbols, near, ratio, hints, reader.rest(), decoding=True) < 0:
         raise WireError(f"the {len(data)} bytes of the context payload are no coded message")
     return symbols
 
@@ -133,9 +129,7 @@ def _checked(
         raise WireError(f"num_symbols is {num_symbols}, outside 1..{MAX_SYMBOLS}")
     if len(levels) and int(levels.max()) >= num_symbols:
         raise WireError(f"level {int(levels.max())} is not below num_symbols {num_symbols}")
-    symbols: Levels = levels.astype(np.uint8)
-    if num_symbols > 256:
-        symbols = levels.astype(np.uint16)
+    symbols = levels.astype(np.uint8) if num_symbols <= 256 else levels.astype(np.uint16)
     if hints is None:
         return symbols, np.empty(0, np.int8)
     if len(hints) != len(levels):
@@ -156,10 +150,9 @@ def _run(
     far = near * ratio
     size = near + far + 4 + len(symbols)
     coded = (np.zeros(size, np.uint8), np.zeros(size, np.int8))
+    model = Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
     return int(
-        code_symbols(
-            symbols, num_symbols, near, far, hints, fresh_model(), *coded, buffer, decoding
-        )
+        code_symbols(symbols, num_symbols, near, far, hints, model, *coded, buffer, decoding)
     )
 
 
@@ -412,10 +405,6 @@ def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 INITIAL_ESTIMATES = _initial_estimates()
 INITIAL_WEIGHTS = np.full((NUM_MIXERS, 3), INITIAL_WEIGHT, np.int64)
-
-
-def fresh_model() -> Model:
-    return Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
 
 
 @part(forceinline=True)

@@ -132,13 +132,11 @@ def decode(
             message = payloads.decode_values(mode, payload, expected_length, threads)
             message.validate()
             return message
-        if mode in (Mode.CONTEXT, Mode.HINTED):
-            context.require_short(expected_length)
+        if len(body) < UPLOAD_HEAD_BYTES:
+            raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
         hints = None
         if mode is Mode.HINTED:
             hints = _decode_hints(body, known, expected_length, difference)
-        if len(body) < UPLOAD_HEAD_BYTES:
-            raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
         payload = _read_length(body, UPLOAD_HEAD_BYTES, expected_length)
         return _read_upload(mode, body, payload, hints, expected_length, threads)
     except MessageError as error:
@@ -203,8 +201,6 @@ def _decode_hints(
     """Return the hints for the step in the frame, if they are those it was written with."""
     if known is None:
         raise WireError("the frame was written with what both ends know, which is not given here")
-    if len(body) < UPLOAD_HEAD_BYTES:
-        raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
     hints = _hints(known, _read_step(body), length)
     if _hints_checksum(hints) != checksum:
         raise WireError("the frame is damaged, or was written with another reference")

@@ -157,7 +157,6 @@ def _decode_sparse(reader: Reader, length: int, threads: int | None) -> SparseUp
     if coder == SECTIONS:
         (places,) = decode_planes(coded, [SIGNS], length, threads)
     else:
-        context.require_short(length)
         places = context.decode(coded, length, SIGNS.size).astype(np.uint8, copy=False)
     if length and int(places.max()) >= SIGNS.size:
         raise WireError(f"a place holds {int(places.max())}; it must be below {SIGNS.size}")

@@ -5,7 +5,6 @@ take few different values. What does not fit is written by its bits.
 ``docs/reference/frame-format.md`` describes each byte.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,9 +42,8 @@ class _Difference(NamedTuple):
     """What is written: the kind, the signs, and the magnitudes where they are not zero."""
 
     kind: int
-    places: Upload
-    exponent: int
-    table: NDArray[np.uint64]
+    signs: NDArray[np.uint8]
+    head: bytes
     planes: list[Plane]
 
 
@@ -56,14 +54,12 @@ def encode_vector(new: FloatArray, old: FloatArray) -> bytes:
     >>> encode_vector(np.array([0, 0, 0.5, 0, 0, 0, -0.5, 0]), old).hex()
     '02010265450100013d'
     """
-    difference = _measure(new, old)
+    kind, signs, head, planes = _measure(new, old)
     if not len(new):
         return b""
-    mode, payload = frame.encode_levels(difference.places, None, None)
-    parts = [bytes([difference.kind, mode]), write_part(payload)]
-    if difference.planes:
-        parts += [_write_head(difference), encode_planes(difference.planes)]
-    return b"".join(parts)
+    mode, payload = frame.encode_levels(Upload(signs, 1.0, 2, Grid.MIDTREAD), None, None)
+    written = bytes([kind, mode]) + write_part(payload) + head
+    return written + encode_planes(planes) if planes else written
 
 
 def decode_vector(data: NDArray[np.uint8], old: FloatArray) -> Any:
@@ -123,7 +119,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     indices = np.flatnonzero(is_changed)
     levels = np.ones(len(new), np.uint8)
     if not len(indices):
-        return _Difference(BITS, _signs(levels), 0, np.zeros(0, np.uint64), [])
+        return _Difference(BITS, levels, b"", [])
     after, before = new[indices], old[indices]
     with np.errstate(over="ignore", invalid="ignore"):
         differences = after.astype(np.float64) - before
@@ -133,17 +129,18 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
         if on_lattice is not None:
             multiples, exponent = on_lattice
             levels[indices] = np.where(differences < 0, 0, 2)
-            return _multiples(_signs(levels), multiples, exponent)
+            return _multiples(levels, multiples, exponent)
     gaps = after.view(kind) - before.view(kind)
     top = np.array(1, gaps.dtype) << np.array(8 * gaps.itemsize - 1, gaps.dtype)
     is_negative = gaps >= top
     levels[indices] = np.where(is_negative, 0, 2)
     magnitudes = np.where(is_negative, 0 - gaps, gaps)
-    planes = split_bytes(magnitudes, [BYTES] * gaps.itemsize)
-    return _Difference(BITS, _signs(levels), 0, np.zeros(0, np.uint64), planes)
+    return _Difference(BITS, levels, b"", split_bytes(magnitudes, [BYTES] * gaps.itemsize))
 
 
-def _multiples(places: Upload, multiples: NDArray[np.uint64], exponent: int) -> _Difference:
+def _multiples(
+    signs: NDArray[np.uint8], multiples: NDArray[np.uint64], exponent: int
+) -> _Difference:
     """Write multiples by a table where they take few values, else by their bytes."""
     largest = int(multiples.max())
     if largest < max(1 << 16, 4 * len(multiples)):
@@ -155,10 +152,11 @@ def _multiples(places: Upload, multiples: NDArray[np.uint64], exponent: int) -> 
         table, indices = np.unique(multiples, return_inverse=True)
     if len(table) <= _TABLE_SIZE and 2 * len(table) <= 4 + len(multiples):
         plane = Plane(indices.astype(np.uint8), _index_alphabet(len(table)))
-        return _Difference(TABLE, places, exponent, table.astype(np.uint64), [plane])
-    num_bytes = (largest.bit_length() + 7) // 8
-    planes = split_bytes(multiples, [BYTES] * num_bytes)
-    return _Difference(LATTICE, places, exponent, np.zeros(0, np.uint64), planes)
+        steps = np.diff(table.astype(np.int64), prepend=0)
+        head = bytes([len(table) - 1]) + b"".join(write_varint(int(step)) for step in steps)
+        return _Difference(TABLE, signs, write_zigzag(exponent) + head, [plane])
+    planes = split_bytes(multiples, [BYTES] * ((largest.bit_length() + 7) // 8))
+    return _Difference(LATTICE, signs, write_zigzag(exponent) + bytes([len(planes)]), planes)
 
 
 def _on_lattice(magnitudes: NDArray[np.float64]) -> tuple[NDArray[np.uint64], int] | None:
@@ -176,21 +174,6 @@ def _on_lattice(magnitudes: NDArray[np.float64]) -> tuple[NDArray[np.uint64], in
 
 def _index_alphabet(size: int) -> Alphabet:
     return Alphabet(max(1, (size - 1).bit_length()), size)
-
-
-def _signs(levels: NDArray[np.uint8]) -> Upload:
-    return Upload(levels, 1.0, 2, Grid.MIDTREAD)
-
-
-def _write_head(difference: _Difference) -> bytes:
-    if difference.kind == BITS:
-        return b""
-    head = write_zigzag(difference.exponent)
-    if difference.kind == LATTICE:
-        return head + bytes([len(difference.planes)])
-    table = difference.table.tolist()
-    steps = [table[0], *(b - a for a, b in itertools.pairwise(table))]
-    return head + bytes([len(table) - 1]) + b"".join(map(write_varint, steps))
 
 
 def _read_head(reader: Reader, kind: int) -> tuple[NDArray[np.uint64] | None, int, list[Alphabet]]:
