@@ -224,8 +224,8 @@ def _pack_reply(
         if model is not None and model.is_trained and is_readable(record):
             difference = _difference(values_of(record), model)
             if not difference or is_update:
-                del record, model
-                before, after = [models.pop(answered)], [values_of(reply.content.pop(name))]
+                before, after = [models.pop(answered)], [values_of(record)]
+                del record, model, reply.content[name]
                 if sum(tensor.nbytes for tensor in after[0].values()) > _LARGE:
                     gc.collect()  # Flower's records refer to themselves
                 sent = reply_to(
